@@ -1,0 +1,1 @@
+"""The tree of settings: one YAML file is one run."""

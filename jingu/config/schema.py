@@ -1,0 +1,293 @@
+"""The tree of settings. One YAML file is one run; every section is a frozen model that refuses unknown keys.
+
+The docstring under a field is its documentation: it reaches `jingu config schema`, and so editors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Settings(BaseModel):
+    """A section of the file: frozen, strict about types, and closed to unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def _tagged(default: str) -> Discriminator:
+    """Choose a variant by its `type:`; without one, `default`."""
+    return Discriminator(lambda value: value.get("type", default) if isinstance(value, dict) else value.type)
+
+
+class TokenizerSettings(Settings):
+    """The tokenizer of the run: where it lies, and how `jingu tokenizer train` makes it."""
+
+    path: str = "tokenizer"
+    """Folder with tokenizer.json and tokenizer_config.json."""
+    vocabulary: Annotated[int, Field(ge=257)] = 4096
+    """Number of entries to train, special tokens included (byte-level BPE needs 256 and the specials)."""
+    special_tokens: list[str] = ["<|endoftext|>"]
+    """Tokens never split; the first one ends every document."""
+    sample_bytes: Positive = 100_000_000
+    """Train on about this many bytes of the corpus, spread evenly over its documents."""
+
+
+class DataSettings(Settings):
+    """The corpus, and the data set that `jingu data build` makes of it."""
+
+    input: list[str] | str = []
+    """Text files, .jsonl files or folders (read recursively) that make the corpus."""
+    path: str = "data"
+    """Folder of the built data set."""
+    suffixes: list[str] = [".txt", ".jsonl"]
+    """File endings taken from a folder; a .jsonl holds a document a line, any other file is one document."""
+    text_field: str = "text"
+    """Field of a .jsonl line that holds the document."""
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    """Share of the documents kept out of training for evaluation, chosen by a hash of their text."""
+    invalid_utf8: Literal["refuse", "replace", "skip"] = "refuse"
+    """What to do with a document that is not UTF-8: stop, replace the bad bytes, or leave the document out."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Processes that build; auto: one a core."""
+    shard_tokens: Positive = 500_000_000
+    """A new shard begins after about this many tokens."""
+
+
+class ModelSettings(Settings):
+    """A model to train from scratch: a family, and the dimensions in which it differs from the family's defaults."""
+
+    family: str = "llama"
+    """Model family; `gpt2` or `llama`."""
+    layers: Positive = 6
+    """Number of blocks."""
+    width: Positive = 384
+    """Size of the hidden state."""
+    heads: Positive = 6
+    """Attention (query) heads."""
+    kv_heads: Positive | None = None
+    """Key and value heads; None: as many as heads."""
+    head_size: Positive | None = None
+    """Size of a head; None: width / heads."""
+    feed_forward: Positive | None = None
+    """Inner size of the feed-forward; None: the family's rule."""
+    vocabulary: Positive | Literal["auto"] = "auto"
+    """Rows of the embedding; auto: the tokenizer's size."""
+    context: Positive | None = None
+    """Longest sequence the model is made for; None: the batch's sequence length."""
+    tied_embeddings: bool | None = None
+    """Whether the head shares the embedding's weights; None: the family's habit."""
+    rope_base: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary frequencies; None: the family's."""
+    norm_epsilon: Annotated[float, Field(gt=0)] | None = None
+    """Added to the variance in norms; None: the family's."""
+    initial_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+
+
+class BatchSettings(Settings):
+    """What one optimizer step sees. The rest (accumulation, tokens a step) is derived."""
+
+    sequence_length: Positive = 512
+    """Tokens a sequence."""
+    global_size: Positive = 32
+    """Sequences an optimizer step, over all ranks."""
+    micro_size: Positive | Literal["auto"] = "auto"
+    """Sequences a forward pass on one rank; auto: the largest divisor that keeps to 8,192 tokens."""
+
+
+class AdamWSettings(Settings):
+    """AdamW (Loshchilov and Hutter, 2019)."""
+
+    type: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay a unit of learning rate; never on norms and biases."""
+
+
+class LionSettings(Settings):
+    """Lion (Chen et al., 2023): the sign of an interpolated momentum."""
+
+    type: Literal["lion"] = "lion"
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate; about a tenth of AdamW's."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Weight of the momentum in the update's direction."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the momentum."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1.0
+    """Decoupled decay a unit of learning rate; never on norms and biases."""
+
+
+Optimizer = Annotated[
+    Annotated[AdamWSettings, Tag("adamw")] | Annotated[LionSettings, Tag("lion")], _tagged("adamw")
+]
+
+
+class ScheduleBase(Settings):
+    """Warm-up and floor, common to every schedule."""
+
+    warmup: NotNegative | Fraction = 0.02
+    """Linear warm-up: steps (a whole number) or a fraction of the run (with a decimal point)."""
+    minimum: Annotated[float, Field(ge=0)] = 0.0
+    """The rate never falls below this, once warmed up."""
+
+
+class ConstantSettings(ScheduleBase):
+    """The peak rate to the end."""
+
+    type: Literal["constant"] = "constant"
+
+
+class LinearSettings(ScheduleBase):
+    """A straight line from the peak to the minimum at the last step."""
+
+    type: Literal["linear"] = "linear"
+
+
+class CosineSettings(ScheduleBase):
+    """Half a cosine from the peak to the minimum at the last step."""
+
+    type: Literal["cosine"] = "cosine"
+
+
+class NoamSettings(ScheduleBase):
+    """Inverse square root of the step (Vaswani et al., 2017), reaching the peak at the end of warm-up."""
+
+    type: Literal["noam"] = "noam"
+
+
+class ExponentialSettings(ScheduleBase):
+    """The rate is multiplied by `decay` over the run, evenly step by step."""
+
+    type: Literal["exponential"] = "exponential"
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of the peak rate left at the last step."""
+
+
+class WarmupStableDecaySettings(ScheduleBase):
+    """Warm up, stay, then fall in a straight line over the last part (Hu et al., 2024)."""
+
+    type: Literal["warmup-stable-decay"] = "warmup-stable-decay"
+    decay: NotNegative | Fraction = 0.2
+    """Length of the fall: steps (a whole number) or a fraction of the run (with a decimal point)."""
+
+
+Schedule = Annotated[
+    Annotated[ConstantSettings, Tag("constant")]
+    | Annotated[LinearSettings, Tag("linear")]
+    | Annotated[CosineSettings, Tag("cosine")]
+    | Annotated[NoamSettings, Tag("noam")]
+    | Annotated[ExponentialSettings, Tag("exponential")]
+    | Annotated[WarmupStableDecaySettings, Tag("warmup-stable-decay")],
+    _tagged("cosine"),
+]
+
+
+class TrainSettings(Settings):
+    """How the loop runs."""
+
+    steps: Positive = 1000
+    """Optimizer steps of the run."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global norm of the gradient; None: no clipping."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the blocks; auto: where a compiler is present and the run is long enough to earn it."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Activations kept for the backward pass: all of them, or only each block's input."""
+    log_every: Positive = 10
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run's folder (needs the tensorboard package)."""
+
+
+class PrecisionSettings(Settings):
+    """Number formats of the computation."""
+
+    type: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """bf16 computes in bf16 over fp32 master weights; auto: bf16 where the device has units for it, else fp32."""
+
+
+class ParallelSettings(Settings):
+    """The layout over ranks."""
+
+    zero: Literal[0, 1, 2, 3] = 1
+    """What is sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
+
+
+class DeviceSettings(Settings):
+    """Where the run computes."""
+
+    type: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a card, else CPU."""
+    threads: Positive | Literal["auto"] = "auto"
+    """CPU threads a rank; auto: the cores divided by the local ranks."""
+
+
+class EvaluationSettings(Settings):
+    """Measuring on held-out text."""
+
+    every: NotNegative = 100
+    """Steps between evaluations (also at the end); 0: none."""
+    sequences: Positive | Literal["all"] = 64
+    """Held-out sequences an evaluation reads; all: every one."""
+    prompts: list[str] = []
+    """Texts continued at each evaluation, to see how the model writes."""
+    prompt_tokens: Positive = 48
+    """Tokens generated for a prompt."""
+
+
+class CheckpointSettings(Settings):
+    """Saving, and finding the way back."""
+
+    every: NotNegative = 200
+    """Steps between checkpoints (also at the end); 0: only at the end."""
+    keep: Positive = 2
+    """Newest checkpoints kept; older ones are deleted."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest complete checkpoint of the run; never: refuse if there is one."""
+
+
+class RunConfig(Settings):
+    """A run: everything that `jingu` needs to go from raw text to a trained model."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run; it lives in RUNS/NAME."""
+    runs: str = "runs"
+    """Folder that holds the runs."""
+    seed: NotNegative = 0
+    """Seed of the initial weights and of the order of the data."""
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    batch: BatchSettings = BatchSettings()
+    optimizer: Optimizer = AdamWSettings()
+    schedule: Schedule = CosineSettings()
+    train: TrainSettings = TrainSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    device: DeviceSettings = DeviceSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_may_be_empty(cls, value: Any) -> Any:
+        """`train:` with nothing under it is null in YAML; it means the defaults."""
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None}
+        return value
