@@ -5,13 +5,34 @@ The docstring under a field is its documentation: it reaches `jingu config schem
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from os.path import expanduser
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a value must be, in words for people; beside constraints that only a program reads with ease."""
+
+    text: str
+
+
+def _whole(value: object) -> object:
+    """Python holds `True == 1 == 1.0`; a choice among whole numbers does not."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("whole", "a whole number")
+    return value
+
+
+Place = Annotated[str, Field(min_length=1), AfterValidator(expanduser), Words("the name of a file or folder")]
+"""A file or folder, relative to where the command is run; a leading ~ is the home folder."""
 
 
 class Settings(BaseModel):
@@ -24,13 +45,15 @@ class Settings(BaseModel):
 
 def _tagged(default: str) -> Discriminator:
     """Choose a variant by its `type:`; without one, `default`."""
-    return Discriminator(lambda value: value.get("type", default) if isinstance(value, dict) else value.type)
+    return Discriminator(
+        lambda value: value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    )
 
 
 class TokenizerSettings(Settings):
     """The tokenizer of the run: where it lies, and how `jingu tokenizer train` makes it."""
 
-    path: str = "tokenizer"
+    path: Place = "tokenizer"
     """Folder with tokenizer.json and tokenizer_config.json."""
     vocabulary: Annotated[int, Field(ge=257)] = 4096
     """Number of entries to train, special tokens included (byte-level BPE needs 256 and the specials)."""
@@ -43,15 +66,15 @@ class TokenizerSettings(Settings):
 class DataSettings(Settings):
     """The corpus, and the data set that `jingu data build` makes of it."""
 
-    input: list[str] | str = []
+    input: list[Place] | Place = []
     """Text files, .jsonl files or folders (read recursively) that make the corpus."""
-    path: str = "data"
+    path: Place = "data"
     """Folder of the built data set."""
     suffixes: list[str] = [".txt", ".jsonl"]
     """File endings taken from a folder; a .jsonl holds a document a line, any other file is one document."""
     text_field: str = "text"
     """Field of a .jsonl line that holds the document."""
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the documents kept out of training for evaluation, chosen by a hash of their text."""
     invalid_utf8: Literal["refuse", "replace", "skip"] = "refuse"
     """What to do with a document that is not UTF-8: stop, replace the bad bytes, or leave the document out."""
@@ -73,21 +96,21 @@ class ModelSettings(Settings):
     heads: Positive = 6
     """Attention (query) heads."""
     kv_heads: Positive | None = None
-    """Key and value heads; None: as many as heads."""
+    """Key and value heads; null: as many as heads."""
     head_size: Positive | None = None
-    """Size of a head; None: width / heads."""
+    """Size of a head; null: width / heads."""
     feed_forward: Positive | None = None
-    """Inner size of the feed-forward; None: the family's rule."""
+    """Inner size of the feed-forward; null: the family's rule."""
     vocabulary: Positive | Literal["auto"] = "auto"
     """Rows of the embedding; auto: the tokenizer's size."""
     context: Positive | None = None
-    """Longest sequence the model is made for; None: the batch's sequence length."""
+    """Longest sequence the model is made for; null: the batch's sequence length."""
     tied_embeddings: bool | None = None
-    """Whether the head shares the embedding's weights; None: the family's habit."""
+    """Whether the head shares the embedding's weights; null: the family's habit."""
     rope_base: Annotated[float, Field(gt=0)] | None = None
-    """Base of the rotary frequencies; None: the family's."""
+    """Base of the rotary frequencies; null: the family's."""
     norm_epsilon: Annotated[float, Field(gt=0)] | None = None
-    """Added to the variance in norms; None: the family's."""
+    """Added to the variance in norms; null: the family's."""
     initial_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of the initial weights."""
 
@@ -133,9 +156,7 @@ class LionSettings(Settings):
     """Decoupled decay a unit of learning rate; never on norms and biases."""
 
 
-Optimizer = Annotated[
-    Annotated[AdamWSettings, Tag("adamw")] | Annotated[LionSettings, Tag("lion")], _tagged("adamw")
-]
+Optimizer = Annotated[Annotated[AdamWSettings, Tag("adamw")] | Annotated[LionSettings, Tag("lion")], _tagged("adamw")]
 
 
 class ScheduleBase(Settings):
@@ -204,7 +225,7 @@ class TrainSettings(Settings):
     steps: Positive = 1000
     """Optimizer steps of the run."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; None: no clipping."""
+    """Largest global norm of the gradient; null: no clipping."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks; auto: where a compiler is present and the run is long enough to earn it."""
     activation_checkpointing: Literal["none", "full"] = "none"
@@ -225,7 +246,7 @@ class PrecisionSettings(Settings):
 class ParallelSettings(Settings):
     """The layout over ranks."""
 
-    zero: Literal[0, 1, 2, 3] = 1
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = 1
     """What is sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
 
 
@@ -265,11 +286,15 @@ class CheckpointSettings(Settings):
 class RunConfig(Settings):
     """A run: everything that `jingu` needs to go from raw text to a trained model."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200),
+        Words("up to 200 letters, digits, dots, dashes and underscores that begin with a letter or digit"),
+    ] = "run"
     """Name of the run; it lives in RUNS/NAME."""
-    runs: str = "runs"
+    runs: Place = "runs"
     """Folder that holds the runs."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), Words("a whole number (from 0 to 2^63 - 1)")] = 0
     """Seed of the initial weights and of the order of the data."""
     tokenizer: TokenizerSettings = TokenizerSettings()
     data: DataSettings = DataSettings()
@@ -283,11 +308,3 @@ class RunConfig(Settings):
     device: DeviceSettings = DeviceSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sections_may_be_empty(cls, value: Any) -> Any:
-        """`train:` with nothing under it is null in YAML; it means the defaults."""
-        if isinstance(value, dict):
-            return {key: item for key, item in value.items() if item is not None}
-        return value

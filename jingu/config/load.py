@@ -1,0 +1,156 @@
+"""From one YAML file and the words after it on the command line to a checked tree of settings, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from jingu.config.explain import combined, explain
+from jingu.config.schema import RunConfig, Settings
+from jingu.config.strict_yaml import Document, KeyPath, Origin, dump, parse
+from jingu.config.tree import field_kinds, find, item_kinds, sections
+from jingu.errors import JinguError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's file, apply dotted overrides such as `optimizer.lr=3e-4` in order, and check the whole.
+
+    Raises JinguError that tells of every mistake found, each with its file and line or its override.
+    """
+    document = parse(_read(path), str(path))
+    if document.value is None and not document.problems:
+        raise JinguError("the file is empty.", where=path, fix="A first line could be `name: my-run`.")
+    if not isinstance(document.value, dict):
+        what = "the file does not hold settings (lines of `key: value`, with a space after the colon)."
+        raise JinguError(what, where=path)
+    mistakes = list(document.problems)
+    for override in overrides:
+        try:
+            _apply(override, document)
+        except JinguError as mistake:
+            mistakes.append(mistake)
+    _settle(document.value, RunConfig, (), document)
+    try:
+        config = RunConfig.model_validate(document.value)
+    except ValidationError as error:
+        raise combined(mistakes + explain(error, document)) from None
+    if mistakes:
+        raise combined(mistakes)
+    return config
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The whole tree, defaults too, as a file that `load_config` reads back as the same settings."""
+    return dump(config.model_dump(mode="python"))
+
+
+def _read(path: Path) -> str:
+    """The text of a file; JinguError says what is there instead, if it is not one."""
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise JinguError("there is no such file.", where=path, fix=_beside(path)) from None
+    except IsADirectoryError:
+        inside = path / "config.yaml"
+        fix = f"Give the file in it: {inside}." if inside.exists() else _beside(path / "config.yaml")
+        raise JinguError("is a folder, and a run is a YAML file.", where=path, fix=fix) from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise JinguError(f"the file cannot be read: {reason}.", where=path) from None
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise JinguError("the file is in UTF-16, not UTF-8.", where=path, fix="Save it again as UTF-8.")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        what = f"the file is not UTF-8 text: the byte 0x{raw[error.start]:02x} on this line is not part of a character."
+        raise JinguError(what, where=f"{path}:{line}", fix="Save it again as UTF-8.") from None
+
+
+def _beside(path: Path) -> str:
+    """What lies where `path` was looked for."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no folder {folder} either."
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
+    close = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
+    here = "this folder" if folder == Path() else str(folder)
+    if not close:
+        return f"There are no YAML files in {here}."
+    return f"In {here} there {'is' if len(close) == 1 else 'are'} {', '.join(close)}."
+
+
+def _apply(override: str, document: Document) -> None:
+    """Set one `key=value` in the document, in place of what was there."""
+    key, sign, text = override.partition("=")
+    if not sign:
+        fix = f"Write {key if find(tuple(key.split('.'))) else 'key'}=value, without spaces."
+        raise JinguError("a setting is changed with an =, which is missing.", where=override, fix=fix)
+    path = tuple(key.split("."))
+    if not all(re.fullmatch(r"\w[\w-]*", part) for part in path):
+        fix = "Write it like optimizer.lr=3e-4: no dashes before it, no spaces around the =."
+        raise JinguError(f'"{key}" cannot be the name of a setting.', where=override, fix=fix)
+    parent = document.value
+    for depth, part in enumerate(path[:-1], start=1):
+        if parent.get(part) is None:
+            parent[part] = {}
+            document.origins[path[:depth]] = Origin(override)
+        if not isinstance(parent[part], dict):
+            field = find(path[:depth])
+            if field and not sections(field):
+                what = f"{'.'.join(path[:depth])} is a single value, with no settings under it."
+                raise JinguError(what, where=override)
+            return  # The file's own mistake, which the check tells.
+        parent = parent[part]
+    given = _parse_value(text, override, find(path))
+    for old in [old for old in document.origins if old[: len(path)] == path]:
+        del document.origins[old]
+    for inner, origin in given.origins.items():
+        document.origins[(*path, *inner)] = origin
+    parent[path[-1]] = given.value
+    if given.problems:
+        raise given.problems[0]
+
+
+def _parse_value(text: str, override: str, field: FieldInfo | None) -> Document:
+    """The value of an override. A setting that takes text takes the letters as they are, unless quoted or a list."""
+    takes = {kind.type for kind in field_kinds(field)} if field else set()
+    quoted = text[:1] in ("'", '"') or (text[:1] == "[" and field is not None and bool(item_kinds(field)))
+    if str in takes and not quoted and not (text == "null" and NoneType in takes):
+        return Document(text, {(): Origin(override)})
+    return parse(text, override, lines=False)
+
+
+def _settle(value: dict[str, Any], model: type[Settings], path: KeyPath, document: Document) -> None:
+    """Fit what was read to what settings take, in place: an empty section is one of defaults, and a setting
+
+    that takes text takes unquoted letters as written, though they would be a number elsewhere (`name: 007`).
+    """
+    for key, item in list(value.items()):
+        field = model.model_fields.get(key)
+        if field is None:
+            continue
+        here = (*path, key)
+        variants = sections(field)
+        if variants and item is None:
+            del value[key]
+        elif isinstance(item, dict) and variants:
+            for variant in variants.values():
+                _settle(item, variant, here, document)
+        elif str in {kind.type for kind in field_kinds(field)} and not isinstance(item, list):
+            value[key] = _as_text(item, here, document)
+        elif str in {kind.type for kind in item_kinds(field)} and isinstance(item, list):
+            value[key] = [_as_text(part, (*here, index), document) for index, part in enumerate(item)]
+
+
+def _as_text(value: Any, path: KeyPath, document: Document) -> Any:
+    origin = document.origins.get(path)
+    number = isinstance(value, bool | int | float)
+    return origin.written if number and origin and origin.written is not None else value

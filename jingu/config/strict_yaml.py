@@ -1,0 +1,208 @@
+"""YAML with few surprises: numbers and booleans as YAML 1.2 has them, no repeated keys, no references, no tags.
+
+`parse` gives plain Python values and, for each of them, where it was written and in which letters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from jingu.errors import JinguError
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the root to a value."""
+
+_SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    # kind: letters a plain scalar of it can begin with, its form, and how it is read
+    "null": ("~nN", r"~|null|", lambda _: None),
+    "bool": ("tf", r"true|false", lambda text: text == "true"),
+    "int": ("-+0123456789", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", lambda text: _integer(text)),
+    "float": (
+        "-+.0123456789",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+        lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan")),
+    ),
+}
+_TAG = "tag:yaml.org,2002:"
+# What PyYAML says, and what it means to someone who has never read YAML's grammar.
+_PLAIN_WORDS = {
+    "mapping values are not allowed here": "a second colon on one line, or a line indented further than it should be."
+    ' Put text that holds ": " in quotes, and align keys of one section.',
+    "could not find expected ':'": "a key without its colon. Write `key: value`, with a space after the colon.",
+    "found character '\\t' that cannot start any token": "a tab. Indent with spaces.",
+    "found unexpected end of stream": "a quote that is never closed.",
+    "expected <block end>, but found '<block mapping start>'": "a line whose indentation fits no section above it.",
+    "expected <block end>, but found '<scalar>'": "text after the end of a value. Put the whole value in quotes.",
+    "expected <block end>, but found '-'": "a list item among keys. Indent it below the key that it belongs to.",
+    "expected ',' or ']'": "a list that is never closed, or items without commas. Write [a, b].",
+    "expected ',' or '}'": "a { } section that is never closed, or keys without commas. Write {a: 1, b: 2}.",
+    "found character '@' that cannot start": "text that begins with @. Put it in quotes.",
+    "found character '`' that cannot start": "text that begins with a backquote. Put it in quotes.",
+    "found character '%' that cannot start": "text that begins with %. Put it in quotes.",
+    "found undefined alias": "text that begins with *. Put it in quotes.",
+    "while scanning an alias": "text that begins with *. Put it in quotes.",
+    "while scanning an anchor": "text that begins with &. Put it in quotes.",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was given: `run.yaml:3` or the words of an override; `written` holds a plain scalar's letters."""
+
+    where: str
+    written: str | None = None
+
+
+@dataclass
+class Document:
+    """Plain values, and the origin of each."""
+
+    value: Any = None
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    problems: list[JinguError] = field(default_factory=list)
+
+    def origin(self, path: KeyPath) -> Origin:
+        """The origin of the value at `path`, or of the nearest one that holds it."""
+        while path not in self.origins and path:
+            path = path[:-1]
+        return self.origins.get(path, Origin("the settings"))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's reader with the scalars above in place of YAML 1.1's."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or this module would read as something else than text."""
+
+
+for _kind, (_first, _form, _) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _letters = [*_first, ""] if _kind == "null" else list(_first)
+        _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_form})$"), _letters)
+
+
+def parse(text: str, name: str, *, lines: bool = True) -> Document:
+    """Read one YAML document; `name` (with the line, if `lines`) is the origin of its values.
+
+    Raises JinguError for text that is not YAML. Repeated keys, references and tags go to `problems`.
+    """
+    reader = _Reader(name, lines)
+    try:
+        node = _Loader(text).get_single_node()
+        if node is not None:
+            value = reader.value(node, ())
+            reader.document.value = None if value is reader.nothing else value
+    except yaml.MarkedYAMLError as error:
+        begun = error.context in ("while scanning a simple key", "while scanning a quoted scalar")
+        mark = error.context_mark if begun else error.problem_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark and lines else name
+        raise JinguError(_explain(error), where=where) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        where = f"{name}:{line}" if lines else name
+        raise JinguError(f"holds a control character (code {error.character}); remove it.", where=where) from None
+    except RecursionError:
+        raise JinguError("is nested too deeply to be read.", where=name) from None
+    return reader.document
+
+
+def dump(value: Any) -> str:
+    """Write plain values as YAML that `parse`, and readers of YAML 1.1, read back as the same values."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
+
+
+def _integer(text: str) -> int:
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text, base)
+
+
+def _explain(error: yaml.MarkedYAMLError) -> str:
+    said = f"{error.context or ''} {error.problem or ''}".strip()
+    if "expected a single document" in said:
+        return "a second document begins here (---). One file is one run."
+    for words, meaning in _PLAIN_WORDS.items():
+        if words in said:
+            return f"this is not YAML: {meaning}"
+    return f"this is not YAML: {said}."
+
+
+class _Reader:
+    """Turns nodes into values, noting origins and problems as it goes."""
+
+    def __init__(self, name: str, lines: bool) -> None:
+        self.name = name
+        self.lines = lines
+        self.document = Document()
+        self.seen: set[int] = set()
+        self.nothing = object()
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
+
+    def problem(self, node: yaml.Node, what: str, fix: str) -> Any:
+        self.document.problems.append(JinguError(what, where=self.where(node), fix=fix))
+        return self.nothing
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        """The value of a node; a node met twice is a reference (`*name`), which is refused."""
+        if id(node) in self.seen:
+            what = "a value marked with & is used again with *."
+            return self.problem(node, what, "Write the value out in both places.")
+        self.seen.add(id(node))
+        self.document.origins.setdefault(path, Origin(self.where(node)))
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            items = [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            return [item for item in items if item is not self.nothing]
+        return self.scalar(node, path)
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        first: dict[str, yaml.Node] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key, str):
+                self.problem(key_node, "a key is a list or a section.", "Write keys as plain words.")
+                continue
+            if key == "<<":
+                self.problem(key_node, "merge keys (<<) are not read.", "Write the settings out.")
+                continue
+            if key in first:
+                dotted = ".".join([*map(str, path), key])
+                line = first[key].start_mark.line + 1
+                earlier = f", first on line {line}" if self.lines else ""
+                self.problem(key_node, f"{dotted} is given twice{earlier}.", "Keep one of them.")
+                continue
+            first[key] = key_node
+            self.document.origins[(*path, key)] = Origin(self.where(key_node))
+            value = self.value(value_node, (*path, key))
+            if value is not self.nothing:
+                result[key] = value
+        return result
+
+    def scalar(self, node: yaml.Node, path: KeyPath) -> Any:
+        text = str(node.value)
+        kind = node.tag.removeprefix(_TAG)
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            what = "a text holds half of a surrogate pair (\\ud800 to \\udfff)."
+            return self.problem(node, what, "Write the character itself.")
+        if kind == "str":
+            return text
+        if kind not in _SCALARS:
+            tag = node.tag.replace(_TAG, "!!")
+            return self.problem(node, f"the tag {tag} is not read.", "Write a plain value.")
+        try:
+            value = _SCALARS[kind][2](text)
+        except ValueError:
+            return self.problem(node, f"{text[:40]} cannot be read as a number.", "Write a shorter one.")
+        self.document.origins[path] = replace(self.document.origins[path], written=text)
+        return value
