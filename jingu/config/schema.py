@@ -159,6 +159,11 @@ class LionSettings(Settings):
 Optimizer = Annotated[Annotated[AdamWSettings, Tag("adamw")] | Annotated[LionSettings, Tag("lion")], _tagged("adamw")]
 
 
+def in_steps(length: int | float, steps: int) -> int:
+    """A length given in steps (a whole number) or as a fraction of the run, in steps."""
+    return length if isinstance(length, int) else round(length * steps)
+
+
 class ScheduleBase(Settings):
     """Warm-up and floor, common to every schedule."""
 
@@ -266,6 +271,8 @@ class EvaluationSettings(Settings):
     """Steps between evaluations (also at the end); 0: none."""
     sequences: Positive | Literal["all"] = 64
     """Held-out sequences an evaluation reads; all: every one."""
+    sequences_at_end: Positive | Literal["all"] | None = None
+    """Held-out sequences the evaluation at the run's end reads; None: as many as the others."""
     prompts: list[str] = []
     """Texts continued at each evaluation, to see how the model writes."""
     prompt_tokens: Positive = 48

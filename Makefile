@@ -1,0 +1,41 @@
+# Every target sets up what it needs in .venv: `make quickstart` and `make test` work in a fresh clone.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: quickstart test test-all check format bench clean
+
+.venv/core: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+.venv/develop: .venv/core
+	$(PIP) --editable ".[test,check,bench,tensorboard]"
+	touch $@
+
+quickstart: .venv/core
+	$(BIN)/python examples/quickstart.py $(ARGUMENTS)
+
+test: .venv/develop check
+	$(BIN)/pytest -m "not slow"
+
+test-all: .venv/develop check
+	$(BIN)/pytest
+
+check: .venv/develop
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/develop
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/develop
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf .venv build runs

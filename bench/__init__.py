@@ -1,0 +1,1 @@
+"""Side-by-side measurements against what people would use instead. `make bench` runs them all."""

@@ -1,0 +1,169 @@
+"""A training step of a 17M Llama, jingu beside transformers: tokens a second and peak memory.
+
+Each side runs in processes of its own, in turn (A B A B …), on the same number of threads; the ratio is of medians.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from statistics import median
+
+LAYERS, WIDTH, HEADS, FEED_FORWARD, VOCABULARY = 6, 384, 6, 1024, 16384
+SEQUENCE, BATCH, THREADS = 512, 4, 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    tokens_per_second: float
+    peak_bytes: int
+    start_bytes: int
+
+
+def measure(side: str, precision: str, steps: int) -> None:
+    """Child process: run `steps` steps after two of warm-up, and print the figures as JSON."""
+    import torch
+
+    from jingu.runtime.device import peak_memory
+
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    step = {"jingu": _jingu, "jingu-eager": _jingu, "transformers": _transformers}[side](precision, side == "jingu")
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1))
+    device = torch.device("cpu")
+    start_bytes = peak_memory(device)
+    for _ in range(2):
+        step(tokens)
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step(tokens)
+        seconds.append(time.perf_counter() - started)
+    figures = Measured(BATCH * SEQUENCE / median(seconds), peak_memory(device), start_bytes)
+    print(json.dumps(figures.__dict__))
+
+
+def _jingu(precision: str, compiled: bool):  # noqa: ANN202
+    """What `jingu train` does in a step, on one rank."""
+    import torch
+
+    from jingu.config.batch import BatchPlan
+    from jingu.config.schema import AdamWSettings, ModelSettings, ParallelSettings, PrecisionSettings
+    from jingu.data.batch import Batch
+    from jingu.model.build import spec_from_settings
+    from jingu.model.decoder import Decoder
+    from jingu.model.initialise import initialise
+    from jingu.parallel.apply import parallelize
+    from jingu.parallel.mesh import build_mesh
+    from jingu.runtime.ranks import joined
+    from jingu.train.loss import chunk_loss
+    from jingu.train.optimizer import build_optimizer
+    from jingu.train.precision import choose_precision
+    from jingu.train.step import train_step
+    from jingu.train.task import Pretraining
+
+    group = joined("cpu", THREADS)
+    ranks = group.__enter__()
+    settings = ModelSettings(
+        family="llama", layers=LAYERS, width=WIDTH, heads=HEADS, feed_forward=FEED_FORWARD, tied_embeddings=False
+    )
+    spec = spec_from_settings(settings, VOCABULARY, SEQUENCE)
+    chosen = choose_precision(PrecisionSettings(type=precision), ranks.device)  # type: ignore[arg-type]
+    mesh, parallel = build_mesh(ParallelSettings(), ranks), ParallelSettings()
+    with torch.device("meta"):
+        model = Decoder(spec).to(chosen.masters)
+    parallelize(
+        model, mesh, parallel, compute=chosen.compute, activation_checkpointing="none", compile=compiled
+    )
+    model.to_empty(device="cpu")
+    initialise(model, spec, 0)
+    optimizer = build_optimizer(AdamWSettings(), model)
+
+    class Constant(Pretraining):
+        def batch(self, step: int, first: int, count: int) -> Batch:
+            return Batch(current[0][:, :-1], current[0][:, 1:], None, None)
+
+    current: list[torch.Tensor] = []
+    chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
+    task = Constant(None, None, chunk)  # type: ignore[arg-type]
+    plan = BatchPlan(1, BATCH, BATCH, 1, BATCH * SEQUENCE)
+
+    def step(tokens: torch.Tensor) -> None:
+        current[:] = [tokens]
+        result = train_step(
+            model, optimizer, task, plan, step=0, data_rank=0, device=ranks.device, zero=1, clip_norm=1.0
+        )
+        result.loss.item()
+
+    step.group = group  # type: ignore[attr-defined]  # keeps the process group alive
+    return step
+
+
+def _transformers(precision: str, _compiled: bool):  # noqa: ANN202
+    """The same step as transformers' users write it: the model's own loss, autocast, torch's AdamW, clipping."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step(tokens: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step
+
+
+def in_child(side: str, precision: str, steps: int) -> Measured:
+    """Measure one side in a process of its own."""
+    command = [sys.executable, "-m", "bench.train_step", side, precision, str(steps)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(precision: str, rounds: int, steps: int) -> list[str]:
+    """Lines of a table: each side's figures, and the ratios."""
+    sides: dict[str, list[Measured]] = {"jingu": [], "jingu-eager": [], "transformers": []}
+    for _ in range(rounds):
+        for side, figures in sides.items():
+            figures.append(in_child(side, precision, steps))
+    base = median(m.tokens_per_second for m in sides["transformers"])
+    lines = []
+    for side, figures in sides.items():
+        rate = median(m.tokens_per_second for m in figures)
+        memory = median(m.peak_bytes for m in figures)
+        lines.append(f"| {side} {precision} | {rate:,.0f} | {rate / base:.2f} | {memory / 2**20:,.0f} |")
+    return lines
+
+
+def run() -> str:
+    """The table, as Markdown."""
+    rows = [*compare("fp32", rounds=3, steps=8), *compare("bf16", rounds=3, steps=3)]
+    return "\n".join(
+        ["| | tokens/s | × transformers | peak memory, MiB |", "|---|---|---|---|", *rows]
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        print(run())

@@ -1,0 +1,97 @@
+"""The quickstart: collect text that every machine has, then run jingu's commands on it, one after another.
+
+The text is the Python standard library's own source. Arguments are passed on to `jingu train` as overrides,
+for instance `make quickstart ARGUMENTS="train.steps=50"`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+CONFIG = "examples/quickstart.yaml"
+PLACE = Path("build/quickstart")
+RUN = Path("runs/quickstart")
+
+
+def collect(folder: Path) -> None:
+    """Copy the standard library's modules, without its test suite, which many systems do not ship."""
+    if folder.exists():
+        return
+    library = Path(sysconfig.get_paths()["stdlib"])
+    partial = folder.with_name(".text.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    count = size = 0
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).parts
+        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(parts):
+            continue
+        target = partial.joinpath(*parts)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+        count, size = count + 1, size + file.stat().st_size
+    partial.replace(folder)
+    print(f"{count} files of the Python standard library, {size / 1e6:.1f} MB")
+
+
+def jingu(*arguments: str) -> None:
+    """Run a jingu command, shown as one would type it."""
+    print(f"\n$ jingu {' '.join(arguments)}", flush=True)
+    done = subprocess.run([sys.executable, "-m", "jingu", *arguments])
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def compressors() -> dict[str, float]:
+    """Bits per byte of gzip -9 and xz -9 on the very bytes the model was evaluated on."""
+    from jingu.data.dataset import open_dataset
+    from jingu.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(PLACE / "tokenizer")
+    documents = open_dataset(PLACE / "data", "held_out").documents()
+    text = "".join(tokenizer.decode(ids) for ids in documents).encode()
+    packed = {"gzip -9": gzip.compress(text, 9), "xz -9": lzma.compress(text, preset=9)}
+    return {name: 8 * len(data) / len(text) for name, data in packed.items()}
+
+
+def last_evaluation() -> dict:
+    """The last line of its kind in metrics.jsonl."""
+    lines = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["type"] == "evaluation"][-1]
+
+
+def main() -> None:
+    """All of it, with the time it took."""
+    started = time.perf_counter()
+    overrides = sys.argv[1:]
+    PLACE.mkdir(parents=True, exist_ok=True)
+    collect(PLACE / "text")
+    jingu("tokenizer", "train", CONFIG)
+    jingu("data", "build", CONFIG)
+    jingu("train", CONFIG, *overrides)
+    final, others = last_evaluation(), compressors()
+    with (RUN / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for name, bits in others.items():
+            line = {"type": "baseline", "step": final["step"], "name": name, "bits_per_byte": bits}
+            file.write(json.dumps(line) + "\n")
+    for prompt in ("import os\n\ndef ", "class Stack:\n    def ", "def read_file(path):\n"):
+        jingu("generate", str(RUN), prompt, "--max-tokens", "60", "--temperature", "0.6", "--seed", "1")
+    exported = PLACE / "exported"
+    shutil.rmtree(exported, ignore_errors=True)
+    jingu("export", str(RUN), "--to", str(exported))
+    jingu("report", str(RUN))
+    print(f"\nBits per byte of the {final['bytes']:,} held-out bytes:")
+    for name, bits in sorted({"your model": final["bits_per_byte"], **others}.items(), key=lambda item: item[1]):
+        print(f"  {name:12} {bits:.3f}")
+    print(f"Done in {(time.perf_counter() - started) / 60:.1f} minutes: {RUN}/report.html shows how it learned.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How one model is laid out over many ranks, on PyTorch's own engines."""

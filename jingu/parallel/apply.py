@@ -1,0 +1,69 @@
+"""`parallelize`: from a model on the meta device to one laid out over the mesh, from the outside in, in one order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from jingu.config.schema import ParallelSettings
+from jingu.model.decoder import Decoder
+
+
+def parallelize(
+    model: Decoder,
+    mesh: DeviceMesh,
+    settings: ParallelSettings,
+    *,
+    compute: torch.dtype,
+    activation_checkpointing: str,
+    compile: bool,
+) -> Decoder:
+    """Activation checkpointing, then compile, then ZeRO, in place; the parameters become DTensors.
+
+    Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
+
+    Args:
+        model: on the meta device, in the dtype of the master weights.
+        compute: dtype of the products; the masters keep theirs.
+    """
+    for block in model.blocks:
+        if activation_checkpointing == "full":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        if compile:
+            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+    _shard(model, mesh, settings.zero, compute)
+    return model
+
+
+def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype) -> None:
+    """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
+    masters = next(model.parameters()).dtype
+    # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if compute != masters else None,
+        reduce_dtype=masters if compute != masters else None,
+        cast_forward_inputs=False,
+    )
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def before_micro_batch(model: Decoder, zero: int, *, last: bool) -> None:
+    """Tell the engine whether this backward pass is the last of its step.
+
+    ZeRO 0 and 1 keep whole gradients until then; 0 to 2 keep the gathered parameters between micro-batches.
+    """
+    assert isinstance(model, FSDPModule)
+    if zero <= 1:
+        model.set_requires_gradient_sync(last)
+    if zero <= 2:
+        model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)

@@ -1,0 +1,1 @@
+"""The machine under a run: ranks, devices, clocks, logs and signals."""

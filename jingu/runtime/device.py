@@ -1,0 +1,53 @@
+"""What the machine can do: fast number formats, measured peak, memory, compilers."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import time
+
+import torch
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 matrices in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether `torch.compile` finds what it generates code with: a C++ compiler, or Triton on CUDA."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return compiler is not None and bool(has_triton())
+    return compiler is not None
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Floating-point operations a second of a large matrix product, the best of several tries."""
+    size = 4096 if device.type == "cuda" else 1024
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best, end = 0.0, time.perf_counter() + seconds
+    for trial in range(1000):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - start
+        if trial > 0:  # the first one also sets up the library
+            best = max(best, 2 * size**3 / elapsed)
+        if time.perf_counter() > end and trial > 1:
+            break
+    return best
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: on the card, or resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

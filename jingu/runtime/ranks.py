@@ -1,0 +1,127 @@
+"""Processes of a run: finding one's rank, joining the group, agreeing, starting local ranks.
+
+This is the only room (with `launch/`) that reads environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from jingu.errors import JinguError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among the processes of the run."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def under_launcher() -> bool:
+    """Whether torchrun (or whatever speaks its language) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise JinguError(
+            f"the environment variable {name} is {text!r}, which is not a whole number.",
+            fix="It is set by torchrun; start the run with `jingu train run.yaml --processes N` or torchrun.",
+        ) from None
+
+
+def choose_device(kind: str, local_rank: int) -> torch.device:
+    """The device of this process for `device.type` auto, cpu or cuda.
+
+    Raises:
+        JinguError: CUDA was asked for and there is no card for this local rank.
+    """
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and cards == 0):
+        return torch.device("cpu")
+    if local_rank >= cards:
+        raise JinguError(
+            f"local rank {local_rank} needs a CUDA card of its own, and this machine has {cards}.",
+            fix="Start fewer processes, or set device.type=cpu.",
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Ranks]:
+    """Join the process group (a group of one without a launcher), and leave it at the end.
+
+    Args:
+        device_type: auto, cpu or cuda.
+        threads: CPU threads of this process; None: the usable cores divided by the local ranks.
+        timeout: how long a collective waits for the others.
+    """
+    rank, world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    local_rank, local_world = _variable("LOCAL_RANK", 0), _variable("LOCAL_WORLD_SIZE", 1)
+    device = choose_device(device_type, local_rank)
+    torch.set_num_threads(threads or max(1, usable_cores() // local_world))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if under_launcher():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield Ranks(rank, world, local_rank, local_world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def all_agree(mine: bool) -> bool:
+    """True where every rank says True. A barrier, too."""
+    vote = torch.tensor([int(mine)], dtype=torch.int32)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+    return bool(vote.item())
+
+
+def from_first(value: int) -> int:
+    """The first rank's whole number, on every rank."""
+    box = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(box, src=0)
+    return int(box.item())
+
+
+def start_local_ranks(processes: int, arguments: Sequence[str]) -> int:
+    """Run `jingu ARGUMENTS` as `processes` local ranks through torchrun; returns its exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "-m", "jingu", *arguments]
+    # torchrun sets one thread a process and warns, unless told; `joined` then sets the real number.
+    environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes)), **os.environ}
+    child = subprocess.Popen(command, env=environment)
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            # The terminal has sent Ctrl-C to torchrun as well, and it asks the ranks to save and leave.
+            continue

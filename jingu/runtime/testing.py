@@ -1,0 +1,128 @@
+"""Many ranks for tests: one pool of worker processes that join a fresh gloo group for every call."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class RankError(AssertionError):
+    """A call failed on some rank; carries that rank's traceback."""
+
+
+class RankPool:
+    """Worker processes that live as long as the test session, so that torch is imported once in each.
+
+    `run(function, 4, ...)` calls `function(rank, world, ...)` on four of them, joined in a gloo group with one
+    thread each, and returns the results by rank. The function must be importable (defined in a module).
+    """
+
+    def __init__(self, size: int, timeout: float = 120.0) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            worker = context.Process(target=_serve, args=(there,), daemon=True)
+            worker.start()
+            there.close()
+            self._workers.append((worker, here))
+
+    def run(self, function: Callable[..., Any], world: int, *arguments: Any, **keywords: Any) -> list[Any]:
+        """Results of `function(rank, world, *arguments, **keywords)`, by rank.
+
+        Raises:
+            RankError: with the traceback of the first rank that failed.
+        """
+        if not self._workers:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            for rank in range(world):
+                self._workers[rank][1].send((_address(function), rank, world, store, arguments, keywords))
+            answers = [self._receive(rank) for rank in range(world)]
+        failed = [(rank, text) for rank, (good, text) in enumerate(answers) if not good]
+        if failed:
+            # A rank that fails leaves the others waiting in a collective: the first cause is the shortest story.
+            self.close()
+            raise RankError("\n".join(f"rank {rank} of {world}:\n{text}" for rank, text in failed))
+        return [value for _, value in answers]
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        process, pipe = self._workers[rank]
+        try:
+            if pipe.poll(self._timeout):
+                return pipe.recv()
+        except EOFError:
+            return False, f"the process died with exit code {process.exitcode}"
+        return False, f"no answer in {self._timeout:.0f} s"
+
+    def close(self) -> None:
+        """End the workers; the next `run` starts new ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Where a worker finds the function: its module's file (tests are not packages), name and qualified name."""
+    module = importlib.import_module(function.__module__)
+    return str(Path(str(module.__file__)).resolve()), function.__module__, function.__qualname__
+
+
+def _find(address: tuple[str, str, str]) -> Callable[..., Any]:
+    import importlib.util
+    import sys
+
+    file, name, qualified = address
+    module = sys.modules.get(name)
+    if module is None and name.startswith("jingu"):
+        module = importlib.import_module(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            address, rank, world, store, arguments, keywords = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=60),
+            )
+            try:
+                answer = (True, _find(address)(rank, world, *arguments, **keywords))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,78 @@
+"""Held-out loss in nats a token and in bits per byte, and texts that show how the model writes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.data.batches import HeldOut
+from jingu.infer.generate import generate
+from jingu.infer.sampling import Sampling
+from jingu.model.decoder import Decoder
+from jingu.parallel.mesh import data_rank, data_ranks
+from jingu.text.tokenizer import Tokenizer
+from jingu.train.step import summed_over_ranks
+from jingu.train.task import Task, to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What held-out text costs the model. Bits per byte compare across tokenizers, and with compressors."""
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+def evaluate(
+    model: Decoder,
+    task: Task,
+    rows: HeldOut,
+    byte_lengths: np.ndarray,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    sequences: int | None = None,
+    micro_size: int = 8,
+) -> Evaluation:
+    """Evaluate the first `sequences` held-out rows (None: all), spread over the ranks.
+
+    Every rank runs the same number of forward passes, since sharded parameters are gathered in each; a rank that
+    has no rows left runs on rows without labels.
+    """
+    count = rows.count if sequences is None else min(sequences, rows.count)
+    ranks, rank = data_ranks(mesh), data_rank(mesh)
+    lengths = torch.from_numpy(byte_lengths.astype(np.int64))
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, tokens, bytes
+    model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for start in range(0, count, micro_size * ranks):
+            batch = rows.batch(start + rank * micro_size, micro_size, end=count)
+            kept = batch.labels[batch.labels >= 0]
+            sums[0] += task.loss(model, to_device(batch, device))
+            sums[1] += kept.numel()
+            sums[2] += lengths[kept].sum()
+    model.train()
+    loss, tokens, size = summed_over_ranks(sums).tolist()
+    tokens, size = max(tokens, 1.0), max(size, 1.0)
+    return Evaluation(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
+
+
+def write_samples(
+    model: Decoder, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
+) -> list[tuple[str, str]]:
+    """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
+    model.eval()
+    written = []
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for prompt in prompts:
+            sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed)
+            pieces = generate(model, tokenizer, prompt, sampling, max_tokens=tokens)
+            written.append((prompt, "".join(piece.text for piece in pieces)))
+    model.train()
+    return written

@@ -1,0 +1,212 @@
+"""The loop: one for every task, read from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+
+from jingu.config.batch import BatchPlan
+from jingu.model.decoder import Decoder
+from jingu.parallel.mesh import data_rank
+from jingu.runtime.device import peak_memory
+from jingu.runtime.log import say
+from jingu.runtime.ranks import Ranks
+from jingu.runtime.signals import SharedStop
+from jingu.train.evaluate import evaluate, write_samples
+from jingu.train.metrics import MetricsFile
+from jingu.train.optimizer import set_learning_rate
+from jingu.train.run import Run
+from jingu.train.schedule import learning_rate
+from jingu.train.step import StepResult, train_step
+from jingu.train.task import Task
+
+
+@dataclass
+class Progress:
+    """What a checkpoint must remember besides tensors."""
+
+    step: int = 0
+    """Steps done."""
+    tokens: int = 0
+    """Tokens seen."""
+    seconds: float = 0.0
+    """Time spent training, over all starts of the run; evaluation and saving left out."""
+    loss_sum: float = 0.0
+    """Losses of the steps since the last line of metrics.jsonl."""
+    loss_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What stays the same while the loop runs."""
+
+    run: Run
+    task: Task
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    plan: BatchPlan
+    ranks: Ranks
+    flops_per_token: float
+    """Training operations a token (forward and backward)."""
+    peak_flops: float
+    """Measured peak of all ranks together."""
+    save: Callable[[Progress], None]
+
+
+def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: MetricsFile | None) -> bool:
+    """Train from `progress.step` to the last step, saving on the way and at the end.
+
+    Args:
+        progress: where to start; brought up to date in place.
+        metrics: where the first rank writes; None on the others.
+
+    Returns:
+        Whether the run is complete; False where a stop was asked for (and the state saved).
+    """
+    config, steps = loop.run.config, loop.run.config.train.steps
+    losses = torch.zeros((), dtype=torch.float64, device=loop.ranks.device)
+    meter = Meter(progress)
+    with tqdm(total=steps, initial=progress.step, unit="step", disable=metrics is None, dynamic_ncols=True) as bar:
+        while progress.step < steps:
+            result = _step(loop, progress)
+            losses += result.loss
+            progress.step += 1
+            progress.loss_steps += 1
+            progress.tokens += loop.plan.tokens_per_step
+            bar.update()
+
+            ends = progress.step == steps
+            stops = stop.asked() and not ends
+            logs = ends or _due(progress.step, config.train.log_every)
+            saves = ends or stops or _due(progress.step, config.checkpoint.every)
+            evaluates = ends or (_due(progress.step, config.evaluation.every) and not stops)
+            if logs or evaluates or saves:
+                progress.loss_sum += float(losses.item())  # waits for the device, so the clock is read after it
+                losses.zero_()
+                meter.read(progress)
+            if logs:
+                _log(loop, progress, result, meter, metrics, bar)
+            if evaluates:
+                _evaluate(loop, progress, metrics)
+            if saves:
+                loop.save(progress)
+            if stops:
+                say(f"Stopped at step {progress.step} of {steps}, and saved. The same command goes on from here.")
+                break
+            if logs or evaluates or saves:
+                meter.skip()
+    stop.settle()
+    return progress.step == steps
+
+
+def _step(loop: Loop, progress: Progress) -> StepResult:
+    config = loop.run.config
+    rate = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
+    set_learning_rate(loop.optimizer, rate)
+    return train_step(
+        loop.model,
+        loop.optimizer,
+        loop.task,
+        loop.plan,
+        step=progress.step,
+        data_rank=data_rank(loop.mesh),
+        device=loop.ranks.device,
+        zero=config.parallel.zero,
+        clip_norm=config.train.clip_norm,
+    )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class Meter:
+    """The clock of training: evaluation and saving are left out."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._start = time.perf_counter()
+        self._logged = (progress.tokens, progress.seconds)
+
+    def read(self, progress: Progress) -> None:
+        """Add the time since the last reading to the run's training time."""
+        now = time.perf_counter()
+        progress.seconds += now - self._start
+        self._start = now
+
+    def skip(self) -> None:
+        """Leave out the time since the last reading."""
+        self._start = time.perf_counter()
+
+    def rate(self, progress: Progress) -> float:
+        """Tokens a second since the last call."""
+        tokens, seconds = self._logged
+        self._logged = (progress.tokens, progress.seconds)
+        return (progress.tokens - tokens) / max(progress.seconds - seconds, 1e-9)
+
+
+def _log(
+    loop: Loop, progress: Progress, result: StepResult, meter: Meter, metrics: MetricsFile | None, bar: tqdm
+) -> None:
+    loss = progress.loss_sum / progress.loss_steps
+    progress.loss_sum, progress.loss_steps = 0.0, 0
+    rate = meter.rate(progress)
+    share = rate * loop.flops_per_token / loop.peak_flops
+    bar.set_postfix_str(f"loss {loss:.3f}, {_short(rate)} tokens/s, {share:.0%} of peak")
+    if metrics is not None:
+        metrics.write(
+            "train",
+            progress.step,
+            loss=loss,
+            lr=loop.optimizer.param_groups[0]["lr"],
+            grad_norm=float(result.grad_norm.item()),
+            tokens=progress.tokens,
+            tokens_per_second=rate,
+            seconds=progress.seconds,
+            peak_share=share,
+            memory_bytes=peak_memory(loop.ranks.device),
+        )
+    if not math.isfinite(loss):
+        say(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
+
+
+def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> None:
+    settings, rows = loop.run.config.evaluation, loop.task.held_out()
+    if not settings.every:
+        return
+    if rows is not None:
+        ends = progress.step == loop.run.config.train.steps
+        wanted = settings.sequences_at_end if ends and settings.sequences_at_end else settings.sequences
+        started = time.perf_counter()
+        measured = evaluate(
+            loop.model,
+            loop.task,
+            rows,
+            loop.run.tokenizer.byte_lengths(),
+            loop.mesh,
+            loop.ranks.device,
+            sequences=None if wanted == "all" else wanted,
+            micro_size=loop.plan.micro_size,
+        )
+        say(f"step {progress.step}: held-out loss {measured.loss:.4f}, {measured.bits_per_byte:.4f} bits per byte")
+        if metrics is not None:
+            metrics.write("evaluation", progress.step, **asdict(measured), seconds=time.perf_counter() - started)
+    samples = write_samples(
+        loop.model, loop.run.tokenizer, settings.prompts, settings.prompt_tokens, loop.run.config.seed
+    )
+    for prompt, text in samples:
+        if metrics is not None:
+            metrics.write("sample", progress.step, prompt=prompt, text=text)
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

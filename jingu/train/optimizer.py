@@ -1,0 +1,79 @@
+"""Optimizers over named parameters, with their state made at once so that it can be saved and loaded by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from jingu.config.schema import AdamWSettings, LionSettings, Optimizer
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not params:
+                continue
+            beta1, beta2 = group["betas"]
+            weights = [_local(parameter) for parameter in params]
+            grads = [_local(parameter.grad) for parameter in params]
+            momenta = [_local(self.state[parameter]["exp_avg"]) for parameter in params]
+            directions = torch._foreach_lerp(grads, momenta, beta1)
+            torch._foreach_sign_(directions)
+            torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, directions, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def build_optimizer(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, its state zeroed. Matrices and embeddings decay; norms and biases (one dim) do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (settings.beta1, settings.beta2)
+    optimizer: torch.optim.Optimizer
+    if isinstance(settings, LionSettings):
+        optimizer = Lion(groups, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+        slots = ["exp_avg"]
+    else:
+        assert isinstance(settings, AdamWSettings)
+        optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.epsilon, fused=True)
+        slots = ["exp_avg", "exp_avg_sq"]
+    for parameter in trained:
+        state = optimizer.state[parameter]
+        if isinstance(optimizer, torch.optim.AdamW):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state.update({slot: torch.zeros_like(parameter) for slot in slots})
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every state tensor as ("exp_avg/blocks.0.norm.weight", tensor)."""
+    for name, parameter in model.named_parameters():
+        for slot, tensor in optimizer.state.get(parameter, {}).items():
+            yield f"{slot}/{name}", tensor

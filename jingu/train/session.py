@@ -1,0 +1,235 @@
+"""A session of a run: everything between the opened run and the loop. Built on every start, also on a restart."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu import __version__
+from jingu.checkpoint.resume import find_latest, prune, step_folder
+from jingu.checkpoint.store import load, read_state, save
+from jingu.config.batch import BatchPlan
+from jingu.config.schema import RunConfig
+from jingu.data.batches import BatchSource, HeldOut
+from jingu.errors import JinguError
+from jingu.model.decoder import Decoder
+from jingu.model.initialise import initialise
+from jingu.model.spec import ModelSpec
+from jingu.parallel.apply import before_micro_batch, parallelize
+from jingu.parallel.mesh import build_mesh, data_rank
+from jingu.runtime.device import has_compiler, measured_peak
+from jingu.runtime.log import say
+from jingu.runtime.ranks import Ranks, all_agree, from_first
+from jingu.runtime.signals import SharedStop
+from jingu.train.loop import Loop, Progress, train_loop
+from jingu.train.loss import chunk_loss
+from jingu.train.metrics import MetricsFile
+from jingu.train.optimizer import build_optimizer, named_state
+from jingu.train.precision import Precision, choose_precision
+from jingu.train.run import Run
+from jingu.train.task import Pretraining, Task, to_device
+
+COMPILE_SECONDS = 60.0
+"""Compiling a model's blocks and loss takes about this long on CPU; docs/benchmarks.md has the figures."""
+COMPILE_GAIN = 0.15
+"""Share of a run's time that compiled blocks save."""
+
+
+def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool:
+    """Build the model on its mesh, find the way back, and run the loop; returns whether the run is complete."""
+    config = run.config
+    precision = choose_precision(config.precision, ranks.device)
+    mesh = build_mesh(config.parallel, ranks)
+    peak = measured_peak(ranks.device, precision.compute) * ranks.world
+    task, (model, optimizer) = _pretraining(run, False), _build(run, mesh, ranks, precision, False)
+    flops = flops_per_token(run.spec, model, config.batch.sequence_length)
+    seconds = config.train.steps * plan.tokens_per_step * flops / (0.5 * peak)
+    compiles = all_agree(_decide_compile(config, ranks.device, seconds))
+    if compiles:
+        try:
+            task, (model, optimizer) = _pretraining(run, True), _build(run, mesh, ranks, precision, True)
+            say("Compiling; the first step takes a while.")
+            _dry_run(run, task, model, mesh, plan, ranks)
+        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+            say(f"torch.compile failed ({_first_line(error)}); going on without it.")
+            torch._dynamo.reset()
+            compiles = False
+            task, (model, optimizer) = _pretraining(run, False), _build(run, mesh, ranks, precision, False)
+    if not compiles:
+        _dry_run(run, task, model, mesh, plan, ranks)
+    progress = _find_way_back(run, model, optimizer, ranks)
+    loop = Loop(
+        run=run,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        mesh=mesh,
+        plan=plan,
+        ranks=ranks,
+        flops_per_token=flops,
+        peak_flops=peak,
+        save=lambda now: _save(run, model, optimizer, now, ranks),
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(_summary(run, plan, ranks, precision, compiles, parameters))
+    resumed = progress.step or None
+    if not ranks.is_first:
+        return train_loop(loop, progress, stop, None)
+    board = run.folder / "tensorboard" if config.train.tensorboard else None
+    with MetricsFile(run.folder / "metrics.jsonl", resume_at=resumed, tensorboard=board) as metrics:
+        metrics.write(
+            "start",
+            progress.step,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            version=__version__,
+            torch=torch.__version__,
+            ranks=ranks.world,
+            device=ranks.device.type,
+            precision=precision.name,
+            compile=compiles,
+            parameters=parameters,
+            peak_flops=peak,
+            tokens_per_step=plan.tokens_per_step,
+            resumed_from=resumed,
+        )
+        return train_loop(loop, progress, stop, metrics)
+
+
+def _pretraining(run: Run, compiles: bool) -> Task:
+    batch = run.config.batch
+    source = BatchSource(run.train, batch.sequence_length, batch.global_size, run.config.seed)
+    rows = None if run.held_out is None else HeldOut(run.held_out, batch.sequence_length, run.tokenizer.end_id)
+    return Pretraining(source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
+
+
+def _build(
+    run: Run, mesh: DeviceMesh, ranks: Ranks, precision: Precision, compiles: bool
+) -> tuple[Decoder, torch.optim.Optimizer]:
+    """The model laid out over the mesh with its initial weights, and its optimizer."""
+    with torch.device("meta"):
+        model = Decoder(run.spec).to(precision.masters)
+    parallelize(
+        model,
+        mesh,
+        run.config.parallel,
+        compute=precision.compute,
+        activation_checkpointing=run.config.train.activation_checkpointing,
+        compile=compiles,
+    )
+    model.to_empty(device=ranks.device)
+    initialise(model, run.spec, run.config.seed)
+    return model, build_optimizer(run.config.optimizer, model)
+
+
+def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:
+    """Forward and backward once on the real shapes before anything counts: compile and memory trouble shows early.
+
+    Raises:
+        JinguError: the device's memory does not hold one micro-batch.
+    """
+    before_micro_batch(model, run.config.parallel.zero, last=True)
+    batch = to_device(task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_size), ranks.device)
+    try:
+        task.loss(model, batch).backward()
+    except torch.OutOfMemoryError as error:
+        raise JinguError(
+            f"one micro-batch of {plan.micro_size} × {run.config.batch.sequence_length} tokens does not fit into "
+            f"the device's memory ({_first_line(error)}).",
+            fix="Set a smaller batch.micro_size, train.activation_checkpointing=full, or parallel.zero=3.",
+        ) from None
+    model.zero_grad(set_to_none=True)
+
+
+def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Progress:
+    """Load the newest complete checkpoint of the run, if there is one, and say which were passed over and why."""
+    step = -1
+    if ranks.is_first:
+        found = find_latest(run.checkpoints)
+        for folder, reason in found.passed_over:
+            say(f"Passing over {folder.name}: {reason}")
+        step = -1 if found.step is None else found.step
+    step = from_first(step)
+    if step < 0:
+        return Progress()
+    if run.config.checkpoint.resume == "never":
+        raise JinguError(
+            f"the run has a checkpoint at step {step}, and checkpoint.resume is never.",
+            where=run.folder,
+            fix="Set checkpoint.resume=auto to go on, or choose another name.",
+        )
+    folder = step_folder(run.checkpoints, step)
+    load(folder, checkpoint_tensors(model, optimizer))
+    state = read_state(folder)
+    if state["data"] != run.train.fingerprint:
+        raise JinguError(
+            f"the checkpoint at step {step} was trained on another data set than the one in {run.config.data.path}.",
+            where=run.folder,
+            fix="Put the data set back, or start a new run under another name.",
+        )
+    say(f"Going on from step {step}.")
+    return Progress(**state["progress"])
+
+
+def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
+    state = {
+        "progress": asdict(progress),
+        "data": run.train.fingerprint,
+        "seed": run.config.seed,
+        "ranks": ranks.world,
+        "versions": {"jingu": __version__, "torch": torch.__version__},
+    }
+    save(
+        step_folder(run.checkpoints, progress.step),
+        checkpoint_tensors(model, optimizer),
+        state,
+        rank=ranks.rank,
+        ranks=ranks.world,
+        agree=all_agree,
+    )
+    if ranks.is_first:
+        prune(run.checkpoints, run.config.checkpoint.keep)
+
+
+def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything a checkpoint holds, by logical name."""
+    tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
+    tensors.update((f"optimizer/{name}", tensor) for name, tensor in named_state(optimizer, model))
+    return tensors
+
+
+def flops_per_token(spec: ModelSpec, model: Decoder, sequence: int) -> float:
+    """Operations a token of forward and backward: 6 a weight that is multiplied, and the causal half of attention."""
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)
+    if not spec.tied_embeddings:
+        weights -= spec.vocabulary * spec.width
+    return 6.0 * weights + 6.0 * spec.layers * spec.attention.heads * spec.attention.head_size * sequence
+
+
+def _decide_compile(config: RunConfig, device: torch.device, training_seconds: float) -> bool:
+    """`train.compile`; auto: where a compiler is present and the run is long enough to earn it."""
+    wanted = config.train.compile
+    if wanted is False or (wanted == "auto" and training_seconds * COMPILE_GAIN < COMPILE_SECONDS):
+        return False
+    if not has_compiler(device):
+        if wanted is True:
+            say("train.compile is on, but there is no compiler here; going on without it.")
+        return False
+    return True
+
+
+def _summary(run: Run, plan: BatchPlan, ranks: Ranks, precision: Precision, compiles: bool, parameters: int) -> str:
+    steps = run.config.train.steps
+    tokens = steps * plan.tokens_per_step
+    return (
+        f"{run.config.name}: {run.spec.family}, {parameters / 1e6:.1f}M parameters, {ranks.world} rank(s) on "
+        f"{ranks.device.type} in {precision.name}{', compiled' if compiles else ''}; {steps} steps of "
+        f"{plan.tokens_per_step:,} tokens, {tokens / 1e6:.1f}M in all ({tokens / run.train.tokens:.2f} epochs)."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,74 @@
+"""One optimizer step: accumulate, reduce, clip, update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from jingu.config.batch import BatchPlan
+from jingu.model.decoder import Decoder
+from jingu.parallel.apply import before_micro_batch
+from jingu.train.task import Task, to_device
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device, the same on every rank; reading them waits for it."""
+
+    loss: Tensor
+    """Mean loss of the step's trained tokens, fp64."""
+    grad_norm: Tensor
+    """Global norm of the gradient before clipping."""
+
+
+def train_step(
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    plan: BatchPlan,
+    *,
+    step: int,
+    data_rank: int,
+    device: torch.device,
+    zero: int,
+    clip_norm: float | None,
+) -> StepResult:
+    """One step of the run. The loss is divided by the *global* number of trained tokens, so that it depends on
+    neither micro-batches nor ranks nor padding."""
+    first = data_rank * plan.rows_per_rank
+    batches = [
+        task.batch(step, first + start, plan.micro_size) for start in range(0, plan.rows_per_rank, plan.micro_size)
+    ]
+    trained = sum(int((batch.labels >= 0).sum()) for batch in batches)
+    share = 1.0 / summed_over_ranks(torch.tensor(float(trained), dtype=torch.float64, device=device)).clamp_min(1.0)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for number, batch in enumerate(batches, start=1):
+        before_micro_batch(model, zero, last=number == len(batches))
+        loss = task.loss(model, to_device(batch, device))
+        (loss * share.to(loss.dtype)).backward()
+        total += loss.detach()
+    norm = clip(model, clip_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(summed_over_ranks(total) * share, norm)
+
+
+def summed_over_ranks(value: Tensor) -> Tensor:
+    """The sum of a scalar over all ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def clip(model: nn.Module, largest: float | None) -> Tensor:
+    """Global norm of the gradients; they are scaled down in place where it exceeds `largest`."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if largest is None:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    else:
+        norm = nn.utils.clip_grad_norm_(parameters, largest)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,61 @@
+"""A task: what the loop trains on. Pretraining is one; fine-tuning and alignment are others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from jingu.data.batch import Batch
+from jingu.data.batches import BatchSource, HeldOut
+from jingu.model.decoder import Decoder
+from jingu.train.loss import ChunkLoss, summed_cross_entropy
+
+
+class Task(Protocol):
+    """Batches, and the loss of a batch."""
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        """Rows [first, first + count) of the global batch of a step: a pure function."""
+
+    def held_out(self) -> HeldOut | None:
+        """Held-out rows for evaluation, or None."""
+
+    def loss(self, model: Decoder, batch: Batch) -> Tensor:
+        """Summed loss of the batch's trained tokens."""
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """Next-token prediction over windows of a corpus."""
+
+    source: BatchSource
+    held_out_rows: HeldOut | None
+    chunk: ChunkLoss
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        return self.source.batch(step, first, count)
+
+    def held_out(self) -> HeldOut | None:
+        return self.held_out_rows
+
+    def loss(self, model: Decoder, batch: Batch) -> Tensor:
+        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+            return summed_cross_entropy(hidden_BTD, weight_VD, batch.labels, self.chunk)
+
+        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head)
+        return total
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; a no-op on CPU."""
+    if device.type == "cpu":
+        return batch
+    move = [
+        None if t is None else t.to(device, non_blocking=True)
+        for t in (batch.tokens, batch.labels, batch.positions, batch.documents)
+    ]
+    assert move[0] is not None and move[1] is not None
+    return Batch(move[0], move[1], move[2], move[3])

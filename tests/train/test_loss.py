@@ -1,0 +1,70 @@
+"""The chunked loss equals torch's cross-entropy over whole logits, in value and gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from jingu.train import loss as loss_module
+from jingu.train.loss import summed_cross_entropy
+
+
+def reference(hidden, weight, labels):
+    return F.cross_entropy((hidden @ weight.t()).flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+@given(
+    rows=st.integers(1, 5),
+    length=st.integers(1, 9),
+    width=st.integers(1, 7),
+    vocabulary=st.integers(1, 41),
+    chunk=st.integers(1, 64),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_equals_whole_logits_in_fp64(rows, length, width, vocabulary, chunk, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, length, width, dtype=torch.float64, generator=generator)
+    weight = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    labels[torch.rand(rows, length, generator=generator) < 0.3] = -100
+    results = []
+    before = dict(loss_module.CHUNK_ELEMENTS)
+    try:
+        loss_module.CHUNK_ELEMENTS["cpu"] = chunk
+        for function in (summed_cross_entropy, reference):
+            x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            total = function(x, w, labels)
+            (total * 0.37).backward()
+            results.append((total, x.grad, w.grad))
+    finally:
+        loss_module.CHUNK_ELEMENTS.update(before)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_large_logits_do_not_overflow():
+    hidden = torch.tensor([[[1e4]]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]])
+    total = summed_cross_entropy(hidden, weight, torch.tensor([[1]]))
+    total.backward()
+    assert total.item() == pytest.approx(2e4)
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_bf16_is_summed_in_fp32():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(4, 64, 16, generator=generator).bfloat16()
+    weight = (torch.randn(300, 16, generator=generator) * 0.1).bfloat16()
+    labels = torch.randint(0, 300, (4, 64), generator=generator)
+    total = summed_cross_entropy(hidden, weight, labels)
+    exact = reference(hidden.double(), weight.double(), labels)
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(exact.item(), rel=2e-3)
+
+
+def test_no_gradient_no_work():
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    total = summed_cross_entropy(hidden, weight, torch.full((2, 3), -100))
+    assert total.item() == 0.0 and not total.requires_grad
