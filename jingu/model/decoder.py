@@ -1,0 +1,114 @@
+"""The decoder: one forward for training, scoring and generation.
+
+Shapes: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from jingu.model.attention import (
+    Cache,
+    LayerCache,
+    Rotary,
+    SelfAttention,
+    causal_mask,
+    document_mask,
+    rotary_tables,
+)
+from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
+from jingu.model.products import linear
+from jingu.model.spec import LearnedPositions, ModelSpec, RotaryPositions
+
+Head = Callable[[Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """norm → attention → add; norm → feed-forward → add."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(spec.norm, spec.width)
+        self.attention = SelfAttention(spec.attention, spec.width)
+        self.feed_forward_norm = make_norm(spec.norm, spec.width)
+        self.feed_forward = FeedForwardLayer(spec.feed_forward, spec.width)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache)
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, and a head (absent when tied to the embedding)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = Embedding(spec.vocabulary, spec.width)
+        learned = isinstance(spec.position, LearnedPositions)
+        self.positions = Embedding(spec.context, spec.width) if learned else None
+        self.blocks = nn.ModuleList([Block(spec) for _ in range(spec.layers)])
+        self.norm = make_norm(spec.norm, spec.width)
+        self.head = None if spec.tied_embeddings else Linear(spec.width, spec.vocabulary, bias=False)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        loss: Head | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] after the final norm, or what `loss` makes of them.
+
+        Args:
+            tokens_BT: token ids, int64.
+            positions_BT: position of each token; None: counted on from what the cache holds.
+            documents_BT: document of each token; a token sees only its own document. None: one document.
+            cache: keys and values of earlier tokens, extended by these. Not together with documents.
+            loss: called with the hidden states and the head's weight [V, D] inside this forward, where an engine
+                that shards parameters has gathered the weight.
+        """
+        past = 0 if cache is None else cache.length
+        tokens = tokens_BT.shape[1]
+        if positions_BT is None:
+            positions_BT = torch.arange(past, past + tokens, device=tokens_BT.device)
+        x_BTD = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        rotary = self._rotary(positions_BT, x_BTD.dtype)
+        mask = _mask(tokens, past, documents_BT, tokens_BT.device)
+        for number, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number))
+        if cache is not None:
+            cache.advance(tokens)
+        x_BTD = self.norm(x_BTD)
+        return x_BTD if loss is None else loss(x_BTD, self.head_weight())
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Scores [B, T, V] of the next token."""
+        return linear(hidden_BTD, self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """Weight [V, D] of the head: its own, or the embedding's."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
+        """Tables in fp32 at least: they are made once a forward and shared by the blocks."""
+        position = self.spec.position
+        if not isinstance(position, RotaryPositions):
+            return None
+        wide = torch.promote_types(dtype, torch.float32)
+        return rotary_tables(position.base, self.spec.attention.head_size, positions, wide)
+
+
+def _mask(tokens: int, past: int, documents_BT: Tensor | None, device: torch.device) -> Tensor | None:
+    """What a causal kernel cannot say by itself: documents, or several tokens after a past."""
+    if documents_BT is not None:
+        if past:
+            raise ValueError("documents are not kept in a cache")
+        return document_mask(documents_BT)
+    return causal_mask(tokens, past, device) if past and tokens > 1 else None

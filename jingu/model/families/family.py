@@ -1,0 +1,85 @@
+"""What a family is: everything that tells one Hugging Face architecture from another, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jingu.errors import JinguError
+from jingu.model.families.names import Rule
+from jingu.model.spec import Activation, ModelSpec
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: as in `model.family`.
+        architectures: Hugging Face class names that load it; the first one is written on export.
+        template: a spec that holds the family's habits; dimensions are replaced.
+        feed_forward_size: the family's rule, from the width.
+        spec_from_hf: from `config.json`; raises JinguError on an option that would change the numbers.
+        hf_config: `config.json` of a spec, without the special token ids.
+        rules: the name map.
+        base: prefix of their names that some checkpoints leave out.
+        ignored: ends of their names that hold no parameters (masks, tables).
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    template: ModelSpec
+    feed_forward_size: Callable[[int], int]
+    spec_from_hf: Callable[[Config], ModelSpec]
+    hf_config: Callable[[ModelSpec], dict[str, Any]]
+    rules: tuple[Rule, ...]
+    base: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# The other way; of several names for one function, that which every release of transformers knows.
+HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+
+
+def required(config: Config, key: str) -> Any:
+    """A value the config must have."""
+    value = config.get(key)
+    if value is None:
+        raise JinguError(f"The model's config lacks {key!r}.", where="config.json", fix="Restore the original file.")
+    return value
+
+
+def activation(config: Config, key: str, default: str) -> Activation:
+    """The activation named in the config."""
+    name = config.get(key) or default
+    if name not in ACTIVATIONS:
+        raise unsupported(key, name, f"known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def expect(config: Config, values: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse options that would change the numbers: each key must be absent or have one of the values."""
+    for key, allowed in values.items():
+        choices = list(allowed)
+        if key in config and config[key] not in choices:
+            raise unsupported(key, config[key], f"expected {' or '.join(repr(choice) for choice in choices)}")
+
+
+def unsupported(key: str, value: Any, detail: str) -> JinguError:
+    """The error for an option jingu does not compute."""
+    return JinguError(
+        f"The model sets {key} to {value!r}, which is not supported ({detail}).",
+        where="config.json",
+        fix="Without this option its numbers would be wrong, so it is not loaded.",
+    )

@@ -1,0 +1,85 @@
+"""Name maps: how a family's checkpoint names and arranges the decoder's parameters, used in both directions.
+
+A rule pairs one tensor of theirs with one or several of ours. Theirs, rearranged, is ours stacked along dim 0.
+`{layer}` stands for the number of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jingu.model.spec import ModelSpec
+
+Rearrange = Callable[[Tensor, ModelSpec], Tensor]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A rearrangement and its inverse. Both must also work on the meta device, where they give the shapes."""
+
+    to_ours: Rearrange
+    to_theirs: Rearrange
+
+
+SAME = Transform(lambda tensor, spec: tensor, lambda tensor, spec: tensor)
+TRANSPOSED = Transform(lambda tensor, spec: tensor.t(), lambda tensor, spec: tensor.t())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor of theirs, and those of ours that it holds."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transform: Transform = SAME
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule at one block: real names."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transform: Transform
+
+
+def rule(theirs: str, *ours: str, transform: Transform = SAME) -> Rule:
+    """`theirs` holds `ours`, stacked, after `transform`."""
+    return Rule(theirs, ours, transform)
+
+
+def entries(rules: Sequence[Rule], spec: ModelSpec, ours: Mapping[str, torch.Size]) -> list[Entry]:
+    """The rules that apply to a spec, spelled out for every block, in the order of the model.
+
+    A rule applies when the model has its parameters (`ours`: name → shape); a tied head, say, does not.
+
+    Raises:
+        LookupError: a parameter that no rule names, or a rule of which only a part applies (a fault of the family).
+    """
+    found: list[Entry] = []
+    for pattern in rules:
+        for layer in range(spec.layers) if "{layer}" in pattern.theirs else (0,):
+            names = tuple(name.replace("{layer}", str(layer)) for name in pattern.ours)
+            if all(name in ours for name in names):
+                found.append(Entry(pattern.theirs.replace("{layer}", str(layer)), names, pattern.transform))
+    mapped = [name for entry in found for name in entry.ours]
+    if sorted(mapped) != sorted(ours):
+        raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(ours)}")
+    order = {name: number for number, name in enumerate(ours)}
+    return sorted(found, key=lambda entry: order[entry.ours[0]])
+
+
+def to_ours(entry: Entry, theirs: Tensor, spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Our tensors out of theirs, as views where that is possible."""
+    whole = entry.transform.to_ours(theirs, spec)
+    pieces = whole.split([shapes[name][0] for name in entry.ours])
+    return dict(zip(entry.ours, pieces, strict=True))
+
+
+def to_theirs(entry: Entry, ours: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+    """Their tensor out of ours, in the order of the entry."""
+    return entry.transform.to_theirs(ours[0] if len(ours) == 1 else torch.cat(list(ours)), spec)

@@ -1,0 +1,61 @@
+"""First weights, filled by name from a seed, so that every layout and precision starts from the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from jingu.model.spec import ModelSpec
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
+    """Fill every parameter, in place.
+
+    A parameter's values depend only on (seed, its name, its shape): neither on the order of modules nor on dtype,
+    device or layout. A DTensor gets its own piece of the whole tensor's values.
+
+    Args:
+        model: parameters on the meta device are first made on `device` (CPU when None).
+        seed: the run's seed.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device or torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        fill(parameter, initial_values(name, parameter.shape, spec, seed))
+
+
+def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
+    """The whole tensor in fp32 on CPU: ones for norms, zeros for biases, normal for matrices.
+
+    Projections back into the residual stream shrink by 1/√(2·layers), so that its variance does not grow with
+    depth (Radford et al., 2019).
+    """
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    std = spec.initial_std
+    if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+        std /= (2 * spec.layers) ** 0.5
+    return torch.empty(shape).normal_(0.0, std, generator=generator_for(name, seed))
+
+
+def generator_for(name: str, seed: int) -> torch.Generator:
+    """A generator seeded by a stable hash of seed and name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Copy whole values into a parameter, or into this rank's piece of it; every rank holds the same values."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        # No source rank: each rank cuts its piece from its own copy, without communication.
+        piece = distribute_tensor(values.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(piece.to_local())
+    else:
+        parameter.copy_(values)

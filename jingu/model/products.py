@@ -1,0 +1,70 @@
+"""Matrix products. On a CPU without bf16 units, bf16 products are computed in fp32 and rounded once.
+
+That is what a bf16 unit with fp32 accumulation gives, and many times faster there than stock bf16 kernels.
+Everywhere else these are the stock operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A fact of the processor, read once; a constant so that compiled code folds it.
+CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def computes_wide(x: Tensor) -> bool:
+    """Whether products of this tensor are computed in fp32 although it is bf16."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_HAS_BF16_UNITS
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, rounded once to the dtype of `a`."""
+    if computes_wide(a):
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, rounded once to the dtype of `x`."""
+    if computes_wide(x):
+        y: Tensor = _WideLinear.apply(x, weight, bias)
+        return y
+    return F.linear(x, weight, bias)
+
+
+def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Scaled dot-product attention; G key-value heads serve H query heads in groups of H / G.
+
+    Args:
+        mask: true where a query may look, broadcast to [B, H, T, S]; None for all (or `causal`).
+    """
+    dtype = q_BHTK.dtype
+    if computes_wide(q_BHTK):
+        q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
+    grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
+    y = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return y.to(dtype)
+
+
+class _WideLinear(torch.autograd.Function):
+    """bf16 in and out, fp32 inside; keeps the bf16 tensors for the backward pass, not their fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias = bias is not None
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        g_NO = upstream[0].flatten(0, -2).float()
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        gradient_x = (g_NO @ weight.float()).to(x.dtype).view(x.shape) if wants_x else None
+        gradient_weight = (g_NO.t() @ x.flatten(0, -2).float()).to(weight.dtype) if wants_weight else None
+        gradient_bias = g_NO.sum(0).to(weight.dtype) if ctx.bias and wants_bias else None
+        return gradient_x, gradient_weight, gradient_bias

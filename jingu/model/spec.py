@@ -1,0 +1,144 @@
+"""What a model is: its dimensions and the components it is put together from. Frozen, and JSON both ways."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from jingu.errors import JinguError
+
+Size = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+class Component(BaseModel):
+    """A part of the spec: frozen and closed to unknown keys. Variants are told apart by their `type`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RmsNorm(Component):
+    """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias."""
+
+    type: Literal["rms"] = "rms"
+    epsilon: Positive = 1e-5
+
+
+class LayerNorm(Component):
+    """Layer norm (Ba et al., 2016): a weight and a bias."""
+
+    type: Literal["layer"] = "layer"
+    epsilon: Positive = 1e-5
+
+
+class LearnedPositions(Component):
+    """A trained vector for each position, added to the embedding."""
+
+    type: Literal["learned"] = "learned"
+
+
+class RotaryPositions(Component):
+    """Rotary embedding (Su et al., 2021) of queries and keys; the two halves of a head rotate against each other."""
+
+    type: Literal["rope"] = "rope"
+    base: Positive = 10000.0
+
+
+class Attention(Component):
+    """Causal attention with as many or fewer key-value heads than query heads (Ainslie et al., 2023)."""
+
+    heads: Size
+    kv_heads: Size
+    head_size: Size
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+
+class PlainFeedForward(Component):
+    """down(activation(up(x)))."""
+
+    type: Literal["plain"] = "plain"
+    size: Size
+    activation: Activation = "gelu_tanh"
+    bias: bool = False
+
+
+class GatedFeedForward(Component):
+    """down(activation(gate(x)) · up(x)) (Shazeer, 2020)."""
+
+    type: Literal["gated"] = "gated"
+    size: Size
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
+Position = Annotated[LearnedPositions | RotaryPositions, Field(discriminator="type")]
+FeedForward = Annotated[PlainFeedForward | GatedFeedForward, Field(discriminator="type")]
+
+
+class ModelSpec(Component):
+    """A decoder: `layers` pre-norm blocks of attention and feed-forward between an embedding and a head."""
+
+    family: str
+    """Name of the family, whose name map and Hugging Face config it follows."""
+    vocabulary: Size
+    """Rows of the embedding."""
+    width: Size
+    """Size of the hidden state."""
+    layers: Size
+    context: Size
+    """Longest sequence, in tokens."""
+    norm: Norm
+    position: Position
+    attention: Attention
+    feed_forward: FeedForward
+    tied_embeddings: bool = False
+    """Whether the head uses the embedding's weight."""
+    initial_std: Positive = 0.02
+    """Standard deviation of the initial matrices."""
+
+    @model_validator(mode="after")
+    def _dimensions_fit(self) -> ModelSpec:
+        part = self.attention
+        if part.heads % part.kv_heads:
+            raise JinguError(
+                f"{part.heads} attention heads cannot share {part.kv_heads} key-value heads evenly.",
+                where="model.kv_heads",
+                fix=f"Choose a divisor of {part.heads}: {_divisors(part.heads)}.",
+            )
+        if isinstance(self.position, RotaryPositions) and part.head_size % 2:
+            raise JinguError(
+                f"Rotary positions turn pairs, so the head size must be even; it is {part.head_size}.",
+                where="model.head_size",
+                fix="Choose a width and a number of heads whose quotient is even, or set model.head_size.",
+            )
+        return self
+
+    def to_json(self) -> str:
+        """The spec as indented JSON."""
+        return self.model_dump_json(indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str | bytes, where: object = "model.json") -> ModelSpec:
+        """The spec that `to_json` wrote. Raises JinguError, naming each wrong field."""
+        try:
+            return ModelSpec.model_validate_json(text)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+            raise JinguError(
+                f"This does not describe a model ({wrong}).",
+                where=where,
+                fix="Restore the file; it is written when a run starts.",
+            ) from error
+
+
+def replaced(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """A copy with other values, validated again."""
+    return ModelSpec.model_validate({**{name: getattr(spec, name) for name in ModelSpec.model_fields}, **changes})
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
