@@ -48,7 +48,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump_yaml(config: RunConfig) -> str:
     """The whole tree, defaults too, as a file that `load_config` reads back as the same settings."""
-    return dump(config.model_dump(mode="python"))
+    tree = config.model_dump(mode="python")
+    tagged = {key: item["type"] for key, item in tree.items() if isinstance(item, dict) and "type" in item}
+    return dump(tree | {key: {"type": tag} | tree[key] for key, tag in tagged.items()})
 
 
 def _read(path: Path) -> str:

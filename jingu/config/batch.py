@@ -1,0 +1,65 @@
+"""Batch arithmetic: what follows from the global batch, the micro batch and the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jingu.config.schema import BatchSettings
+from jingu.errors import JinguError
+
+AUTO_TOKENS = 8192
+"""Tokens that an automatic micro batch keeps to."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step is divided: over ranks first, then into micro batches one after another."""
+
+    ranks: int
+    rows_per_rank: int
+    """Sequences of a step that one rank computes."""
+    micro_size: int
+    """Sequences of one forward pass on one rank."""
+    accumulation: int
+    """Forward passes of a rank in one step."""
+    tokens_per_step: int
+    """Tokens of a step, over all ranks."""
+
+
+def plan_batch(batch: BatchSettings, ranks: int) -> BatchPlan:
+    """Divide the global batch over data-parallel ranks, and each share into micro batches.
+
+    Raises JinguError, with the nearest sizes that work, where one does not divide the other.
+    """
+    size = batch.global_size
+    if size % ranks:
+        below, above = size - size % ranks, size - size % ranks + ranks
+        raise JinguError(
+            f"batch.global_size {size:,} cannot be divided over {ranks:,} ranks:",
+            fix=f"take {_or(below, above)}.",
+        )
+    rows = size // ranks
+    micro = _auto(rows, batch.sequence_length) if batch.micro_size == "auto" else batch.micro_size
+    if rows % micro:
+        below = max(n for n in _divisors(rows) if n < micro)
+        above = min((n for n in _divisors(rows) if n > micro), default=0)
+        share = f"the {rows:,} sequences of a rank" if ranks > 1 else f"batch.global_size {rows:,}"
+        why = f" (batch.global_size {size:,} over {ranks:,} ranks)" if ranks > 1 else ""
+        raise JinguError(
+            f"batch.micro_size {micro:,} does not divide {share}{why}:", fix=f"take {_or(below, above)}, or auto."
+        )
+    return BatchPlan(ranks, rows, micro, rows // micro, size * batch.sequence_length)
+
+
+def _auto(rows: int, sequence_length: int) -> int:
+    return max([n for n in _divisors(rows) if n * sequence_length <= AUTO_TOKENS], default=1)
+
+
+def _divisors(number: int) -> list[int]:
+    """Divisors in ascending order."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _or(*sizes: int) -> str:
+    return " or ".join(f"{size:,}" for size in sizes if size)

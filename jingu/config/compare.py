@@ -1,0 +1,68 @@
+"""Whether a run that was begun with one configuration can go on with another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jingu.config.schema import ConstantSettings, NoamSettings, RunConfig
+from jingu.config.tree import written
+
+HARMLESS = frozenset(
+    {
+        # Where things lie. The contents of tokenizer and data set are checked by their fingerprints.
+        "name",
+        "runs",
+        "tokenizer.path",
+        "data.path",
+        # How fast the data set is built; the result is the same.
+        "data.workers",
+        # How a step is divided. Its loss is one sum over the global batch, however that is cut.
+        "batch.micro_size",
+        "parallel.zero",
+        # How the same numbers are computed, and what is told of them.
+        "train.compile",
+        "train.activation_checkpointing",
+        "train.log_every",
+        "train.tensorboard",
+        "device.type",
+        "device.threads",
+        # What is measured and saved on the way; training does not see it.
+        "evaluation.every",
+        "evaluation.sequences",
+        "evaluation.prompts",
+        "evaluation.prompt_tokens",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "checkpoint.resume",
+    }
+)
+"""Keys that can change in the middle of a run: it stays the same run, up to rounding."""
+
+
+def harmful_differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """The changes, each as `key: old → new`, that would make a run's later steps belong to another run."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    harmless = HARMLESS | {"train.steps"} if _endless(old) and _endless(new) else HARMLESS
+    shared = [key for key in before if key in after and key not in harmless]  # What only one type has follows it.
+    return [
+        f"{key}: {written(before[key])} → {written(after[key])}"
+        for key in shared
+        if (before[key], type(before[key])) != (after[key], type(after[key]))
+    ]
+
+
+def _endless(config: RunConfig) -> bool:
+    """Whether the learning rate of a step does not depend on how many follow."""
+    whole = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
+    return whole and isinstance(config.schedule, ConstantSettings | NoamSettings)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and their values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
