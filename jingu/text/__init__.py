@@ -1,0 +1,1 @@
+"""Text: the corpus as documents, and the tokenizer that turns them into ids."""

@@ -1,0 +1,115 @@
+"""`jingu tokenizer train` and `jingu tokenizer inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jingu.config.schema import DataSettings, RunConfig
+from jingu.errors import JinguError
+from jingu.text.corpus import CorpusFile, describe_files, find_files, sample_texts
+from jingu.text.folder import differences, new_folder, read_record
+from jingu.text.tokenizer import Tokenizer, train_tokenizer
+
+RECORD = "training.json"
+"""Beside the tokenizer's two files: what it was trained on, so that the same command need not train again."""
+LINE = "    def grow(self, 年: int = 2026) -> str:  # 种子发芽了"
+"""Shown split when the user gives no text of their own."""
+
+
+def train(config: RunConfig) -> None:
+    """Train the tokenizer of the run on a sample of the corpus, and put it in `tokenizer.path`."""
+    path = Path(config.tokenizer.path)
+    files = find_files(config.data)
+    record = _settings(config, files)
+    old = read_record(path, RECORD, "jingu tokenizer train")
+    if old is not None:
+        if changes := differences(old, record):
+            raise JinguError(
+                f"the tokenizer here was trained otherwise: {'; '.join(changes)}.",
+                where=path,
+                fix="Delete the folder to train anew (data sets built with it must be built anew too), "
+                "or set tokenizer.path to another folder.",
+            )
+        print(f"tokenizer: already trained in {path} ({Tokenizer.load(path).vocabulary:,} entries).")
+        return
+    if sum(file.size for file in files) == 0:
+        raise JinguError(
+            "the corpus is empty: its files hold no text.", where="data.input", fix="Name files with text in them."
+        )
+    sample = config.tokenizer.sample_bytes
+    tokenizer = train_tokenizer(
+        _with_bar(files, config.data, sample), config.tokenizer.vocabulary, config.tokenizer.special_tokens
+    )
+    with new_folder(path) as folder:
+        tokenizer.save(folder)
+        (folder / RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    print(f"tokenizer: {tokenizer.vocabulary:,} entries in {path}.")
+    if tokenizer.vocabulary < config.tokenizer.vocabulary:
+        print(f"  The sample has no more to merge; {config.tokenizer.vocabulary:,} were asked for.")
+    print(f"  {_bytes_per_token(tokenizer, [text for text, _ in sample_texts(files, config.data, 1 << 20)])}")
+
+
+def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> None:
+    """Show a tokenizer: its size and special tokens, bytes per token on a text or file, and how a line splits."""
+    tokenizer = Tokenizer.load(folder)
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise JinguError(f"the file cannot be read ({error.strerror}).", where=file) from error
+    sample = LINE if text is None else text
+    special = ", ".join(f"{token} = {id_}" for token, id_ in tokenizer.special_tokens.items())
+    print(f"tokenizer: {tokenizer.vocabulary:,} entries in {folder}.")
+    print(f"  special tokens: {special}; documents end with {tokenizer.end_id}")
+    print(f"  fingerprint: {tokenizer.fingerprint()}")
+    print(f"  {_bytes_per_token(tokenizer, [sample])}")
+    line = next((line for line in sample.splitlines() if line.strip()), sample)[:400]
+    print(f"  {line}\n  {split_line(tokenizer, line)}")
+
+
+def split_line(tokenizer: Tokenizer, line: str) -> str:
+    """The line with │ between its tokens and · for spaces; ids that share one character stay together."""
+    pieces: list[str] = []
+    waiting: list[int] = []
+    for id_ in tokenizer.encode(line):
+        waiting.append(id_)
+        piece = tokenizer.decode(waiting)
+        if not piece.endswith("\ufffd"):
+            pieces.append(piece + (f"({len(waiting)})" if len(waiting) > 1 else ""))
+            waiting = []
+    if waiting:
+        pieces.append(tokenizer.decode(waiting))
+    return "│".join(pieces).replace(" ", "·").replace("\t", "→")
+
+
+def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
+    """All that the trained tokenizer depends on."""
+    tokenizer = config.tokenizer
+    return {
+        "vocabulary": tokenizer.vocabulary,
+        "special_tokens": tokenizer.special_tokens,
+        "sample_bytes": tokenizer.sample_bytes,
+        "text_field": config.data.text_field,
+        "invalid_utf8": config.data.invalid_utf8,
+        "corpus": describe_files(files),
+    }
+
+
+def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[str]:
+    """The sampled texts, with a progress bar over the corpus."""
+    total = sum(file.size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizer", disable=None) as bar:
+        for text, seen in sample_texts(files, settings, sample_bytes):
+            yield text
+            bar.update(seen - bar.n)
+
+
+def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> str:
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
+    return f"{size / max(tokens, 1):.2f} bytes per token ({size:,} bytes, {tokens:,} tokens)"
