@@ -1,0 +1,142 @@
+"""A run's folder, read for its report.
+
+The reader is forgiving: the run may still be writing, or may have been killed in the middle of a line. What it
+had to leave out it says in `Record.notes`, so that the page can say it too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jingu.errors import JinguError
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Record:
+    """What `metrics.jsonl` and its neighbours say of a run; rows by step, the later word winning."""
+
+    name: str
+    starts: list[Row] = field(default_factory=list)
+    train: dict[int, Row] = field(default_factory=dict)
+    evaluations: dict[int, Row] = field(default_factory=dict)
+    samples: dict[tuple[int, str], Row] = field(default_factory=dict)
+    baselines: dict[str, Row] = field(default_factory=dict)
+    config: str = ""
+    """Text of config.yaml."""
+    model: str = ""
+    """Text of model.json."""
+    family: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def resumes(self) -> list[int]:
+        """Steps at which the run went on after a stop."""
+        return [start["step"] for start in self.starts[1:]]
+
+
+def number(row: Row | None, key: str) -> float:
+    """The value as a float; NaN where it is missing, null, or not a number."""
+    value = row.get(key) if row else None
+    if value in ("inf", "-inf"):  # JSON has no such numbers: the loop writes their names
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def read_run(run: Path) -> Record:
+    """Read a run's folder. Raises JinguError where there is no run, or none that has trained."""
+    metrics = run / "metrics.jsonl"
+    if not run.is_dir():
+        raise JinguError(
+            "there is no run here.",
+            where=run,
+            fix="Give the folder of a run, such as runs/NAME; `jingu train` makes it.",
+        )
+    if not metrics.is_file():
+        raise JinguError(
+            "this folder holds no metrics.jsonl, so there is nothing to report.",
+            where=run,
+            fix="Give the folder of a run that has trained, or train it first with `jingu train`.",
+        )
+    record = Record(name=run.resolve().name)
+    try:
+        _read_metrics(metrics, record)
+    except OSError as error:
+        raise JinguError(
+            f"cannot be read ({error.strerror}).", where=metrics, fix="Check the disk and the file's permissions."
+        ) from error
+    record.config = _read_text(run / "config.yaml", record)
+    record.model = _read_text(run / "model.json", record)
+    model = _parse(record.model)
+    record.family = str(model.get("family", "")) if model else ""
+    return record
+
+
+def _parse(line: str) -> Row | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_metrics(path: Path, record: Record) -> None:
+    unreadable: list[int] = []
+    ends_whole, line_number = True, 0
+    with path.open("rb") as file:
+        for line_number, raw in enumerate(file, 1):
+            ends_whole = raw.endswith(b"\n")
+            line = raw.decode("utf-8", errors="replace").strip()
+            if not line:
+                continue
+            row = _parse(line)
+            if row is None:
+                unreadable.append(line_number)
+            else:
+                _take(row, record)
+    if unreadable and unreadable[-1] == line_number and not ends_whole:
+        unreadable.pop()
+        record.notes.append(
+            "The last line of metrics.jsonl is torn (the run is still writing, or was killed while it wrote); "
+            "it is left out."
+        )
+    if unreadable:
+        where = ", ".join(map(str, unreadable[:5])) + (" …" if len(unreadable) > 5 else "")
+        lines = "line" if len(unreadable) == 1 else "lines"
+        record.notes.append(f"{len(unreadable)} {lines} of metrics.jsonl could not be read and are left out: {where}.")
+
+
+def _take(row: Row, record: Record) -> None:
+    """File a row under its type; rows of unknown type belong to later versions and are passed over."""
+    kind, step = row.get("type"), row.get("step")
+    if kind == "baseline":
+        record.baselines[str(row.get("name", ""))] = row
+        return
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return
+    if kind == "start":
+        record.starts.append(row)
+    elif kind == "train":
+        record.train[step] = row
+    elif kind == "evaluation":
+        record.evaluations[step] = row
+    elif kind == "sample":
+        record.samples[step, str(row.get("prompt", ""))] = row
+
+
+def _read_text(path: Path, record: Record) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        record.notes.append(f"{path.name} is missing or cannot be read.")
+        return ""
