@@ -1,0 +1,195 @@
+"""The manifest: which files a checkpoint is made of, and which bytes of them are which block of which tensor.
+
+The JSON carries a checksum of itself in its first line, so that no byte of a checkpoint is without one.
+Checksums are XXH3 with 128 bits, in hexadecimal, as `xxhsum -H2` prints them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from jingu.errors import JinguError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+VERSION = 1
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""The names that the safetensors format gives to PyTorch's dtypes."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_OPENING = b'{\n"xxh3_128": "'
+_DIGITS = 32
+
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Shape = tuple[NonNegativeInt, ...]
+
+
+class CheckpointError(JinguError):
+    """A checkpoint that cannot be written or read: what is wrong with it, and where."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Piece(_Record):
+    """One block of a tensor: where it belongs, and the bytes of the file that hold it."""
+
+    file: FileName
+    key: str
+    """Name in the safetensors file."""
+    offset: Shape
+    shape: Shape
+    bytes: tuple[NonNegativeInt, NonNegativeInt]
+    """First byte in the file, and the one after the last."""
+    xxh3_128: Checksum
+
+
+class Stored(_Record):
+    """One logical tensor."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+class FileRecord(_Record):
+    """What a file must be."""
+
+    bytes: NonNegativeInt
+    xxh3_128: Checksum
+
+
+class Manifest(_Record):
+    """A checkpoint, or one rank's part of it."""
+
+    format: Literal["jingu checkpoint"] = "jingu checkpoint"
+    version: int = VERSION
+    ranks: int
+    """Ranks that wrote it; any number can read it."""
+    files: dict[FileName, FileRecord]
+    tensors: dict[str, Stored]
+
+    def to_bytes(self) -> bytes:
+        """The JSON text, a line for each file and tensor, its own checksum in its first line."""
+        lines = [f'"format": {_json(self.format)},', f'"version": {self.version},', f'"ranks": {self.ranks},']
+        for title, records, end in (("files", self.files, ","), ("tensors", self.tensors, "")):
+            rows = [f" {_json(name)}: {record.model_dump_json()}" for name, record in records.items()]
+            lines += [f'"{title}": {{', ",\n".join(rows), "}" + end]
+        body = "\n".join(['",', *lines, "}\n"]).encode()
+        return _OPENING + xxhash.xxh3_128_hexdigest(_OPENING + body).encode() + body
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest, or a rank's part of one.
+
+    Raises:
+        CheckpointError: it is not there, not the bytes that were written, or of a later version of the format.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing: the save was never finished.", where=path.parent) from None
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from None
+    digest, body = raw[len(_OPENING) : len(_OPENING) + _DIGITS], raw[: len(_OPENING)] + raw[len(_OPENING) + _DIGITS :]
+    if not raw.startswith(_OPENING) or digest != xxhash.xxh3_128_hexdigest(body).encode():
+        raise CheckpointError(f"{path.name} is damaged: it does not match its checksum.", where=path.parent)
+    version = VERSION
+    try:
+        manifest = _Sealed.model_validate_json(raw)
+        version = manifest.version
+        if version == VERSION:
+            return manifest
+    except ValidationError as error:
+        detail = error.errors()[0]
+        place = ".".join(map(str, detail["loc"]))
+        raise CheckpointError(f"{path.name} is not a manifest: {place}: {detail['msg']}.", where=path.parent) from None
+    raise CheckpointError(
+        f"{path.name} has version {version} of the format, and this jingu reads version {VERSION}.",
+        where=path.parent,
+        fix="Use the jingu that wrote it, or a later one.",
+    )
+
+
+class _Sealed(Manifest):
+    """As on disk."""
+
+    xxh3_128: Checksum
+
+
+def merge(parts: Iterable[Manifest]) -> Manifest:
+    """One manifest of all ranks' parts, in an order that depends on the names only."""
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, Stored] = {}
+    ranks = 0
+    for part in parts:
+        files |= part.files
+        ranks = part.ranks
+        for name, stored in part.tensors.items():
+            known = tensors.get(name, Stored(dtype=stored.dtype, shape=stored.shape, pieces=()))
+            if (known.dtype, known.shape) != (stored.dtype, stored.shape):
+                raise CheckpointError(
+                    f"ranks do not agree about tensor {name}: {known.dtype} {list(known.shape)} and "
+                    f"{stored.dtype} {list(stored.shape)}."
+                )
+            tensors[name] = known.model_copy(update={"pieces": known.pieces + stored.pieces})
+    return Manifest(ranks=ranks, files=files, tensors={name: tensors[name] for name in sorted(tensors)})
+
+
+def check(manifest: Manifest) -> None:
+    """Refuse a manifest whose pieces do not make up its tensors, each element once.
+
+    Raises:
+        CheckpointError: naming the first such tensor.
+    """
+    for name, stored in manifest.tensors.items():
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(f"tensor {name} has the unknown dtype {stored.dtype}.")
+        width = DTYPES[stored.dtype].itemsize
+        for piece in stored.pieces:
+            begin, end = piece.bytes
+            inside = len(piece.offset) == len(piece.shape) == len(stored.shape) and all(
+                first + extent <= whole
+                for first, extent, whole in zip(piece.offset, piece.shape, stored.shape, strict=True)
+            )
+            written = manifest.files.get(piece.file)
+            if not inside or written is None or end > written.bytes or end - begin != prod(piece.shape) * width:
+                raise CheckpointError(f"the piece {piece.key} of tensor {name} does not fit where it should be.")
+        held = [piece for piece in stored.pieces if prod(piece.shape)]
+        elements = sum(prod(piece.shape) for piece in held)
+        if elements != prod(stored.shape) or len({piece.offset for piece in held}) != len(held):
+            raise CheckpointError(
+                f"tensor {name} has {prod(stored.shape)} elements and its pieces {elements}: some are missing or double."
+            )

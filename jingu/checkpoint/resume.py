@@ -1,0 +1,93 @@
+"""Finding the way back: which checkpoints a run has, the newest good one, and which to delete."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from jingu.checkpoint.store import sync_folder, verify
+
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete and verified checkpoint, and what was passed over on the way to it."""
+
+    step: int | None
+    folder: Path | None
+    passed_over: list[tuple[Path, str]] = field(default_factory=list)
+    """Newer checkpoints that cannot be used, and why, newest first."""
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Final name of the checkpoint of a step."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def all_steps(checkpoints: Path) -> list[int]:
+    """Steps that have a folder, complete or not, in order."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_STEP.fullmatch(path.name) for path in checkpoints.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Steps whose checkpoint has a sound manifest, in order; the other files are not looked at."""
+    return [step for step in all_steps(checkpoints) if _is_complete(step_folder(checkpoints, step))]
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder / MANIFEST)
+    except CheckpointError:
+        return False
+    return True
+
+
+def find_latest(checkpoints: Path) -> Found:
+    """The newest checkpoint that is complete and whose every byte matches its checksum."""
+    passed_over = []
+    for step in reversed(all_steps(checkpoints)):
+        folder = step_folder(checkpoints, step)
+        problems = verify(folder)
+        if not problems:
+            return Found(step, folder, passed_over)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        passed_over.append((folder, problems[0] + more))
+    return Found(None, None, passed_over)
+
+
+def prune(checkpoints: Path, keep: int, *, current: int | None = None) -> list[int]:
+    """Delete the oldest complete checkpoints beyond the newest `keep`, and what dead processes left behind.
+
+    No save may be going on in `checkpoints`.
+
+    Args:
+        current: step of the checkpoint just written. Folders of later steps are those that resuming passed over:
+            they are neither counted nor deleted.
+
+    Returns:
+        The steps that were deleted.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, and at least one checkpoint is kept")
+    steps = [step for step in complete_steps(checkpoints) if current is None or step <= current]
+    doomed = steps[:-keep]
+    for step in doomed:
+        folder = step_folder(checkpoints, step)
+        # Under a dot name first: a process killed while it deletes leaves no half checkpoint under a final name.
+        hidden = checkpoints / f".{folder.name}.deleted"
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+    if doomed:
+        sync_folder(checkpoints)
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    return doomed

@@ -1,0 +1,115 @@
+"""Which part of a logical tensor a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+Extent = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The block of a logical tensor that one rank holds, and who else holds the same block."""
+
+    shape: Extent
+    """Shape of the logical tensor."""
+    offset: Extent
+    """First index of the block in each dim."""
+    size: Extent
+    """Shape of the block; a 0 where the rank holds nothing."""
+    replica: int = 0
+    """Which of the equal copies of the block this is."""
+    replicas: int = 1
+    """Number of equal copies of the block."""
+    group: Hashable = None
+    """Tensors of equal group are copied among the same ranks in the same order."""
+
+
+def slice_of(tensor: Tensor, rank: int = 0, ranks: int = 1) -> Slice | None:
+    """What this rank holds of `tensor`; a plain tensor is held whole by every rank.
+
+    Returns:
+        None where the rank is outside the tensor's mesh.
+
+    Raises:
+        ValueError: a placement that names no block: partial sums, or strides that do not come from FSDP over
+            tensor parallelism.
+    """
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return Slice(shape, (0,) * len(shape), shape, rank, ranks, "plain")
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    found = local_slice(
+        tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements, tensor.device_mesh
+    )
+    if found.size != tuple(tensor.to_local().shape):
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} in layout {tensor.placements} should leave {list(found.size)} "
+            f"on this rank, which holds {list(tensor.to_local().shape)}"
+        )
+    return found
+
+
+def local_slice(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    group: Hashable = None,
+) -> Slice:
+    """What the rank at `coordinate` of a mesh holds of a tensor with these placements, one for each mesh axis."""
+    offset, size = [0] * len(shape), list(shape)
+    for axis in _splitting_order(mesh_shape, placements):
+        dim = placements[axis].dim  # type: ignore[attr-defined]
+        # torch.chunk's rule: blocks of equal size rounded up, so the last ones may be short or empty.
+        block = -(-size[dim] // mesh_shape[axis])
+        begin = min(size[dim], block * coordinate[axis])
+        size[dim] = min(block, size[dim] - begin)
+        offset[dim] += begin
+    replica, replicas, copied = 0, 1, []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh_shape[axis] + coordinate[axis]
+            replicas *= mesh_shape[axis]
+            copied.append(axis)
+    return Slice(tuple(shape), tuple(offset), tuple(size), replica, replicas, (group, tuple(copied)))
+
+
+def _splitting_order(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """Mesh axes in the order in which they split the tensor.
+
+    That is left to right, except for FSDP over tensor parallelism on the same dim: there FSDP's axis stands to
+    the left but splits what tensor parallelism left over, which PyTorch writes as a `_StridedShard` whose split
+    factor is the number of parts that the axes to its right have already made.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if isinstance(placement, _StridedShard):
+            order, parts, place = orders.setdefault(placement.dim, []), 1, 0
+            while parts < placement.split_factor and place < len(order):
+                parts *= mesh_shape[order[place]]
+                place += 1
+            if parts != placement.split_factor:
+                raise ValueError(f"the layout {tuple(placements)} leaves no single block on a rank")
+            order.insert(place, axis)
+        elif isinstance(placement, Shard):
+            orders.setdefault(placement.dim, []).insert(0, axis)
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"the layout {tuple(placements)} holds partial sums, not values")
+    return [axis for order in orders.values() for axis in order]
+
+
+def overlap(offset_a: Extent, size_a: Extent, offset_b: Extent, size_b: Extent) -> tuple[Extent, Extent] | None:
+    """Offset and size of what two blocks share; None where that is empty."""
+    begins = tuple(max(a, b) for a, b in zip(offset_a, offset_b, strict=True))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(offset_a, size_a, offset_b, size_b, strict=True))
+    size = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return (begins, size) if all(extent > 0 for extent in size) else None
