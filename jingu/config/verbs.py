@@ -27,12 +27,14 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "A run of jingu"}
 
 
-def show(config: RunConfig, processes: int = 1) -> None:
+def show(config: RunConfig, processes: int | None = None) -> None:
     """Print every setting of a run, and what follows from them, as a YAML file that works in place of the first."""
-    print(dump_yaml(config), end="")
-    width = max(len(name) for name, _ in derived(config, processes))
-    print(f"\n# What follows, on {processes:,} rank{'s' if processes > 1 else ''}:")
-    for name, words in derived(config, processes):
+    ranks = processes or 1
+    rows = derived(config, ranks)
+    width = max(len(name) for name, _ in rows)
+    print(dump_yaml(config))
+    print(f"# What follows, on {ranks:,} rank{'s' if ranks > 1 else ''}:")
+    for name, words in rows:
         print(f"#   {name:<{width}}  {words}")
 
 

@@ -1,0 +1,339 @@
+"""The command line: a table of verbs, each a function elsewhere that is imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jingu import __version__
+from jingu.errors import JinguError
+
+Argument = tuple[str, dict[str, Any]]
+"""A name and what argparse is told of it. A verb's function has a parameter of the same name."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: a line of help, the function behind it as module:function, and what it takes."""
+
+    help: str
+    target: str
+    arguments: tuple[Argument, ...] = ()
+    run_file: bool = False
+    """Whether it takes RUN.yaml and overrides; its function's first argument is then the configuration."""
+
+    def function(self) -> Callable[..., int | None]:
+        """Import the function."""
+        module, name = self.target.split(":")
+        found: Callable[..., int | None] = getattr(importlib.import_module(module), name)
+        return found
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
+            raise argparse.ArgumentTypeError(f"takes a whole number ({least} or more), not {text}.")
+        return int(text)
+
+    return convert
+
+
+def _number(fits: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"takes a number ({words}), not {text}.")
+        return value
+
+    return convert
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"takes {', '.join(choices[:-1])} or {choices[-1]}, not {text}.")
+        return text
+
+    return convert
+
+
+_MODEL: Argument = ("model", {"metavar": "MODEL", "type": _path, "help": "a run, a step of it, or an exported folder"})
+_FOLDER: Argument = ("path", {"metavar": "PATH", "type": _path, "help": "a run, or a step of it"})
+_PROCESSES: Argument = (
+    "--processes",
+    {"metavar": "N", "type": _whole(1), "help": "ranks on this machine (1 where not given)"},
+)
+
+VERBS = {
+    "tokenizer train": Verb("train a tokenizer on the corpus", "jingu.text.verbs:train", run_file=True),
+    "tokenizer inspect": Verb(
+        "show a tokenizer, and how it splits a line",
+        "jingu.text.verbs:inspect",
+        (
+            ("folder", {"metavar": "FOLDER", "type": _path, "help": "the folder with tokenizer.json"}),
+            ("--text", {"help": "a line to split"}),
+            ("--file", {"type": _path, "help": "a file to measure bytes per token on"}),
+        ),
+    ),
+    "data build": Verb("make the data set of the corpus", "jingu.data.build:build", run_file=True),
+    "data inspect": Verb(
+        "show a data set",
+        "jingu.data.build:inspect",
+        (("path", {"metavar": "FOLDER", "type": _path, "help": "the folder of the data set"}),),
+    ),
+    "train": Verb("train a model, or go on training it", "jingu.train.verbs:train", (_PROCESSES,), run_file=True),
+    "generate": Verb(
+        "continue a text",
+        "jingu.infer.verbs:generate",
+        (
+            _MODEL,
+            ("prompt", {"metavar": "PROMPT", "help": "the text to continue"}),
+            ("--max-tokens", {"metavar": "N", "type": _whole(1), "default": 200, "help": "tokens to write at most"}),
+            (
+                "--temperature",
+                {
+                    "metavar": "T",
+                    "type": _number(lambda value: 0 <= value < math.inf, "0 or more"),
+                    "default": 1.0,
+                    "help": "0 takes the likeliest token each time",
+                },
+            ),
+            ("--top-k", {"metavar": "K", "type": _whole(1), "help": "choose among the K likeliest tokens"}),
+            (
+                "--top-p",
+                {
+                    "metavar": "P",
+                    "type": _number(lambda value: 0 < value <= 1, "above 0, at most 1"),
+                    "help": "choose among the likeliest tokens that have this probability together",
+                },
+            ),
+            (
+                "--repetition-penalty",
+                {
+                    "metavar": "R",
+                    "type": _number(lambda value: 0 < value < math.inf, "above 0"),
+                    "default": 1.0,
+                    "help": "above 1, tokens already there become less likely",
+                },
+            ),
+            (
+                "--stop",
+                {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given several times"},
+            ),
+            ("--seed", {"metavar": "N", "type": _whole(0), "default": 0, "help": "seed of the choice"}),
+        ),
+    ),
+    "export": Verb(
+        "write a model as a Hugging Face folder",
+        "jingu.checkpoint.verbs:export",
+        (
+            _MODEL,
+            ("--to", {"metavar": "FOLDER", "type": _path, "required": True, "help": "the folder to write"}),
+            (
+                "--dtype",
+                {
+                    "metavar": "TYPE",
+                    "type": _one_of("fp32", "bf16", "fp16"),
+                    "default": "fp32",
+                    "help": "number format of the weights",
+                },
+            ),
+        ),
+    ),
+    "report": Verb(
+        "write a run's report, one HTML file",
+        "jingu.report.verbs:report",
+        (
+            ("run", {"metavar": "RUN", "type": _path, "help": "the folder of the run"}),
+            ("--to", {"metavar": "FILE", "type": _path, "help": "the file to write (else RUN/report.html)"}),
+        ),
+    ),
+    "config show": Verb(
+        "print every setting of a run, and what follows from them", "jingu.config.verbs:show", (_PROCESSES,), True
+    ),
+    "config schema": Verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
+    "checkpoint list": Verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", (_FOLDER,)),
+    "checkpoint verify": Verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", (_FOLDER,)),
+    "checkpoint diff": Verb(
+        "tell in what two checkpoints differ",
+        "jingu.checkpoint.verbs:diff",
+        (
+            ("first", {"metavar": "FIRST", "type": _path, "help": "a checkpoint"}),
+            ("second", {"metavar": "SECOND", "type": _path, "help": "another"}),
+        ),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns 0, what the verb returned, 2 for a mistake the user can mend, 130 when interrupted."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except JinguError as error:
+        print(_paragraph(f"jingu: {error}"), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\njingu: stopped.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # Whoever read our output has left, as in `jingu ... | head`.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        raise
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview(list(VERBS)))
+        return 0
+    if words[0] == "--version":
+        print(f"jingu {__version__}")
+        return 0
+    name, rest = _find(words)
+    if name not in VERBS:
+        print(_overview([verb for verb in VERBS if verb.startswith(f"{name} ")]))
+        return 0
+    verb = VERBS[name]
+    options = _parse(name, verb, rest)
+    if options is None:
+        return 0
+    if not verb.run_file:
+        return verb.function()(**options) or 0
+    from jingu.config.load import load_config
+
+    config = load_config(options.pop("file"), options.pop("overrides"))
+    return verb.function()(config, **options) or 0
+
+
+def _find(words: list[str]) -> tuple[str, list[str]]:
+    """The verb that the first words name, and the rest; or the name of a group whose help is asked for."""
+    groups = {verb.split()[0] for verb in VERBS if " " in verb}
+    first = words[0]
+    if first in VERBS:
+        return first, words[1:]
+    if first in groups:
+        members = [verb.split()[1] for verb in VERBS if verb.startswith(f"{first} ")]
+        if len(words) == 1:
+            raise JinguError(f"{first} takes one more word: {' or '.join(members)}.")
+        if words[1] in ("-h", "--help"):
+            return first, []
+        if words[1] in members:
+            return f"{first} {words[1]}", words[2:]
+        raise _no_verb([f"{first} {words[1]}"], [f"{first} {member}" for member in members])
+    if first.endswith((".yaml", ".yml")):
+        raise JinguError("the verb is missing.", fix=f"Did you mean `jingu train {first}`?")
+    if first.startswith("-"):
+        raise JinguError(f"there is no option {first}.", fix="The first word is a verb; `jingu --help` lists them.")
+    raise _no_verb(words, list(VERBS))
+
+
+def _no_verb(words: list[str], choices: list[str]) -> JinguError:
+    """The nearest of `choices` to the first word or two, or else the verb that ends in the first (`build`)."""
+    near = [get_close_matches(name, choices, n=1) for name in (" ".join(words[:2]), words[0])]
+    ends = [verb for verb in VERBS if verb.endswith(f" {words[0]}")]
+    guess = next((found[0] for found in [*near, ends] if found), None)
+    fix = f"Did you mean `jingu {guess}`?" if guess else "`jingu --help` lists them."
+    return JinguError(f"there is no verb {words[0]}.", fix=fix)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with mistakes told as JinguError."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("argument ").removesuffix(".")
+        if words.startswith("the following arguments are required: "):
+            words = words.removeprefix("the following arguments are required: ") + " is missing"
+        name, colon, reason = words.partition(": ")
+        if reason == "expected one argument":
+            words = f"{name} needs a value after it"
+        elif colon and reason.startswith("takes "):
+            words = f"{name} {reason}"
+        raise JinguError(f"{words}.", fix=f"`{self.prog} --help` tells what it takes.")
+
+
+def _parse(name: str, verb: Verb, words: list[str]) -> dict[str, Any] | None:
+    """The arguments of a verb by the names of its function's parameters; None when its help was printed."""
+    parser = _Parser(
+        prog=f"jingu {name}",
+        description=verb.help[0].upper() + verb.help[1:] + ".",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    if verb.run_file:
+        parser.add_argument("file", metavar="RUN.yaml", type=_path, help="the file of the run")
+        text = "settings to change, such as optimizer.lr=3e-4"
+        parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
+    for flag, told in verb.arguments:
+        parser.add_argument(flag, **told)
+    parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
+    if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
+        parser.print_help()
+        return None
+    options, unknown = parser.parse_known_args(words)
+    # argparse gives overrides that stand after an option as unknown.
+    for word in unknown:
+        if word.startswith("-") or not verb.run_file:
+            raise _unknown(word, name, verb)
+        options.overrides.append(word)
+    del options.help
+    return vars(options)
+
+
+def _unknown(word: str, name: str, verb: Verb) -> JinguError:
+    flag = word.split("=")[0]
+    help_line = f"`jingu {name} --help` tells what it takes."
+    if not word.startswith("-"):
+        return JinguError(f"there is a word too many: {word}.", fix=help_line)
+    near = get_close_matches(flag, [known for known, _ in verb.arguments if known.startswith("-")], n=1)
+    if near:
+        return JinguError(f"there is no option {flag}.", fix=f"Did you mean {near[0]}?")
+    if verb.run_file:
+        setting = word.lstrip("-") if "=" in word else f"{word.lstrip('-')}=value"
+        return JinguError(f"there is no option {flag}.", fix=f"A setting is written without dashes: {setting}.")
+    return JinguError(f"there is no option {flag}.", fix=help_line)
+
+
+def _overview(names: list[str]) -> str:
+    width = max(map(len, names))
+    lines = [f"  {name:<{width}}  {VERBS[name].help}" for name in names]
+    return "\n".join(
+        [
+            "From raw text to a served language model with one tool, one file and one training loop.",
+            "",
+            *lines,
+            "",
+            "`jingu VERB --help` tells what a verb takes. A run is one YAML file; words like",
+            "optimizer.lr=3e-4 after it change single settings.",
+        ]
+    )
+
+
+def _paragraph(text: str) -> str:
+    """Text wrapped to the terminal; as it is where stderr is none."""
+    if not sys.stderr.isatty():
+        return text
+    width = max(40, os.get_terminal_size(sys.stderr.fileno()).columns)
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
