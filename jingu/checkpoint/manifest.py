@@ -191,5 +191,6 @@ def check(manifest: Manifest) -> None:
         elements = sum(prod(piece.shape) for piece in held)
         if elements != prod(stored.shape) or len({piece.offset for piece in held}) != len(held):
             raise CheckpointError(
-                f"tensor {name} has {prod(stored.shape)} elements and its pieces {elements}: some are missing or double."
+                f"tensor {name} has {prod(stored.shape)} elements and its pieces {elements}: "
+                "some are missing or double."
             )

@@ -52,7 +52,7 @@ def _is_complete(folder: Path) -> bool:
 
 def find_latest(checkpoints: Path) -> Found:
     """The newest checkpoint that is complete and whose every byte matches its checksum."""
-    passed_over = []
+    passed_over: list[tuple[Path, str]] = []
     for step in reversed(all_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         problems = verify(folder)
@@ -70,14 +70,15 @@ def prune(checkpoints: Path, keep: int, *, current: int | None = None) -> list[i
 
     Args:
         current: step of the checkpoint just written. Folders of later steps are those that resuming passed over:
-            they are neither counted nor deleted.
+            they are neither counted nor deleted. None: the newest one that verifies, which takes reading it.
 
     Returns:
         The steps that were deleted.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, and at least one checkpoint is kept")
-    steps = [step for step in complete_steps(checkpoints) if current is None or step <= current]
+    newest = find_latest(checkpoints).step if current is None else current
+    steps = [step for step in complete_steps(checkpoints) if newest is not None and step <= newest]
     doomed = steps[:-keep]
     for step in doomed:
         folder = step_folder(checkpoints, step)

@@ -183,7 +183,7 @@ def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> No
         source.read_block(piece.bytes[0], piece.shape, inside, target)
     if digest is not None and digest.hexdigest() != piece.xxh3_128:
         raise CheckpointError(
-            f"{piece.file}: the bytes of tensor {block.name} ({piece.key}) do not match their checksum.", where=folder
+            f"{piece.file}: the bytes of tensor {piece.key} do not match their checksum.", where=folder
         )
 
 

@@ -343,12 +343,12 @@ def _tensor_problems(folder: Path, name: str, manifest: Manifest) -> list[str]:
     with contextlib.suppress(OSError), (folder / name).open("rb") as file:
         if os.fstat(file.fileno()).st_size != manifest.files[name].bytes:
             return []
-        for tensor, stored in manifest.tensors.items():
+        for stored in manifest.tensors.values():
             for piece in (piece for piece in stored.pieces if piece.file == name):
                 digest = xxhash.xxh3_128()
                 file.seek(piece.bytes[0])
                 for first in range(*piece.bytes, CHUNK):
                     digest.update(file.read(min(CHUNK, piece.bytes[1] - first)))
                 if digest.hexdigest() != piece.xxh3_128:
-                    problems.append(f"{name}: the bytes of tensor {tensor} ({piece.key}) do not match their checksum")
+                    problems.append(f"{name}: the bytes of tensor {piece.key} do not match their checksum")
     return problems

@@ -1,0 +1,213 @@
+"""`jingu checkpoint list | verify | diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
+from jingu.checkpoint.store import names, read_state, read_tensor, verify
+from jingu.errors import JinguError
+
+_ELEMENTS = 1 << 20
+
+
+def list_(run: Path) -> None:
+    """Print the checkpoints of a run: step, size, what is in it, complete or not."""
+    checkpoints = _checkpoints_of(run)
+    rows = [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)]
+    rows += [
+        (path.name, _size(_bytes_under(path)), "", "", "unfinished: being written, or left by a run that was killed")
+        for path in sorted(checkpoints.glob(".step-*.partial"))
+    ]
+    if not rows:
+        raise JinguError("there is no checkpoint here.", where=run, fix="`jingu train` writes the first one.")
+    _print_table(("checkpoint", "size", "tensors", "ranks", "state"), rows, right=(1, 2, 3))
+
+
+def _row(folder: Path) -> tuple[str, ...]:
+    try:
+        manifest = read_manifest(folder / MANIFEST)
+    except CheckpointError as error:
+        return folder.name, _size(_bytes_under(folder)), "", "", f"not usable: {error.what}"
+    short = [name for name, record in manifest.files.items() if _length(folder / name) != record.bytes]
+    state = f"damaged: {', '.join(short)} missing or cut short" if short else "complete"
+    return folder.name, _size(_bytes_under(folder)), str(len(manifest.tensors)), str(manifest.ranks), state
+
+
+def verify_(path: Path) -> None:
+    """Read a checkpoint, or all those of a run, to the last byte, and say what is wrong with it.
+
+    Raises:
+        JinguError: something is.
+    """
+    folders = [path] if _is_step(path) else _step_folders(path)
+    damaged = []
+    for folder in folders:
+        problems = verify(folder)
+        if problems:
+            damaged.append(folder)
+            print(f"{folder.name}: damaged")
+            for problem in problems:
+                print(f"  {problem}")
+        else:
+            manifest = read_manifest(folder / MANIFEST)
+            size = _size(sum(record.bytes for record in manifest.files.values()))
+            tensors, files = len(manifest.tensors), len(manifest.files) + 1
+            print(f"{folder.name}: good ({tensors} tensors in {files} files, {size}; every byte matches its checksum)")
+    if damaged:
+        raise JinguError(
+            f"{len(damaged)} of {len(folders)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
+            f"{', '.join(folder.name for folder in damaged)}.",
+            where=path,
+            fix=_remedy(damaged),
+        )
+
+
+def _remedy(damaged: Sequence[Path]) -> str:
+    checkpoints = damaged[0].parent
+    good = [
+        step
+        for step in complete_steps(checkpoints)
+        if step_folder(checkpoints, step) not in damaged and not verify(step_folder(checkpoints, step))
+    ]
+    if good:
+        return f"The newest good one is step {good[-1]}, and `resume: auto` goes on from there; delete the damaged one."
+    return "No other checkpoint here is good: restore one from a copy, or start the run anew."
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs between two checkpoints."""
+
+    largest: float
+    """Largest absolute difference of two elements."""
+    norm_a: float
+    norm_b: float
+
+
+def diff(a: Path, b: Path) -> None:
+    """Print what differs between two checkpoints, tensor by tensor; a run stands for its newest checkpoint."""
+    folder_a, folder_b = _locate(a), _locate(b)
+    names_a, names_b = names(folder_a), names(folder_b)
+    rows: list[tuple[str, ...]] = []
+    equal = 0
+    for name in sorted(set(names_a) & set(names_b)):
+        tensor_a, tensor_b = read_tensor(folder_a, name), read_tensor(folder_b, name)
+        if (tensor_a.shape, tensor_a.dtype) != (tensor_b.shape, tensor_b.dtype):
+            rows.append((name, f"{_kind(tensor_a)} → {_kind(tensor_b)}", "", "", ""))
+        elif _same_bytes(tensor_a, tensor_b):
+            equal += 1
+        else:
+            found = difference(tensor_a, tensor_b)
+            figures = (f"{value:.6g}" for value in (found.largest, found.norm_a, found.norm_b))
+            rows.append((name, _kind(tensor_a), *figures))
+    if rows:
+        _print_table(("tensor", "kind", "largest difference", "norm in a", "norm in b"), rows, right=(2, 3, 4))
+        print()
+    for which, only in (("a", set(names_a) - set(names_b)), ("b", set(names_b) - set(names_a))):
+        for name in sorted(only):
+            print(f"only in {which}: {name}")
+    state_a, state_b = read_state(folder_a), read_state(folder_b)
+    for key in sorted(state_a.keys() | state_b.keys()):
+        if state_a.get(key) != state_b.get(key):
+            print(f"state {key}: {_short(state_a.get(key))} → {_short(state_b.get(key))}")
+    print(f"{equal} tensors are equal to the last bit, {len(rows)} differ.")
+
+
+def difference(a: Tensor, b: Tensor) -> Difference:
+    """Largest difference and Euclidean norms, in fp64, of two tensors of one shape and dtype."""
+    largest = squares_a = squares_b = 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    for part_a, part_b in zip(a.reshape(-1).split(_ELEMENTS), b.reshape(-1).split(_ELEMENTS), strict=True):
+        wide_a, wide_b = part_a.to(wide), part_b.to(wide)
+        part_largest = float((wide_a - wide_b).abs().max()) if len(part_a) else 0.0
+        # max() of Python forgets a NaN; a NaN is what the reader must see.
+        largest = part_largest if part_largest != part_largest else max(part_largest, largest)
+        squares_a += float(wide_a.abs().square().sum())
+        squares_b += float(wide_b.abs().square().sum())
+        if largest != largest:
+            break
+    return Difference(largest, squares_a**0.5, squares_b**0.5)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+# Where things are
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.startswith("step-") or (path / MANIFEST).exists()
+
+
+def _checkpoints_of(path: Path) -> Path:
+    """The folder of checkpoints, given a run or that folder itself."""
+    if not path.is_dir():
+        raise JinguError("there is no such folder.", where=path, fix="Give a run, such as runs/NAME, or a checkpoint.")
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _step_folders(path: Path) -> list[Path]:
+    checkpoints = _checkpoints_of(path)
+    steps = all_steps(checkpoints)
+    if not steps:
+        raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
+    return [step_folder(checkpoints, step) for step in steps]
+
+
+def _locate(path: Path) -> Path:
+    """A checkpoint's folder, given it or a run (its newest complete one)."""
+    if _is_step(path):
+        return path
+    checkpoints = _checkpoints_of(path)
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise JinguError("there is no complete checkpoint here.", where=path, fix="See `jingu checkpoint list`.")
+    return step_folder(checkpoints, steps[-1])
+
+
+# Printing
+
+
+def _length(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _bytes_under(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> None:
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
