@@ -12,22 +12,23 @@ from torch import Tensor
 
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
-from jingu.checkpoint.store import names, read_state, read_tensor, verify
+from jingu.checkpoint.store import names, read_state, read_tensor
+from jingu.checkpoint.store import verify as problems_of
 from jingu.errors import JinguError
 
 _ELEMENTS = 1 << 20
 
 
-def list_(run: Path) -> None:
+def list_checkpoints(path: Path) -> None:
     """Print the checkpoints of a run: step, size, what is in it, complete or not."""
-    checkpoints = _checkpoints_of(run)
+    checkpoints = _checkpoints_of(path)
     rows = [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)]
     rows += [
         (path.name, _size(_bytes_under(path)), "", "", "unfinished: being written, or left by a run that was killed")
         for path in sorted(checkpoints.glob(".step-*.partial"))
     ]
     if not rows:
-        raise JinguError("there is no checkpoint here.", where=run, fix="`jingu train` writes the first one.")
+        raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
     _print_table(("checkpoint", "size", "tensors", "ranks", "state"), rows, right=(1, 2, 3))
 
 
@@ -41,7 +42,7 @@ def _row(folder: Path) -> tuple[str, ...]:
     return folder.name, _size(_bytes_under(folder)), str(len(manifest.tensors)), str(manifest.ranks), state
 
 
-def verify_(path: Path) -> None:
+def verify(path: Path) -> None:
     """Read a checkpoint, or all those of a run, to the last byte, and say what is wrong with it.
 
     Raises:
@@ -50,7 +51,7 @@ def verify_(path: Path) -> None:
     folders = [path] if _is_step(path) else _step_folders(path)
     damaged = []
     for folder in folders:
-        problems = verify(folder)
+        problems = problems_of(folder)
         if problems:
             damaged.append(folder)
             print(f"{folder.name}: damaged")
@@ -75,7 +76,7 @@ def _remedy(damaged: Sequence[Path]) -> str:
     good = [
         step
         for step in complete_steps(checkpoints)
-        if step_folder(checkpoints, step) not in damaged and not verify(step_folder(checkpoints, step))
+        if step_folder(checkpoints, step) not in damaged and not problems_of(step_folder(checkpoints, step))
     ]
     if good:
         return f"The newest good one is step {good[-1]}, and `resume: auto` goes on from there; delete the damaged one."
@@ -92,9 +93,9 @@ class Difference:
     norm_b: float
 
 
-def diff(a: Path, b: Path) -> None:
+def diff(first: Path, second: Path) -> None:
     """Print what differs between two checkpoints, tensor by tensor; a run stands for its newest checkpoint."""
-    folder_a, folder_b = _locate(a), _locate(b)
+    folder_a, folder_b = _locate(first), _locate(second)
     names_a, names_b = names(folder_a), names(folder_b)
     rows: list[tuple[str, ...]] = []
     equal = 0
@@ -109,9 +110,9 @@ def diff(a: Path, b: Path) -> None:
             figures = (f"{value:.6g}" for value in (found.largest, found.norm_a, found.norm_b))
             rows.append((name, _kind(tensor_a), *figures))
     if rows:
-        _print_table(("tensor", "kind", "largest difference", "norm in a", "norm in b"), rows, right=(2, 3, 4))
+        _print_table(("tensor", "kind", "largest difference", "norm in first", "norm in second"), rows, right=(2, 3, 4))
         print()
-    for which, only in (("a", set(names_a) - set(names_b)), ("b", set(names_b) - set(names_a))):
+    for which, only in (("the first", set(names_a) - set(names_b)), ("the second", set(names_b) - set(names_a))):
         for name in sorted(only):
             print(f"only in {which}: {name}")
     state_a, state_b = read_state(folder_a), read_state(folder_b)
