@@ -9,7 +9,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     return svg.appendChild(node);
   };
   const line = make("line", { class: "cross", y1: top, y2: bottom, visibility: "hidden" });
-  const at = make("text", { class: "at", y: top + 8, visibility: "hidden" });
+  const at = make("text", { class: "at", y: bottom + 22, "text-anchor": "middle", visibility: "hidden" });
   const dots = colours.map((colour) => make("circle", { class: "spot s" + colour, r: 4, visibility: "hidden" }));
   const steps = [...new Set(series.flat().map((point) => point[0]))].sort((a, b) => a - b);
   const nearest = (list, step, of) => list.reduce((best, item) => Math.abs(of(item) - step) < Math.abs(of(best) - step) ? item : best);
@@ -18,8 +18,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     here = nearest(steps, step, (item) => item);
     const x = left + here / last * (right - left);
     line.setAttribute("x1", x); line.setAttribute("x2", x); line.setAttribute("visibility", "visible");
-    const leftHalf = x < (left + right) / 2;
-    at.setAttribute("x", x + (leftHalf ? 6 : -6)); at.setAttribute("text-anchor", leftHalf ? "start" : "end");
+    at.setAttribute("x", Math.min(x, right - 28));
     at.textContent = "step " + here.toLocaleString("en"); at.setAttribute("visibility", "visible");
     series.forEach((points, index) => {
       if (!points.length) return;

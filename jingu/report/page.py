@@ -85,7 +85,7 @@ def summary(record: Record) -> str:
         sentence += f", {rounded(number(last, 'tokens'))} tokens"
     if number(last, "seconds") > 0:
         sentence += f" in {duration(number(last, 'seconds'))}"
-    if ranks > 0:
+    if 0 < ranks < math.inf:
         sentence += f" on {_count(int(ranks), 'rank')} ({start.get('device', '?')}, {start.get('precision', '?')})"
     bits = number(_last(record.evaluations), "bits_per_byte")
     return sentence + (f": {plain(bits)} bits per byte on held-out text." if math.isfinite(bits) else ".")

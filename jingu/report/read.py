@@ -122,7 +122,7 @@ def _take(row: Row, record: Record) -> None:
     if kind == "baseline":
         record.baselines[str(row.get("name", ""))] = row
         return
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
         return
     if kind == "start":
         record.starts.append(row)

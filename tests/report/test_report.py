@@ -1,0 +1,273 @@
+"""The report's file: whole, self-contained, safe, and true to metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jingu.errors import JinguError
+from jingu.report.page import page
+from jingu.report.read import Record, _take, read_run
+from jingu.report.verbs import report
+
+Rows = list[dict[str, Any]]
+MakeRun = Callable[..., Path]
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Checker(HTMLParser):
+    """Holds that tags nest, and gathers what the tests ask about."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"<{tag}> repeats an attribute"
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.ids += [value for name, value in attrs if name == "id" and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+def checked(text: str) -> Checker:
+    """Parse the page; it must be well formed, fetch nothing, and carry one script: its own."""
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert not checker.open
+    assert len(checker.ids) == len(set(checker.ids))
+    assert checker.tags.count("script") == 1
+    fetching = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}
+    assert not [entry for entry in checker.attributes if entry[1] in fetching]
+    assert not [name for _, name, _ in checker.attributes if name.startswith("on")]
+    assert not {"link", "iframe", "object", "embed", "img", "base", "form"} & set(checker.tags)
+    assert "@import" not in text and "url(" not in text
+    described = [
+        value or "" for _, name, value in checker.attributes if name in ("aria-labelledby", "aria-describedby")
+    ]
+    assert {part for value in described for part in value.split()} <= set(checker.ids)
+    return checker
+
+
+def written(run: Path) -> tuple[str, str]:
+    """The page's source, and the text a reader sees."""
+    report(run, None)
+    text = (run / "report.html").read_text(encoding="utf-8")
+    return text, "".join(checked(text).text)
+
+
+def test_a_realistic_run_shows_its_own_values(
+    make_run: MakeRun, realistic: Rows, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, seen = written(make_run(realistic))
+    assert "report.html" in capsys.readouterr().out
+    train = [row for row in realistic if row["type"] == "train"]
+    last = [row for row in realistic if row["type"] == "evaluation"][-1]
+    bits = f"{last['bits_per_byte']:.4g}"
+    assert (
+        f"4.21M-parameter llama, 1,200 steps, 9.83M tokens in 3 min 59 s on 1 rank (cpu, fp32): {bits} bits per byte"
+    ) in seen
+    tiles = re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", source)
+    assert dict(tiles) == {
+        "Final loss": f"{train[-1]['loss']:.4g}",
+        "Bits per byte": bits,
+        "Tokens a second": f"{median(row['tokens_per_second'] for row in train) / 1000:.3g}k",
+        "Share of peak": f"{median(row['peak_share'] for row in train):.0%}",
+        "Peak memory": f"{max(row['memory_bytes'] for row in train) / 2**30:.4g} GiB",
+        "Training time": "3 min 59 s",
+    }
+    for name in ("Loss", "Bits per byte", "Learning rate", "Gradient norm", "Throughput", "Memory"):
+        assert f"<b>{name}</b>" in source
+    assert source.count('class="resume"') == 6 and "resumed from step 600" in seen
+    assert "gzip -9 1.882" in seen and "xz -9 1.665" in seen and "this model" in seen
+    assert "optimizer:\n  type: adamw" in seen and '"family": "llama"' in seen
+    assert "Thin dotted lines" in seen
+
+
+def test_what_hovering_shows_is_what_was_logged(make_run: MakeRun, realistic: Rows) -> None:
+    source, _ = written(make_run(realistic))
+    data = [json.loads(value or "") for _, name, value in checked(source).attributes if name == "data-chart"]
+    training, held_out = data[0]["series"]
+    logged = {row["step"]: row["loss"] for row in realistic if row["type"] == "train"}
+    assert {step: text for step, text, _ in training} == {step: f"{loss:.4g}" for step, loss in logged.items()}
+    logged = {row["step"]: row["loss"] for row in realistic if row["type"] == "evaluation"}
+    assert {step: text for step, text, _ in held_out} == {step: f"{loss:.4g}" for step, loss in logged.items()}
+
+
+def test_samples_are_a_progression_with_their_whitespace(make_run: MakeRun, realistic: Rows) -> None:
+    source, seen = written(make_run(realistic))
+    at = [seen.index(f"step {step}def ") for step in ("100", "300", "500", "1,000", "1,200")]
+    assert at == sorted(at)
+    assert "        if size < 0:\n            raise ValueError" in seen
+    assert '<span class="prompt">def </span>' in source
+    assert "6 of 12 evaluations shown" in seen
+
+
+HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='x' ]]>&amp;<!--"
+
+
+def test_untrusted_text_stays_text(make_run: MakeRun, realistic: Rows) -> None:
+    rows = [dict(row) for row in realistic]
+    rows[0] |= {"device": HOSTILE, "precision": HOSTILE, "time": HOSTILE}
+    rows.append({"type": "baseline", "name": HOSTILE, "bits_per_byte": 2.5})
+    rows.append({"type": "sample", "step": 1200, "prompt": HOSTILE, "text": HOSTILE + "\ud800\x00\x1b[2J"})
+    run = make_run([*rows[:1], *[row for row in rows[1:] if row["type"] != "start"]])
+    (run / "config.yaml").write_text(f"name: {HOSTILE}\n", encoding="utf-8")
+    (run / "model.json").write_text(json.dumps({"family": HOSTILE}), encoding="utf-8")
+    source, seen = written(run)
+    assert source.count("<script") == 1 and "<img" not in source
+    assert HOSTILE + HOSTILE + "�␀␛[2J" in seen
+
+
+def test_only_the_page_s_own_script_may_run(make_run: MakeRun, realistic: Rows) -> None:
+    source, _ = written(make_run(realistic))
+    assert re.search(r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[\w+/]{43}='\"", source)
+
+
+def test_a_torn_last_line_is_left_out_and_said(make_run: MakeRun, realistic: Rows) -> None:
+    whole = [row for row in realistic if row.get("step") != 1200]
+    _, seen = written(make_run(whole, tail='{"type":"train","step":1200,"loss":1.2'))
+    assert "The last line of metrics.jsonl is torn" in seen and "could not be read" not in seen
+    assert "1,190 steps" in seen
+
+
+def test_damaged_lines_are_counted_and_named(make_run: MakeRun) -> None:
+    tail = 'not json\n[1]\n\n\xff{}\n{"type":"train","step":20,"loss":2.5}\n{"type":"later","step":3}\n'
+    _, seen = written(make_run([{"type": "train", "step": 10, "loss": 3.5}], tail=tail))
+    assert "3 lines of metrics.jsonl could not be read and are left out: 2, 3, 5." in seen
+    assert "20 steps" in seen and "torn" not in seen
+
+
+@pytest.mark.parametrize("rows", [[], [{"type": "start", "step": 0, "ranks": 1, "parameters": 1000}]])
+def test_before_the_first_step_the_page_says_so(make_run: MakeRun, rows: Rows) -> None:
+    _, seen = written(make_run(rows))
+    assert "no step has been logged yet" in seen
+
+
+def test_a_single_step(make_run: MakeRun) -> None:
+    source, seen = written(make_run([{"type": "train", "step": 1, "loss": 8.25, "lr": 1e-5}]))
+    assert "model.json" in seen and "1 step" in seen and "8.25" in seen
+    assert source.count("<circle") == 2
+    assert "No values yet." in seen
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", None, float("nan")])
+def test_values_that_are_not_finite_leave_gaps(make_run: MakeRun, bad: object) -> None:
+    rows: Rows = [{"type": "train", "step": step, "loss": 9.0 - step / 10, "grad_norm": 1.0} for step in range(1, 30)]
+    rows[9]["loss"] = rows[28]["loss"] = bad
+    source, seen = written(make_run(rows))
+    assert "2 values are not finite (step 10, 29)" in seen
+    assert re.findall(r"<dt>Final loss</dt><dd>([^<]+)", source) == ["–"]
+
+
+def test_steps_taken_again_show_their_later_values(make_run: MakeRun) -> None:
+    rows: Rows = [{"type": "train", "step": step, "loss": 5.0} for step in (10, 20, 30)]
+    rows += [{"type": "start", "step": 10}] + [{"type": "train", "step": step, "loss": 4.0} for step in (20, 30)]
+    record = read_run(make_run(rows))
+    assert {step: row["loss"] for step, row in record.train.items()} == {10: 5.0, 20: 4.0, 30: 4.0}
+
+
+def test_a_long_run_stays_a_small_page_with_its_peak(make_run: MakeRun, realistic: Rows) -> None:
+    template = next(row for row in realistic if row["type"] == "train")
+    lines = [json.dumps(template | {"step": step, "loss": 3.0 + step % 7 / 10}) for step in range(1, 100_001)]
+    lines[54_320] = json.dumps(template | {"step": 54_321, "loss": 77.5})
+    samples = [
+        {"type": "sample", "step": step, "prompt": f"prompt {step % 40}", "text": "x" * 9000} for step in range(400)
+    ]
+    source, seen = written(make_run(samples, tail="\n".join(lines) + "\n"))
+    assert len(source.encode()) < 1_000_000
+    assert '[54321,"77.5",' in source.replace("&quot;", '"')
+    assert "28 further prompts not shown" in seen
+    assert max(len(data["series"][0]) for data in _charts(source)) <= 1002
+
+
+def _charts(source: str) -> list[Any]:
+    return [json.loads(value or "") for _, name, value in checked(source).attributes if name == "data-chart"]
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just([1])
+names = st.sampled_from(
+    ["loss", "lr", "grad_norm", "tokens", "seconds", "bits_per_byte", "memory_bytes", "ranks", "text"]
+)
+kinds = st.sampled_from(["start", "train", "evaluation", "sample", "baseline"])
+any_row = st.builds(
+    lambda kind, step, rest: {**rest, "type": kind, "step": step},
+    kinds,
+    st.integers(0, 10**18) | st.none(),
+    st.dictionaries(names, values, max_size=6),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(any_row, max_size=12))
+def test_whatever_the_lines_hold_the_page_is_whole(rows: Rows) -> None:
+    record = Record(name="any")
+    for row in rows:
+        _take(row, record)
+    checked(page(record)).text.index("any")
+
+
+def test_missing_runs_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match=r"there is no run here.*jingu train"):
+        report(tmp_path / "nowhere", None)
+    with pytest.raises(JinguError, match=r"holds no metrics\.jsonl.*train it first"):
+        report(tmp_path, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_neighbours_are_said(make_run: MakeRun, realistic: Rows) -> None:
+    run = make_run(realistic)
+    (run / "config.yaml").unlink()
+    (run / "model.json").write_text("{torn", encoding="utf-8")
+    _, seen = written(run)
+    assert "config.yaml is missing or cannot be read." in seen
+    assert "4.21M-parameter model, 1,200 steps" in seen
+
+
+def test_the_file_is_whole_or_absent(
+    make_run: MakeRun, realistic: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(realistic)
+    with pytest.raises(JinguError, match=r"is a folder, not a file"):
+        report(run, tmp_path)
+    place = tmp_path / "new" / "page.html"
+    report(run, place)
+    before = place.read_bytes()
+    report(run, place)
+    assert place.read_bytes() == before, "the same run gives the same bytes"
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(JinguError, match=r"cannot be written \(No space left on device\)"):
+        report(run, place)
+    assert place.read_bytes() == before
+    assert [path.name for path in place.parent.iterdir()] == ["page.html"]
