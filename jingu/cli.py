@@ -6,6 +6,7 @@ import argparse
 import importlib
 import math
 import os
+import select
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 _MODEL: Argument = ("model", {"metavar": "MODEL", "type": _path, "help": "a run, a step of it, or an exported folder"})
+_RUN: Argument = ("run", {"metavar": "RUN", "type": _path, "help": "the folder of the run"})
 _FOLDER: Argument = ("path", {"metavar": "PATH", "type": _path, "help": "a run, or a step of it"})
 _PROCESSES: Argument = (
     "--processes",
@@ -160,7 +162,7 @@ VERBS = {
         "write a run's report, one HTML file",
         "jingu.report.verbs:report",
         (
-            ("run", {"metavar": "RUN", "type": _path, "help": "the folder of the run"}),
+            _RUN,
             ("--to", {"metavar": "FILE", "type": _path, "help": "the file to write (else RUN/report.html)"}),
         ),
     ),
@@ -168,14 +170,14 @@ VERBS = {
         "print every setting of a run, and what follows from them", "jingu.config.verbs:show", (_PROCESSES,), True
     ),
     "config schema": Verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
-    "checkpoint list": Verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", (_FOLDER,)),
-    "checkpoint verify": Verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", (_FOLDER,)),
+    "checkpoint list": Verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_", (_RUN,)),
+    "checkpoint verify": Verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify_", (_FOLDER,)),
     "checkpoint diff": Verb(
         "tell in what two checkpoints differ",
         "jingu.checkpoint.verbs:diff",
         (
-            ("first", {"metavar": "FIRST", "type": _path, "help": "a checkpoint"}),
-            ("second", {"metavar": "SECOND", "type": _path, "help": "another"}),
+            ("a", {"metavar": "A", "type": _path, "help": "a checkpoint, or a run for its newest one"}),
+            ("b", {"metavar": "B", "type": _path, "help": "another"}),
         ),
     ),
 }
@@ -194,12 +196,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\njingu: stopped.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # Whoever read our output has left, as in `jingu ... | head`.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        raise
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else Python complains as it ends.
+        return 141
+
+
+def _reader_left() -> bool:
+    """Whether no one reads our output any more, as in `jingu ... | head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    return bool(poll.poll(0))
 
 
 def _run(words: list[str]) -> int:

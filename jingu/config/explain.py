@@ -17,6 +17,7 @@ from jingu.errors import JinguError
 # Names that other tools give to our settings.
 _ELSEWHERE = {
     "accumulation": "batch.micro_size",
+    "architecture": "model.family",
     "attention_heads": "model.heads",
     "batch_size": "batch.global_size",
     "beta_1": "optimizer.beta1",
@@ -31,6 +32,7 @@ _ELSEWHERE = {
     "dim": "model.width",
     "dtype": "precision.type",
     "eos_token": "tokenizer.special_tokens",
+    "epochs": "train.steps",
     "eps": "optimizer.epsilon",
     "eval_every": "evaluation.every",
     "eval_steps": "evaluation.every",
@@ -60,6 +62,7 @@ _ELSEWHERE = {
     "max_steps": "train.steps",
     "micro_batch_size": "batch.micro_size",
     "min_lr": "schedule.minimum",
+    "model_type": "model.family",
     "n_embd": "model.width",
     "n_head": "model.heads",
     "n_heads": "model.heads",
@@ -196,7 +199,7 @@ def _unknown(path: KeyPath, model: type[Settings], document: Document) -> JinguE
             fix=f"In a file, write `{first}:` and, indented on the next line, `{rest}:`.",
         )
     here = [_dotted((*parent, name)) for name in model.model_fields]
-    guess = _guess(key, parent, here)
+    guess = _guess(key, here)
     if guess:
         return JinguError(f"{dotted} is not a setting.", where=where, fix=f"Did you mean {guess}?")
     place = f"{_dotted(parent)} has" if parent else "The top level has"
@@ -204,14 +207,14 @@ def _unknown(path: KeyPath, model: type[Settings], document: Document) -> JinguE
     return JinguError(f"{dotted} is not a setting.", where=where, fix=f"{place}: {names}.")
 
 
-def _guess(key: str, parent: KeyPath, here: list[str]) -> str | None:
+def _guess(key: str, here: list[str]) -> str | None:
     """The dotted key that an unknown one was most likely meant to be."""
     leaf = key.lower().replace("-", "_")
+    if leaf in _ELSEWHERE:
+        return _ELSEWHERE[leaf]
     names = [name.rsplit(".", 1)[-1] for name in here]
     if near := nearest(leaf, names):
         return here[names.index(near)]
-    if leaf in _ELSEWHERE:
-        return _ELSEWHERE[leaf]
     everywhere: dict[str, list[str]] = {}
     for dotted in all_keys():
         everywhere.setdefault(dotted.rsplit(".", 1)[-1], []).append(dotted)
@@ -223,14 +226,18 @@ def _guess(key: str, parent: KeyPath, here: list[str]) -> str | None:
 def _other_variant(parent: KeyPath, key: str, owners: list[str], document: Document) -> JinguError:
     """A key that another variant of the section has."""
     section, path = _dotted(parent), (*parent, key)
+    dotted = _dotted(path)
     default = str(find(parent).get_default().type)  # type: ignore[union-attr]
     chosen = _value(document.value, (*parent, "type"), default)
-    tag_where = document.origin((*parent, "type")).where if (*parent, "type") in document.origins else "the default"
+    tag = document.origins.get((*parent, "type"))
+    fix = f"Remove {key}, or choose {section}.type {either(owners)}."
+    if tag and not tag.in_file:
+        fix += f" To replace the whole section of the file, write '{section}={{type: {chosen}}}'."
     return JinguError(
-        f"{section}.{key} is a setting of {section}.type {either(owners)}, and the type here is {chosen}"
-        f" ({tag_where}).",
+        f"{dotted} is a setting of {section}.type {either(owners)}, and the type here is {chosen}"
+        f" ({tag.where if tag else 'the default'}).",
         where=_where(document, path),
-        fix=f"Remove {key}, or choose {section}.type {either(owners)}.",
+        fix=fix,
     )
 
 
@@ -337,7 +344,7 @@ def _given(value: Any, *, bare: bool = False) -> str:
 def _nested(path: KeyPath, value: str, document: Document) -> str:
     """How a setting is written where the document came from: in a file, or on the command line."""
     *parents, last = map(str, path)
-    if ":" in document.origin(path).where.rsplit("/", 1)[-1]:
+    if document.origin(path).in_file:
         return f"`{parents[0]}:` and, indented on the next line, `{last}: {value}`"
     return f"{_dotted(path)}={value}"
 
@@ -360,4 +367,6 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Text of others inside a message: one line, no control characters, not too long."""
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -62,7 +62,7 @@ def _read(path: Path) -> str:
     except IsADirectoryError:
         inside = path / "config.yaml"
         fix = f"Give the file in it: {inside}." if inside.exists() else _beside(path / "config.yaml")
-        raise JinguError("is a folder, and a run is a YAML file.", where=path, fix=fix) from None
+        raise JinguError("this is a folder, and a run is a YAML file.", where=path, fix=fix) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise JinguError(f"the file cannot be read: {reason}.", where=path) from None

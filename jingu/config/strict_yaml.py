@@ -55,6 +55,7 @@ class Origin:
     """Where a value was given: `run.yaml:3` or the words of an override; `written` holds a plain scalar's letters."""
 
     where: str
+    in_file: bool = False
     written: str | None = None
 
 
@@ -108,9 +109,11 @@ def parse(text: str, name: str, *, lines: bool = True) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         where = f"{name}:{line}" if lines else name
-        raise JinguError(f"holds a control character (code {error.character}); remove it.", where=where) from None
+        raise JinguError(
+            f"this line holds a control character (code {error.character}); remove it.", where=where
+        ) from None
     except RecursionError:
-        raise JinguError("is nested too deeply to be read.", where=name) from None
+        raise JinguError("the settings are nested too deeply to be read.", where=name) from None
     return reader.document
 
 
@@ -157,7 +160,7 @@ class _Reader:
             what = "a value marked with & is used again with *."
             return self.problem(node, what, "Write the value out in both places.")
         self.seen.add(id(node))
-        self.document.origins.setdefault(path, Origin(self.where(node)))
+        self.document.origins.setdefault(path, Origin(self.where(node), self.lines))
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -183,7 +186,7 @@ class _Reader:
                 self.problem(key_node, f"{dotted} is given twice{earlier}.", "Keep one of them.")
                 continue
             first[key] = key_node
-            self.document.origins[(*path, key)] = Origin(self.where(key_node))
+            self.document.origins[(*path, key)] = Origin(self.where(key_node), self.lines)
             value = self.value(value_node, (*path, key))
             if value is not self.nothing:
                 result[key] = value
