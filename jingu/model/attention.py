@@ -27,9 +27,8 @@ class LayerCache(Protocol):
 class Cache(Protocol):
     """Keys and values of earlier tokens, for generation."""
 
-    @property
-    def length(self) -> int:
-        """Tokens held."""
+    length: int
+    """Tokens held."""
 
     def layer(self, number: int) -> LayerCache:
         """The part of one block."""

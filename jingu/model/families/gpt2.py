@@ -124,5 +124,5 @@ GPT2 = Family(
         rule("lm_head.weight", "head.weight"),
     ),
     base="transformer.",
-    ignored=("attn.bias", "attn.masked_bias"),
+    ignored=(".attn.bias", ".attn.masked_bias"),
 )

@@ -86,6 +86,8 @@ def _hf_config(spec: ModelSpec) -> dict[str, Any]:
         "rms_norm_eps": spec.norm.epsilon,
         "rope_theta": spec.position.base,
         "rope_scaling": None,
+        # Releases of transformers from 5 on keep both in here.
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.position.base},
         "attention_bias": heads.qkv_bias,
         "attention_dropout": 0.0,
         "mlp_bias": spec.feed_forward.bias,
@@ -135,5 +137,5 @@ LLAMA = Family(
         rule("model.norm.weight", "norm.weight"),
         rule("lm_head.weight", "head.weight"),
     ),
-    ignored=("rotary_emb.inv_freq",),
+    ignored=(".rotary_emb.inv_freq",),
 )

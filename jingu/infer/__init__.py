@@ -1,0 +1,1 @@
+"""From a model to text: the key-value cache, sampling, and generation."""
