@@ -97,6 +97,17 @@ _ELSEWHERE = {
 }
 _MOST = 12
 """Mistakes told at once; a file with more of them is more likely another kind of file."""
+# Values that other tools have for ours.
+_VALUES = {
+    "adam": "adamw",
+    "bfloat16": "bf16",
+    "double": "fp64",
+    "float32": "fp32",
+    "float64": "fp64",
+    "gpu": "cuda",
+    "inverse_sqrt": "noam",
+    "wsd": "warmup-stable-decay",
+}
 _BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
@@ -133,6 +144,13 @@ def nearest(word: str, choices: list[str], cutoff: float = 0.6) -> str | None:
     return choice if best >= cutoff and best > second else None
 
 
+def _near_value(value: Any, choices: list[str]) -> str | None:
+    if not isinstance(value, str):
+        return None
+    known = _VALUES.get(value.lower().replace("-", "_"))
+    return known if known in choices else nearest(value, choices, cutoff=0.7)
+
+
 def _mistakes(detail: Any, document: Document) -> Iterator[tuple[KeyPath, JinguError]]:
     """The mistakes behind one of pydantic's, each with its path."""
     path, field, model = _locate(detail["loc"], document.value)
@@ -141,7 +159,7 @@ def _mistakes(detail: Any, document: Document) -> Iterator[tuple[KeyPath, JinguE
     if kind == "extra_forbidden":
         yield path, _unknown(path, model, document)
     elif field is None:
-        yield path, JinguError(f"holds {_given(value)}, and not a section of settings.", where=_where(document, path))
+        yield path, JinguError(f"this is no section of settings, but {_given(value)}.", where=_where(document, path))
     elif kind.startswith("union_tag"):
         yield (*path, "type"), _wrong_type_tag(path, field, value, document)
     elif kind == "value_error":
@@ -231,7 +249,7 @@ def _other_variant(parent: KeyPath, key: str, owners: list[str], document: Docum
     chosen = _value(document.value, (*parent, "type"), default)
     tag = document.origins.get((*parent, "type"))
     fix = f"Remove {key}, or choose {section}.type {either(owners)}."
-    if tag and not tag.in_file:
+    if tag and not tag.in_file and document.origin(path).in_file:
         fix += f" To replace the whole section of the file, write '{section}={{type: {chosen}}}'."
     return JinguError(
         f"{dotted} is a setting of {section}.type {either(owners)}, and the type here is {chosen}"
@@ -247,9 +265,9 @@ def _wrong_type_tag(path: KeyPath, field: FieldInfo, value: Any, document: Docum
         return _not_a_section(path, field, value, document)
     name, tags = _dotted(path), list(sections(field))
     tag = value.get("type")
-    near = nearest(str(tag), tags) if isinstance(tag, str) else None
+    near = _near_value(tag, tags)
     return JinguError(
-        f"{name}.type takes {either(tags)}, not {_given(tag, bare=True)}.",
+        f"{name}.type takes {either(tags)}, {_but(_given(tag, bare=True))}.",
         where=_where(document, (*path, "type")),
         fix=f"Did you mean {near}?" if near else None,
     )
@@ -263,7 +281,7 @@ def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Docume
         list(variants) if "" not in variants else [k.value for k in field_kinds(keys["type"])] if "type" in keys else []
     )
     text = value if isinstance(value, str) else ""
-    near = nearest(text, tags)
+    near = _near_value(text, tags)
     if near or list(keys) == ["type"]:
         fix = f"Write {_nested((*path, 'type'), near or either(tags), document)}."
     elif text.partition(":")[0] in keys:
@@ -287,7 +305,7 @@ def _wrong(name: str, takes: list[Kind], path: KeyPath, value: Any, field: Field
     meaning = (field.description or "").split(". ")[0].rstrip(".")
     hint = _hint(takes, value, choices, field)
     return JinguError(
-        f"{name} takes {describe(takes)}, not {given}.",
+        f"{name} takes {describe(takes)}, {_but(given)}.",
         where=where,
         fix=" ".join(filter(None, [hint, f"Meaning: {meaning}." if meaning else ""])) or None,
     )
@@ -311,7 +329,7 @@ def _hint(takes: list[Kind], value: Any, choices: list[str], field: FieldInfo) -
         return number
     if any(get_origin(each) is list for each in types):
         return f"Write [{value}]."
-    near = nearest(value, choices)
+    near = _near_value(value, choices)
     return f"Did you mean {near}?" if near else None
 
 
@@ -328,7 +346,7 @@ def _number(text: str) -> str | None:
 def _given(value: Any, *, bare: bool = False) -> str:
     """A value in words: `the text "many"`, `a list`, `3.5`."""
     if value is None:
-        return "nothing (null)"
+        return ""
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list):
@@ -339,6 +357,10 @@ def _given(value: Any, *, bare: bool = False) -> str:
         short = _short(value)
         return short if bare and short.strip() else f'the text "{short}"'
     return written(value)
+
+
+def _but(given: str) -> str:
+    return f"not {given}" if given else "and here it is empty (null)"
 
 
 def _nested(path: KeyPath, value: str, document: Document) -> str:

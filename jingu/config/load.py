@@ -82,11 +82,12 @@ def _beside(path: Path) -> str:
     if not folder.is_dir():
         return f"There is no folder {folder} either."
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
-    close = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
+    if close := get_close_matches(path.name, names, n=1, cutoff=0.7):
+        return f"Did you mean {folder / close[0]}?"
     here = "this folder" if folder == Path() else str(folder)
-    if not close:
+    if not names:
         return f"There are no YAML files in {here}."
-    return f"In {here} there {'is' if len(close) == 1 else 'are'} {', '.join(close)}."
+    return f"In {here} there {'is' if len(names) == 1 else 'are'} {', '.join(names[:5])}."
 
 
 def _apply(override: str, document: Document) -> None:

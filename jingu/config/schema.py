@@ -296,7 +296,7 @@ class RunConfig(Settings):
     name: Annotated[
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200),
-        Words("up to 200 letters, digits, dots, dashes and underscores that begin with a letter or digit"),
+        Words("up to 200 letters, digits, dots, dashes and underscores, beginning with a letter or digit"),
     ] = "run"
     """Name of the run; it lives in RUNS/NAME."""
     runs: Place = "runs"

@@ -44,6 +44,7 @@ _PLAIN_WORDS = {
     "found character '@' that cannot start": "text that begins with @. Put it in quotes.",
     "found character '`' that cannot start": "text that begins with a backquote. Put it in quotes.",
     "found character '%' that cannot start": "text that begins with %. Put it in quotes.",
+    "found unknown escape character": "a backslash that means nothing in double quotes. Use single quotes.",
     "found undefined alias": "text that begins with *. Put it in quotes.",
     "while scanning an alias": "text that begins with *. Put it in quotes.",
     "while scanning an anchor": "text that begins with &. Put it in quotes.",
@@ -206,6 +207,8 @@ class _Reader:
         try:
             value = _SCALARS[kind][2](text)
         except ValueError:
-            return self.problem(node, f"{text[:40]} cannot be read as a number.", "Write a shorter one.")
+            return self.problem(
+                node, f"{text[:40]} cannot be read as a number.", "Write plain digits, and at most 4,000."
+            )
         self.document.origins[path] = replace(self.document.origins[path], written=text)
         return value

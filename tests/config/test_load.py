@@ -188,7 +188,7 @@ def _sections(model: type[Settings]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(tree=_sections(RunConfig))
 def test_any_configuration_comes_back_from_its_file(tmp_path: Path, tree: dict[str, Any]) -> None:
