@@ -7,6 +7,8 @@ The format: eight bytes with the length of a JSON header, the header, then the b
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -78,7 +80,7 @@ def write_shard(path: Path, blocks: Sequence[Held], ranks: int) -> Manifest:
         out.write(len(text).to_bytes(8, "little") + text)
         for key, block, begin, end in zip(keys, written, ends, ends[1:], strict=False):
             digest = xxhash.xxh3_128()
-            for chunk in _chunks(block.local):
+            for chunk in chunks(block.local):
                 digest.update(chunk)
                 out.write(chunk)
             piece = Piece(
@@ -107,11 +109,25 @@ def _key(block: Held) -> str:
     return f"{block.name}[{','.join(ranges)}]"
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in main memory, in place, writable.
+
+    Not through numpy: an array made of a tensor pins the size of its storage for good, and the sharding engine must
+    be able to free and regrow the storages that it gathers parameters into.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return memoryview(array).cast("B")
+
+
+def chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major, a chunk at a time; no copy of a contiguous tensor in main memory."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     for first in range(0, raw.numel(), CHUNK):
-        yield raw[first : first + CHUNK].cpu().numpy().data
+        yield memory_of(raw[first : first + CHUNK].cpu())
 
 
 class _Writer:
@@ -136,12 +152,17 @@ class _Writer:
         view = memoryview(data)
         self._digest.update(view)
         self._bytes += len(view)
-        while len(view):
-            view = view[self._file.write(view) :]
+        write_all(self._file, view)
 
     @property
     def record(self) -> FileRecord:
         return FileRecord(bytes=self._bytes, xxh3_128=self._digest.hexdigest())
+
+
+def write_all(file: io.FileIO, view: memoryview) -> None:
+    """The system may take less than it is given; and it may fail here, for want of room."""
+    while len(view):
+        view = view[file.write(view) :]
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
@@ -216,7 +237,7 @@ class _Source:
         position = base + offset[0] * row
         is_run = size[1:] == shape[1:]
         if is_run and target.is_contiguous() and target.device.type == "cpu":
-            self.read_bytes(position, target.reshape(-1).view(torch.uint8).numpy().data)
+            self.read_bytes(position, memory_of(target))
             return
         if len(shape) > 1 and (row > CHUNK or (not is_run and size[1] * prod(shape[2:]) * width >= SEGMENT)):
             for index in range(size[0]):
@@ -226,7 +247,7 @@ class _Source:
         for first in range(0, size[0], rows):
             count = min(rows, size[0] - first)
             raw = torch.empty(count * row, dtype=torch.uint8)
-            self.read_bytes(position + first * row, raw.numpy().data)
+            self.read_bytes(position + first * row, memory_of(raw))
             found = raw.view(target.dtype).view(count, *shape[1:])
             for dim in range(1, len(shape)):
                 found = found.narrow(dim, offset[dim], size[dim])

@@ -220,9 +220,8 @@ def load(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "", agree
     """
     error: Exception | None = None
     try:
-        manifest = _open(folder)
-        _compare(folder, manifest, tensors, prefix)
-        _fill(folder, manifest, held_blocks(tensors, 0, 1))
+        _compare(folder, _open(folder), tensors, prefix)
+        load_blocks(folder, held_blocks(tensors, 0, 1))
     except Exception as caught:
         error = caught
     if agree(error is None):
@@ -237,7 +236,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
         raise CheckpointError(f"there is no tensor {name} in this checkpoint.", where=folder)
     stored = manifest.tensors[name]
     tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-    _fill(folder, manifest, held_blocks({name: tensor}, 0, 1))
+    load_blocks(folder, held_blocks({name: tensor}, 0, 1))
     return tensor
 
 
@@ -288,8 +287,9 @@ def _compare(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], pr
         )
 
 
-def _fill(folder: Path, manifest: Manifest, blocks: Sequence[Held]) -> None:
+def load_blocks(folder: Path, blocks: Sequence[Held]) -> None:
     """Read every overlap of a stored piece with a block held here, file by file from front to back."""
+    manifest = _open(folder)
     work: dict[str, list[tuple[Piece, Held]]] = {}
     for block in blocks:
         for piece in manifest.tensors[block.name].pieces:

@@ -1,0 +1,169 @@
+"""A damaged checkpoint is never taken for a good one, and the way back leads past it."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.resume import all_steps, complete_steps, find_latest, prune, step_folder
+from jingu.checkpoint.store import load, read_state, save, verify
+
+
+def some_tensors(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {f"model/{i}": torch.randn(5, 3 + i, generator=generator) for i in range(3)}
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    for step in (100, 200):
+        save(step_folder(tmp_path, step), some_tensors(step), {"step": step})
+    return tmp_path
+
+
+def test_two_hundred_flipped_bits_and_truncations_are_all_seen(checkpoints):
+    generator = random.Random(0)
+    newest = step_folder(checkpoints, 200)
+    files = sorted(newest.iterdir())
+    seen = set()
+    for trial in range(200):
+        path = files[trial % len(files)]
+        good = path.read_bytes()
+        if trial % 5 == 0:
+            path.write_bytes(good[: generator.randrange(len(good))])
+        else:
+            bad = bytearray(good)
+            bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
+            path.write_bytes(bad)
+        problems = verify(newest)
+        assert problems and path.name in problems[0], (trial, path.name, problems)
+        seen.add(problems[0])
+        found = find_latest(checkpoints)
+        assert found.step == 100 and found.folder == step_folder(checkpoints, 100)
+        assert [folder for folder, _ in found.passed_over] == [newest]
+        assert problems[0] in found.passed_over[0][1]
+        path.write_bytes(good)
+    assert verify(newest) == []
+    shard = "shard-00000-of-00001.safetensors"
+    assert {
+        "manifest.json is damaged: it does not match its checksum",
+        "state.json does not match its checksum",
+        f"{shard} does not match its checksum",
+        f"{shard}: the bytes of tensor model/1 do not match their checksum",
+    } <= seen
+
+
+def test_loading_never_gives_wrong_values_for_whole_tensors(checkpoints):
+    """Without `verify` before it, too: what a flipped bit can change in a tensor or the state is refused."""
+    generator = random.Random(1)
+    folder = step_folder(checkpoints, 200)
+    for trial in range(100):
+        path = sorted(folder.iterdir())[trial % 3]
+        good = path.read_bytes()
+        bad = bytearray(good)
+        bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
+        path.write_bytes(bad)
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()}
+        try:
+            load(folder, tensors)
+            state = read_state(folder)
+        except CheckpointError:
+            pass
+        else:
+            assert path.name.startswith("shard"), "only the header of a shard is not needed for loading"
+            assert state == {"step": 200}
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in some_tensors(200).items())
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "shard-00000-of-00001.safetensors"])
+def test_a_missing_file_is_named(checkpoints, name):
+    (step_folder(checkpoints, 200) / name).unlink()
+    assert verify(step_folder(checkpoints, 200))[0].startswith(f"{name} is missing")
+    assert find_latest(checkpoints).step == 100
+
+
+def test_several_damaged_tensors_are_counted_in_the_reason(checkpoints):
+    folder = step_folder(checkpoints, 200)
+    shard = folder / "shard-00000-of-00001.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    raw[-200] ^= 1
+    shard.write_bytes(raw)
+    assert len(verify(folder)) == 2
+    assert find_latest(checkpoints).passed_over[0][1].endswith("do not match their checksum (and 1 more)")
+
+
+def test_a_later_version_of_the_format_says_so(checkpoints, monkeypatch):
+    from jingu.checkpoint import manifest
+
+    later = manifest.read_manifest(step_folder(checkpoints, 200) / "manifest.json").model_copy(update={"version": 2})
+    (step_folder(checkpoints, 200) / "manifest.json").write_bytes(later.to_bytes())
+    assert verify(step_folder(checkpoints, 200)) == [
+        "manifest.json has version 2 of the format, and this jingu reads version 1"
+    ]
+
+
+def test_a_manifest_cannot_lead_outside_its_folder(checkpoints):
+    from jingu.checkpoint import manifest
+
+    path = step_folder(checkpoints, 200) / "manifest.json"
+    found = manifest.read_manifest(path)
+    record = found.files["state.json"]
+    path.write_bytes(found.model_copy(update={"files": {**found.files, "../state.json": record}}).to_bytes())
+    assert verify(path.parent)[0].startswith("manifest.json is not a manifest: files")
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert find_latest(tmp_path / "absent").step is None
+    assert find_latest(tmp_path).folder is None
+    assert prune(tmp_path, 1) == []
+    (tmp_path / "step-00000007").mkdir()
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "notes.txt").touch()
+    found = find_latest(tmp_path)
+    assert found.step is None
+    assert found.passed_over == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
+
+
+def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
+    for step in (300, 123_456_789):
+        save(step_folder(checkpoints, step), some_tensors(step), {})
+    for name in (".step-00000400.partial", ".step-00000050.deleted"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "shard").touch()
+    (checkpoints / ".mine").mkdir()
+    assert prune(checkpoints, 2) == [100, 200]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".mine", "step-00000300", "step-123456789"]
+
+
+def test_prune_never_deletes_the_last_good_one(checkpoints):
+    """Damage after the save, which a sound manifest does not show."""
+    (step_folder(checkpoints, 200) / "state.json").write_text("{}")
+    assert complete_steps(checkpoints) == [100, 200]
+    assert prune(checkpoints, 1) == []
+    save(step_folder(checkpoints, 150), some_tensors(150), {})
+    assert prune(checkpoints, 1, current=150) == [100]
+    assert all_steps(checkpoints) == [150, 200]
+    assert find_latest(checkpoints).step == 150
+
+
+def test_a_prune_that_is_killed_leaves_no_half_checkpoint(checkpoints, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(path, **_):
+        if path.exists():
+            next(path.iterdir()).unlink()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(Killed):
+            prune(checkpoints, 1)
+    assert all_steps(checkpoints) == complete_steps(checkpoints) == [200]
+    assert prune(checkpoints, 1) == []
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000200"]

@@ -1,0 +1,80 @@
+"""The store under real ranks: 2 write, 4 read and write, 1 reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from jingu.checkpoint import store
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.runtime.testing import RankPool
+
+WHOLE = {
+    "even": torch.arange(48.0).reshape(8, 6),
+    "odd": torch.arange(35.0, dtype=torch.float64).reshape(7, 5),
+    "row": torch.arange(3).reshape(1, 3),
+    "bias": torch.arange(9.0).bfloat16(),
+}
+
+
+def laid_out(world: int, filled: bool) -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    layouts = {"even": [Replicate(), Shard(1)], "odd": [Shard(0), Shard(0)], "row": [Shard(0), Replicate()]}
+    tensors = {name: distribute_tensor(WHOLE[name], mesh, layout) for name, layout in layouts.items()}
+    tensors["bias"] = WHOLE["bias"].clone()
+    if not filled:
+        for tensor in tensors.values():
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+    return tensors
+
+
+def save_on(rank: int, world: int, folder: Path, source: Path | None) -> bool:
+    from jingu.runtime.ranks import all_agree
+
+    tensors = laid_out(world, filled=source is None)
+    if source is not None:
+        store.load(source, tensors, agree=all_agree)
+    store.save(folder, tensors, {"ranks": world}, rank=rank, ranks=world, agree=all_agree)
+    return store.verify(folder) == []
+
+
+def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
+    from jingu.checkpoint import shards
+    from jingu.runtime.ranks import all_agree
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    working = shards.write_all
+    if rank == 1:
+        shards.write_all = full
+    try:
+        store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, agree=all_agree)
+    except CheckpointError as error:
+        return error.what
+    finally:
+        shards.write_all = working
+    return "saved"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def test_two_ranks_write_four_read_and_write_one_reads(tmp_path, pool):
+    assert pool.run(save_on, 2, tmp_path / "two", None) == [True] * 2
+    assert pool.run(save_on, 4, tmp_path / "four", tmp_path / "two") == [True] * 4
+    for name, whole in WHOLE.items():
+        assert torch.equal(store.read_tensor(tmp_path / "four", name), whole)
+    whole = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
+    store.load(tmp_path / "four", whole)
+    assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)
+    failed = pool.run(save_where_one_fails, 2, tmp_path / "full")
+    assert failed == ["the checkpoint could not be saved (rank 1: No space left on device)."] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["four", "two"]

@@ -1,0 +1,89 @@
+"""What `jingu checkpoint list | verify | diff` prints."""
+
+import pytest
+import torch
+
+from jingu.checkpoint import verbs
+from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.store import save
+from jingu.errors import JinguError
+
+
+@pytest.fixture
+def run(tmp_path):
+    weights = torch.tensor([3.0, 4.0])
+    for step in (1, 2):
+        tensors = {
+            "same": torch.ones(2, 2),
+            "w": weights * step,
+            "grown": torch.zeros(step),
+            f"only{step}": torch.ones(1),
+        }
+        save(step_folder(tmp_path / "checkpoints", step), tensors, {"step": step, "seed": 0})
+    return tmp_path
+
+
+def test_list(run, capsys):
+    (run / "checkpoints" / ".step-00000009.partial").mkdir()
+    (step_folder(run / "checkpoints", 3)).mkdir()
+    (step_folder(run / "checkpoints", 2) / "state.json").write_text("{}")
+    verbs.list_checkpoints(run)
+    lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["checkpoint", "size", "tensors", "ranks", "state"]
+    assert [line[0] for line in lines[1:]] == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+        ".step-00000009.partial",
+    ]
+    assert lines[1][3:] == ["4", "1", "complete"]
+    assert lines[2][3:] == ["4", "1", "damaged: state.json missing or cut short"]
+    assert " ".join(lines[3][3:]) == "not usable: manifest.json is missing: the save was never finished."
+    assert " ".join(lines[4][3:]).startswith("unfinished")
+
+
+def test_verify(run, capsys):
+    verbs.verify(run)
+    assert capsys.readouterr().out.count(": good (4 tensors in 3 files, ") == 2
+    (step_folder(run / "checkpoints", 2) / "state.json").unlink()
+    with pytest.raises(JinguError) as caught:
+        verbs.verify(run)
+    assert str(caught.value) == (
+        f"{run}: 1 of 2 checkpoints is damaged: step-00000002. The newest good one is step 1, and `resume: auto` goes "
+        "on from there; delete the damaged one."
+    )
+    assert "step-00000002: damaged\n  state.json is missing\n" in capsys.readouterr().out
+    verbs.verify(step_folder(run / "checkpoints", 1))
+    (step_folder(run / "checkpoints", 1) / "manifest.json").unlink()
+    with pytest.raises(JinguError, match="No other checkpoint here is good"):
+        verbs.verify(run)
+
+
+def test_diff(run, capsys):
+    verbs.diff(step_folder(run / "checkpoints", 1), run)
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in out] == [
+        ["tensor", "kind", "largest", "difference", "norm", "in", "first", "norm", "in", "second"],
+        ["grown", "float32", "[1]", "→", "float32", "[2]"],
+        ["w", "float32", "[2]", "4", "5", "10"],
+        [],
+        ["only", "in", "the", "first:", "only1"],
+        ["only", "in", "the", "second:", "only2"],
+        ["state", "step:", "1", "→", "2"],
+        ["1", "tensors", "are", "equal", "to", "the", "last", "bit,", "2", "differ."],
+    ]
+
+
+def test_difference_shows_nan_and_small_types():
+    nan = verbs.difference(torch.tensor([1.0, float("nan"), 2.0]), torch.ones(3))
+    assert nan.largest != nan.largest
+    small = verbs.difference(torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.uint8))
+    assert (small.largest, small.norm_a, small.norm_b) == (255.0, 255.0, 1.0)
+
+
+@pytest.mark.parametrize("verb", [verbs.list_checkpoints, verbs.verify])
+def test_a_folder_without_checkpoints(tmp_path, verb):
+    with pytest.raises(JinguError, match="there is no checkpoint here"):
+        verb(tmp_path)
+    with pytest.raises(JinguError, match="there is no such folder"):
+        verb(tmp_path / "absent")
