@@ -56,6 +56,12 @@ def deal(blocks: Sequence[Held]) -> list[Held]:
 
 
 def write_shard(path: Path, blocks: Sequence[Held], ranks: int) -> Manifest:
+    """Write this rank's share of the blocks it holds; returns its part of the manifest.
+
+    Raises:
+        CheckpointError: a dtype without a name in the format, or two blocks of one key.
+        OSError: as the disk will have it.
+    """
     dtypes = {block.name: _dtype_name(block.name, block.local.dtype) for block in blocks}
     written = [block for block in deal(blocks) if block.local.numel() or not prod(block.slice.shape)]
     # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
@@ -166,6 +172,7 @@ def write_all(file: io.FileIO, view: memoryview) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """A small file, on disk when this returns."""
     with _Writer(path) as out:
         out.write(data)
     return out.record
@@ -173,6 +180,7 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 @contextlib.contextmanager
 def reading(path: Path, record: FileRecord) -> Iterator[int]:
+    """A file descriptor; what goes wrong while reading from it becomes a `CheckpointError` that names the file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -189,6 +197,7 @@ def reading(path: Path, record: FileRecord) -> Iterator[int]:
 
 
 def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> None:
+    """Read what a stored piece and a block have in common into the block; a piece read whole is checked."""
     found = overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size)
     assert found is not None
     begins, size = found
