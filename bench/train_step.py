@@ -46,7 +46,7 @@ def measure(side: str, precision: str, steps: int) -> None:
     print(json.dumps(figures.__dict__))
 
 
-def _jingu(precision: str, compiled: bool):  # noqa: ANN202
+def _jingu(precision: str, compiled: bool):
     """What `jingu train` does in a step, on one rank."""
     import torch
 
@@ -75,9 +75,7 @@ def _jingu(precision: str, compiled: bool):  # noqa: ANN202
     mesh, parallel = build_mesh(ParallelSettings(), ranks), ParallelSettings()
     with torch.device("meta"):
         model = Decoder(spec).to(chosen.masters)
-    parallelize(
-        model, mesh, parallel, compute=chosen.compute, activation_checkpointing="none", compile=compiled
-    )
+    parallelize(model, mesh, parallel, compute=chosen.compute, activation_checkpointing="none", compile=compiled)
     model.to_empty(device="cpu")
     initialise(model, spec, 0)
     optimizer = build_optimizer(AdamWSettings(), model)
@@ -102,7 +100,7 @@ def _jingu(precision: str, compiled: bool):  # noqa: ANN202
     return step
 
 
-def _transformers(precision: str, _compiled: bool):  # noqa: ANN202
+def _transformers(precision: str, _compiled: bool):
     """The same step as transformers' users write it: the model's own loss, autocast, torch's AdamW, clipping."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -157,9 +155,7 @@ def compare(precision: str, rounds: int, steps: int) -> list[str]:
 def run() -> str:
     """The table, as Markdown."""
     rows = [*compare("fp32", rounds=3, steps=8), *compare("bf16", rounds=3, steps=3)]
-    return "\n".join(
-        ["| | tokens/s | × transformers | peak memory, MiB |", "|---|---|---|---|", *rows]
-    )
+    return "\n".join(["| | tokens/s | × transformers | peak memory, MiB |", "|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

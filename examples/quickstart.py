@@ -51,19 +51,21 @@ def jingu(*arguments: str) -> None:
 
 def compressors() -> dict[str, float]:
     """Bits per byte of gzip -9 and xz -9 on the very bytes the model was evaluated on."""
+    import numpy as np
+
     from jingu.data.dataset import open_dataset
     from jingu.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(PLACE / "tokenizer")
-    documents = open_dataset(PLACE / "data", "held_out").documents()
-    text = "".join(tokenizer.decode(ids) for ids in documents).encode()
+    held_out = open_dataset(PLACE / "data", "held_out")
+    text = tokenizer.decode(np.concatenate(held_out.shards).tolist()).encode()
     packed = {"gzip -9": gzip.compress(text, 9), "xz -9": lzma.compress(text, preset=9)}
     return {name: 8 * len(data) / len(text) for name, data in packed.items()}
 
 
 def last_evaluation() -> dict:
     """The last line of its kind in metrics.jsonl."""
-    lines = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").split("\n") if line]
     return [line for line in lines if line["type"] == "evaluation"][-1]
 
 

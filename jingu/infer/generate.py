@@ -128,12 +128,12 @@ def next_logits(model: Decoder, tokens_BT: Tensor, cache: StaticCache) -> Tensor
     def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
         return linear(hidden_BTD[:, -1], weight_VD)
 
-    with _eager():
+    with eager():
         scores: Tensor = model(tokens_BT, cache=cache, loss=head)
     return scores
 
 
-def _eager() -> AbstractContextManager[object]:
+def eager() -> AbstractContextManager[object]:
     """Run a block that was compiled for training as it is written; it would be compiled again at every length.
 
     The compiler takes seconds to import, so it is not asked where nothing has brought it in.

@@ -32,9 +32,9 @@ def parallelize(
     """
     for block in model.blocks:
         if activation_checkpointing == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if compile:
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, dynamic=False)
     _shard(model, mesh, settings.zero, compute)
     return model
 
@@ -48,8 +48,10 @@ def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype) ->
         reduce_dtype=masters if compute != masters else None,
         cast_forward_inputs=False,
     )
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    # The root's own parameters (embedding, norm, head) are needed last and first: they stay between the passes.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

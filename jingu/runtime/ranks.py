@@ -86,7 +86,8 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
     if under_launcher():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     try:
         yield Ranks(rank, world, local_rank, local_world, device)
     finally:

@@ -114,7 +114,7 @@ def _serve(pipe: Connection) -> None:
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, world),
+                store=dist.FileStore(store, world),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=60),

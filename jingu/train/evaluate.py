@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.data.batches import HeldOut
-from jingu.infer.generate import generate
+from jingu.infer.generate import eager, generate
 from jingu.infer.sampling import Sampling
 from jingu.model.decoder import Decoder
 from jingu.parallel.mesh import data_rank, data_ranks
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.step import summed_over_ranks
-from jingu.train.task import Task, to_device
+from jingu.train.task import HeldOut, Task, to_device
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,13 @@ def evaluate(
     ranks, rank = data_ranks(mesh), data_rank(mesh)
     lengths = torch.from_numpy(byte_lengths.astype(np.int64))
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, tokens, bytes
-    model.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), eager():
         for start in range(0, count, micro_size * ranks):
             batch = rows.batch(start + rank * micro_size, micro_size, end=count)
             kept = batch.labels[batch.labels >= 0]
             sums[0] += task.loss(model, to_device(batch, device))
             sums[1] += kept.numel()
             sums[2] += lengths[kept].sum()
-    model.train()
     loss, tokens, size = summed_over_ranks(sums).tolist()
     tokens, size = max(tokens, 1.0), max(size, 1.0)
     return Evaluation(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
@@ -67,12 +64,11 @@ def write_samples(
     model: Decoder, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
-    model.eval()
-    written = []
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for prompt in prompts:
-            sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed)
-            pieces = generate(model, tokenizer, prompt, sampling, max_tokens=tokens)
-            written.append((prompt, "".join(piece.text for piece in pieces)))
-    model.train()
-    return written
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed)
+    return [
+        (
+            prompt,
+            "".join(piece.text for piece in generate(model, tokenizer.encode(prompt), sampling, tokens, [], tokenizer)),
+        )
+        for prompt in prompts
+    ]

@@ -22,12 +22,12 @@ class MetricsFile:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n")  # splitlines() also splits at U+2028:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:  # a killed run's last line
                 continue
-            if step is not None and record["step"] <= step:
+            if step is not None and record.get("step", 0) <= step:
                 kept.append(line)
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -44,29 +44,11 @@ def open_run(config: RunConfig) -> Run:
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     train = open_dataset(Path(config.data.path), "train")
     check_tokenizer(train, tokenizer)
-    spec = _spec(config, tokenizer)
+    spec = spec_from_settings(config.model, tokenizer.vocabulary, config.batch.sequence_length)
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = open_dataset(Path(config.data.path), "held_out")
     return Run(config, folder, spec, tokenizer, train, held_out)
-
-
-def _spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
-    length = config.batch.sequence_length
-    context = config.model.context or length
-    if context < length:
-        raise JinguError(
-            f"batch.sequence_length is {length}, longer than model.context, {context}.",
-            fix=f"Take sequences of at most {context} tokens, or a larger model.context.",
-        )
-    vocabulary = tokenizer.vocabulary if config.model.vocabulary == "auto" else config.model.vocabulary
-    if vocabulary < tokenizer.vocabulary:
-        raise JinguError(
-            f"model.vocabulary is {vocabulary}, but the tokenizer in {config.tokenizer.path} has "
-            f"{tokenizer.vocabulary} entries: some tokens would have no embedding.",
-            fix=f"Set model.vocabulary to auto, or to at least {tokenizer.vocabulary}.",
-        )
-    return spec_from_settings(config.model, vocabulary, context)
 
 
 def _check_folder(folder: Path, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from jingu.checkpoint.resume import find_latest, prune, step_folder
 from jingu.checkpoint.store import load, read_state, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
-from jingu.data.batches import BatchSource, HeldOut
+from jingu.data.batches import BatchSource
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
@@ -31,7 +31,7 @@ from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import Precision, choose_precision
 from jingu.train.run import Run
-from jingu.train.task import Pretraining, Task, to_device
+from jingu.train.task import HeldOut, Pretraining, Task, to_device
 
 COMPILE_SECONDS = 60.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/benchmarks.md has the figures."""
@@ -102,7 +102,7 @@ def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool
 def _pretraining(run: Run, compiles: bool) -> Task:
     batch = run.config.batch
     source = BatchSource(run.train, batch.sequence_length, batch.global_size, run.config.seed)
-    rows = None if run.held_out is None else HeldOut(run.held_out, batch.sequence_length, run.tokenizer.end_id)
+    rows = None if run.held_out is None else HeldOut(run.held_out, batch.sequence_length)
     return Pretraining(source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
 
 
@@ -162,9 +162,9 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
             fix="Set checkpoint.resume=auto to go on, or choose another name.",
         )
     folder = step_folder(run.checkpoints, step)
-    load(folder, checkpoint_tensors(model, optimizer))
+    load(folder, checkpoint_tensors(model, optimizer), agree=all_agree)
     state = read_state(folder)
-    if state["data"] != run.train.fingerprint:
+    if state["data"] != _data_receipt(run):
         raise JinguError(
             f"the checkpoint at step {step} was trained on another data set than the one in {run.config.data.path}.",
             where=run.folder,
@@ -177,7 +177,7 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
 def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
     state = {
         "progress": asdict(progress),
-        "data": run.train.fingerprint,
+        "data": _data_receipt(run),
         "seed": run.config.seed,
         "ranks": ranks.world,
         "versions": {"jingu": __version__, "torch": torch.__version__},
@@ -191,7 +191,12 @@ def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: 
         agree=all_agree,
     )
     if ranks.is_first:
-        prune(run.checkpoints, run.config.checkpoint.keep)
+        prune(run.checkpoints, run.config.checkpoint.keep, current=progress.step)
+
+
+def _data_receipt(run: Run) -> list[str]:
+    """What the training data is: checksums of its shards, in order."""
+    return [shard.bin_xxh3 for shard in run.train.manifest.train.shards]
 
 
 def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

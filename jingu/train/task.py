@@ -9,9 +9,29 @@ import torch
 from torch import Tensor
 
 from jingu.data.batch import Batch
-from jingu.data.batches import BatchSource, HeldOut
+from jingu.data.batches import IGNORED, BatchSource, held_out_batch, held_out_windows
+from jingu.data.dataset import TokenDataset
 from jingu.model.decoder import Decoder
 from jingu.train.loss import ChunkLoss, summed_cross_entropy
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out text as rows that together predict each of its tokens once."""
+
+    dataset: TokenDataset
+    sequence_length: int
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return held_out_windows(self.dataset, self.sequence_length)
+
+    def batch(self, first: int, count: int, end: int) -> Batch:
+        """Rows [first, first + count); those from `end` on have no labels."""
+        batch = held_out_batch(self.dataset, self.sequence_length, first, count)
+        batch.labels[max(0, end - first) :] = IGNORED
+        return batch
 
 
 class Task(Protocol):
