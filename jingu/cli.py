@@ -43,6 +43,10 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _join(words: Sequence[str], last: str) -> str:
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
 def _whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
@@ -68,12 +72,20 @@ def _number(fits: Callable[[float], bool], words: str) -> Callable[[str], float]
 def _one_of(*choices: str) -> Callable[[str], str]:
     def convert(text: str) -> str:
         if text not in choices:
-            raise argparse.ArgumentTypeError(f"takes {', '.join(choices[:-1])} or {choices[-1]}, not {text}.")
+            raise argparse.ArgumentTypeError(f"takes {_join(choices, 'or')}, not {text}.")
         return text
 
     return convert
 
 
+def _option(metavar: str, convert: Callable[[str], Any], words: str, default: Any = None) -> dict[str, Any]:
+    shown = "" if default is None else f" ({default})"
+    return {"metavar": metavar, "type": convert, "help": words + shown, "default": default}
+
+
+_from_0 = _number(lambda value: 0 <= value < math.inf, "0 or more")
+_above_0 = _number(lambda value: 0 < value < math.inf, "above 0")
+_share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
 _MODEL: Argument = ("model", {"metavar": "MODEL", "type": _path, "help": "a run, a step of it, or an exported folder"})
 _RUN: Argument = ("run", {"metavar": "RUN", "type": _path, "help": "the folder of the run"})
 _FOLDER: Argument = ("path", {"metavar": "PATH", "type": _path, "help": "a run, or a step of it"})
@@ -89,8 +101,8 @@ VERBS = {
         "jingu.text.verbs:inspect",
         (
             ("folder", {"metavar": "FOLDER", "type": _path, "help": "the folder with tokenizer.json"}),
-            ("--text", {"help": "a line to split"}),
-            ("--file", {"type": _path, "help": "a file to measure bytes per token on"}),
+            ("--text", _option("TEXT", str, "a line to split")),
+            ("--file", _option("FILE", _path, "a file to measure bytes per token on")),
         ),
     ),
     "data build": Verb("make the data set of the corpus", "jingu.data.build:build", run_file=True),
@@ -106,39 +118,18 @@ VERBS = {
         (
             _MODEL,
             ("prompt", {"metavar": "PROMPT", "help": "the text to continue"}),
-            ("--max-tokens", {"metavar": "N", "type": _whole(1), "default": 200, "help": "tokens to write at most"}),
+            ("--max-tokens", _option("N", _whole(1), "tokens to write at most", 128)),
+            ("--temperature", _option("T", _from_0, "0 takes the likeliest token each time", 0.0)),
+            ("--top-k", _option("K", _whole(1), "choose among the K likeliest tokens")),
+            ("--top-p", _option("P", _share, "choose among the likeliest that have this probability together")),
+            ("--repetition-penalty", _option("R", _above_0, "above 1, tokens there already are less likely", 1.0)),
+            ("--stop", {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given again"}),
+            ("--seed", _option("N", _whole(0), "seed of the choice", 0)),
             (
-                "--temperature",
-                {
-                    "metavar": "T",
-                    "type": _number(lambda value: 0 <= value < math.inf, "0 or more"),
-                    "default": 1.0,
-                    "help": "0 takes the likeliest token each time",
-                },
+                "--precision",
+                _option("TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "compute in fp32, bf16 or fp64", "auto"),
             ),
-            ("--top-k", {"metavar": "K", "type": _whole(1), "help": "choose among the K likeliest tokens"}),
-            (
-                "--top-p",
-                {
-                    "metavar": "P",
-                    "type": _number(lambda value: 0 < value <= 1, "above 0, at most 1"),
-                    "help": "choose among the likeliest tokens that have this probability together",
-                },
-            ),
-            (
-                "--repetition-penalty",
-                {
-                    "metavar": "R",
-                    "type": _number(lambda value: 0 < value < math.inf, "above 0"),
-                    "default": 1.0,
-                    "help": "above 1, tokens already there become less likely",
-                },
-            ),
-            (
-                "--stop",
-                {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given several times"},
-            ),
-            ("--seed", {"metavar": "N", "type": _whole(0), "default": 0, "help": "seed of the choice"}),
+            ("--device", _option("TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto")),
         ),
     ),
     "export": Verb(
@@ -146,15 +137,10 @@ VERBS = {
         "jingu.checkpoint.verbs:export",
         (
             _MODEL,
-            ("--to", {"metavar": "FOLDER", "type": _path, "required": True, "help": "the folder to write"}),
+            ("--to", _option("FOLDER", _path, "the folder to write") | {"required": True}),
             (
                 "--dtype",
-                {
-                    "metavar": "TYPE",
-                    "type": _one_of("fp32", "bf16", "fp16"),
-                    "default": "fp32",
-                    "help": "number format of the weights",
-                },
+                _option("TYPE", _one_of("fp32", "bf16", "fp16"), "write weights in fp32, bf16 or fp16", "fp32"),
             ),
         ),
     ),
@@ -163,21 +149,21 @@ VERBS = {
         "jingu.report.verbs:report",
         (
             _RUN,
-            ("--to", {"metavar": "FILE", "type": _path, "help": "the file to write (else RUN/report.html)"}),
+            ("--to", _option("FILE", _path, "the file to write (RUN/report.html)")),
         ),
     ),
     "config show": Verb(
         "print every setting of a run, and what follows from them", "jingu.config.verbs:show", (_PROCESSES,), True
     ),
     "config schema": Verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
-    "checkpoint list": Verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_", (_RUN,)),
-    "checkpoint verify": Verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify_", (_FOLDER,)),
+    "checkpoint list": Verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", (_FOLDER,)),
+    "checkpoint verify": Verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", (_FOLDER,)),
     "checkpoint diff": Verb(
         "tell in what two checkpoints differ",
         "jingu.checkpoint.verbs:diff",
         (
-            ("a", {"metavar": "A", "type": _path, "help": "a checkpoint, or a run for its newest one"}),
-            ("b", {"metavar": "B", "type": _path, "help": "another"}),
+            ("first", {"metavar": "FIRST", "type": _path, "help": "a checkpoint, or a run for its newest one"}),
+            ("second", {"metavar": "SECOND", "type": _path, "help": "another"}),
         ),
     ),
 }
@@ -241,7 +227,7 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
     if first in groups:
         members = [verb.split()[1] for verb in VERBS if verb.startswith(f"{first} ")]
         if len(words) == 1:
-            raise JinguError(f"{first} takes one more word: {' or '.join(members)}.")
+            raise JinguError(f"{first} takes one more word: {_join(members, 'or')}.")
         if words[1] in ("-h", "--help"):
             return first, []
         if words[1] in members:
@@ -269,7 +255,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("argument ").removesuffix(".")
         if words.startswith("the following arguments are required: "):
-            words = words.removeprefix("the following arguments are required: ") + " is missing"
+            missing = words.removeprefix("the following arguments are required: ").split(", ")
+            words = _join(missing, "and") + (" is missing" if len(missing) == 1 else " are missing")
         name, colon, reason = words.partition(": ")
         if reason == "expected one argument":
             words = f"{name} needs a value after it"

@@ -18,32 +18,27 @@ HARMLESS = frozenset(
         "data.workers",
         # How a step is divided. Its loss is one sum over the global batch, however that is cut.
         "batch.micro_size",
-        "parallel.zero",
+        "parallel",
         # How the same numbers are computed, and what is told of them.
         "train.compile",
         "train.activation_checkpointing",
         "train.log_every",
         "train.tensorboard",
-        "device.type",
-        "device.threads",
+        "device",
         # What is measured and saved on the way; training does not see it.
-        "evaluation.every",
-        "evaluation.sequences",
-        "evaluation.prompts",
-        "evaluation.prompt_tokens",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.resume",
+        "evaluation",
+        "checkpoint",
     }
 )
-"""Keys that can change in the middle of a run: it stays the same run, up to rounding."""
+"""Keys and whole sections that can change in the middle of a run: it stays the same run, up to rounding."""
 
 
 def harmful_differences(old: RunConfig, new: RunConfig) -> list[str]:
     """The changes, each as `key: old → new`, that would make a run's later steps belong to another run."""
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
     harmless = HARMLESS | {"train.steps"} if _endless(old) and _endless(new) else HARMLESS
-    shared = [key for key in before if key in after and key not in harmless]  # What only one type has follows it.
+    # A key that only one type of a section has follows from that section's type.
+    shared = [key for key in before if key in after and not {key, key.split(".")[0]} & harmless]
     return [
         f"{key}: {written(before[key])} → {written(after[key])}"
         for key in shared

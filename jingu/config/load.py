@@ -79,6 +79,8 @@ def _read(path: Path) -> str:
 def _beside(path: Path) -> str:
     """What lies where `path` was looked for."""
     folder = path.parent
+    if "=" in path.name:
+        return "The run's file comes first, then the settings to change."
     if not folder.is_dir():
         return f"There is no folder {folder} either."
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))

@@ -91,6 +91,14 @@ for _kind, (_first, _form, _) in _SCALARS.items():
         _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_form})$"), _letters)
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Line breaks and the like as escapes: PyYAML loses some of them otherwise."""
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def parse(text: str, name: str, *, lines: bool = True) -> Document:
     """Read one YAML document; `name` (with the line, if `lines`) is the origin of its values.
 

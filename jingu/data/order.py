@@ -15,8 +15,8 @@ import numpy.typing as npt
 ROUNDS = 8
 LARGEST = 1 << 48
 """Most positions a permutation can have."""
-_SMALLEST_HALF = 4
-"""Below 256 positions the network keeps 8 bits: halves of one bit or two would mix badly."""
+SMALL = 256
+"""Up to here positions are sorted by a keyed hash: a network of so few bits would mix badly."""
 
 
 class Permutation:
@@ -26,7 +26,7 @@ class Permutation:
         if not 1 <= n <= LARGEST:
             raise ValueError(f"a permutation of {n} positions; it must have 1 to {LARGEST}")
         self.n = n
-        self._half = np.uint64(max((n - 1).bit_length() + 1 >> 1, _SMALLEST_HALF))
+        self._half = np.uint64((n - 1).bit_length() + 1 >> 1)
         self._mask = np.uint64((1 << int(self._half)) - 1)
         digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS, person=b"jingu order")
         self._keys = np.frombuffer(digest.digest(), "<u8")
@@ -36,6 +36,8 @@ class Permutation:
         x = positions.astype(np.uint64)
         if len(x) and int(x.max()) >= self.n:
             raise ValueError(f"a position outside [0, {self.n})")
+        if self.n <= SMALL:
+            return np.argsort(_mix(_mix(np.arange(self.n, dtype=np.uint64) + self._keys[0]) + self._keys[1]))[x]
         x = self._network(x)
         while len(outside := np.flatnonzero(x >= np.uint64(self.n))):
             x[outside] = self._network(x[outside])

@@ -183,8 +183,11 @@ def _walk(folder: Path, suffixes: list[str]) -> list[str]:
     others: Counter[str] = Counter()
     visited = set()
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [] if os.path.realpath(place) in visited else sorted(folders)
+        if os.path.realpath(place) in visited:
+            folders.clear()
+            continue
         visited.add(os.path.realpath(place))
+        folders.sort()
         for name in names:
             if name.lower().endswith(endings):
                 found.append(str(Path(place, name)))
@@ -283,7 +286,7 @@ def _field(line: str, path: str, position: int, settings: DataSettings) -> str:
     """The text field of one JSON line."""
     name = settings.text_field
     try:
-        value = json.loads(line)
+        value = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise JinguError(

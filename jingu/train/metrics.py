@@ -22,7 +22,7 @@ class MetricsFile:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").split("\n")  # splitlines() also splits at U+2028:
+        for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would also split at U+2028
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:  # a killed run's last line

@@ -171,7 +171,8 @@ def _values(kind: Kind) -> st.SearchStrategy[Any]:
         )
     if kind.type is str:
         return st.one_of(
-            st.text(min_size=1, max_size=9), st.sampled_from(["no", "007", "~", "1e5", "null", "- a", "a: b"])
+            st.text(min_size=1, max_size=9),
+            st.sampled_from(["no", "007", "~", "1e5", "null", "- a", "a: b", "\x85", "a\n\u2028 b"]),
         )
     return {bool: st.booleans(), type(None): st.none()}.get(kind.type, st.just(kind.value))
 
@@ -188,7 +189,7 @@ def _sections(model: type[Settings]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(tree=_sections(RunConfig))
 def test_any_configuration_comes_back_from_its_file(tmp_path: Path, tree: dict[str, Any]) -> None:
