@@ -1,0 +1,264 @@
+"""Hugging Face folders: what is refused, in which words, and what is accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jingu.checkpoint import hub
+from jingu.checkpoint.hub import export_hf, load_model, open_hf, open_model
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.model.build import spec_from_settings
+from jingu.model.decoder import Decoder
+from jingu.model.initialise import initialise
+from jingu.model.spec import replaced
+from jingu.text.tokenizer import train_tokenizer
+
+
+def made_model(family: str = "llama", **changes: Any) -> Decoder:
+    settings = {"family": family, "width": 12, "heads": 3, "layers": 2, "vocabulary": 301, **changes}
+    spec = spec_from_settings(ModelSettings(**settings), 257, 16)
+    model = Decoder(spec)
+    initialise(model, spec, 3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(folder)
+    return folder
+
+
+@pytest.fixture
+def exported(tokenizer_path: Path, tmp_path: Path) -> Path:
+    return export(made_model(), tokenizer_path, tmp_path / "out")
+
+
+def export(model: Decoder, tokenizer: Path, to: Path, **options: Any) -> Path:
+    export_hf(model.spec, model.state_dict().__getitem__, tokenizer, to, **options)
+    return to
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(JinguError) as error:
+        open_hf(folder)
+    return str(error.value).replace(str(folder), "DIR")
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"architectures": ["LlamaForCausalML"]},
+        "DIR/config.json: The architecture LlamaForCausalML is not one that jingu knows. The nearest are "
+        "LlamaForCausalLM.",
+    ),
+    (
+        {"architectures": ["Xyz"]},
+        "DIR/config.json: The architecture Xyz is not one that jingu knows. Known are GPT2LMHeadModel, "
+        "LlamaForCausalLM.",
+    ),
+    (
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+        "DIR/config.json: The model asks to run Python code that came with it (auto_map). jingu never runs such "
+        "code. Use a release of the model for an architecture built into transformers.",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "DIR/config.json: The model sets rope_scaling to 'linear', which is not supported (only plain rotary "
+        "positions are). Without this option its numbers would be wrong, so it is not loaded.",
+    ),
+    (
+        {"hidden_act": "mish"},
+        "DIR/config.json: The model sets hidden_act to 'mish', which is not supported (known are silu, swish, gelu, "
+        "gelu_new, gelu_pytorch_tanh, relu). Without this option its numbers would be wrong, so it is not loaded.",
+    ),
+    (
+        {"quantization_config": {"bits": 4}},
+        "DIR/config.json: The model sets quantization_config to {'bits': 4}, which is not supported (expected None). "
+        "Without this option its numbers would be wrong, so it is not loaded.",
+    ),
+    (
+        {"hidden_size": "absent"},
+        "DIR/config.json: The model's config lacks 'hidden_size'. Restore the original file.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), CONFIGS, ids=[next(iter(changes)) + str(n) for n, (changes, _) in enumerate(CONFIGS)]
+)
+def test_configs_that_are_refused(exported: Path, changes: dict[str, Any], words: str) -> None:
+    change_config(exported, **changes)
+    assert refusal(exported) == words
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": "absent"},
+        {"rope_theta": "absent"},
+        {"rope_theta": "absent", "rope_parameters": "absent", "rope_scaling": "absent"},
+        {"architectures": "absent"},
+        {"head_dim": "absent", "num_key_value_heads": "absent"},
+    ],
+    ids=str,
+)
+def test_configs_of_older_and_newer_releases(exported: Path, changes: dict[str, Any]) -> None:
+    spec = open_hf(exported).spec
+    change_config(exported, **changes)
+    assert open_hf(exported).spec == spec
+
+
+def test_all_wrong_tensors_are_named_at_once(exported: Path) -> None:
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.extra"] = torch.zeros(1)
+    tensors["lm_head.weight"] = torch.zeros(300, 12)
+    save_file(tensors, path)
+    assert refusal(exported) == (
+        "DIR: The weights are not those that the model's config describes: missing: "
+        "model.layers.1.mlp.up_proj.weight, model.norm.weight; left over: model.extra; of the wrong shape: "
+        "lm_head.weight (has [300, 12], should have [301, 12]). Use the config and the weights of the same model."
+    )
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=["empty", "in-length", "in-header", "last-byte"])
+def test_truncated_weights(exported: Path, keep: int) -> None:
+    path = exported / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    words = refusal(exported)
+    assert words.startswith("DIR/model.safetensors: The weight file is damaged or cut short (")
+    assert words.endswith("). Fetch the file again.")
+
+
+def test_missing_shards_are_named(tokenizer_path: Path, tmp_path: Path) -> None:
+    folder = export(made_model(), tokenizer_path, tmp_path / "out", shard_bytes=10_000)
+    shards = sorted(item.name for item in folder.glob("model-*"))
+    assert len(shards) > 3
+    for name in shards[1:3]:
+        (folder / name).unlink()
+    assert refusal(folder) == f"DIR: Weight files are missing: {shards[1]}, {shards[2]}. Fetch these files."
+
+
+def test_shard_outside_the_folder_is_not_opened(exported: Path) -> None:
+    table = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(table))
+    assert "Weight files are missing: ../outside.safetensors." in refusal(exported)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_with_a_way_round(exported: Path, name: str) -> None:
+    (exported / "model.safetensors").rename(exported / name)
+    assert refusal(exported) == (
+        f"DIR: The weights are pickled ({name}). Reading a pickle runs code that is in it, so jingu does not. Use the "
+        "model's safetensors files; or, where you trust the source, load it with transformers and write it with "
+        "save_pretrained, which makes safetensors."
+    )
+
+
+def test_no_weights_no_config_no_folder(exported: Path) -> None:
+    (exported / "model.safetensors").unlink()
+    assert refusal(exported).startswith("DIR: There are no weights here")
+    (exported / "config.json").write_text("{")
+    assert refusal(exported).startswith("DIR/config.json: The file is damaged")
+    (exported / "config.json").unlink()
+    assert refusal(exported).startswith("DIR: This is no model: it has neither config.json nor model.json.")
+    with pytest.raises(JinguError, match="There is no such model folder"):
+        open_model(exported / "nothing")
+
+
+def test_quantised_weights_are_refused(exported: Path) -> None:
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, path)
+    opened = open_hf(exported)
+    with pytest.raises(JinguError, match=r"model\.norm\.weight is stored as torch\.int8: the weights are quantised"):
+        load_model(opened, torch.float32)
+
+
+def test_checkpoints_without_the_base_prefix_and_with_buffers(tokenizer_path: Path, tmp_path: Path) -> None:
+    """As the first GPT-2 files are: no `transformer.`, masks among the weights; some also hold the tied head."""
+    model = made_model("gpt2")
+    folder = export(model, tokenizer_path, tmp_path / "out")
+    path = folder / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, path)
+    back = load_model(open_hf(folder), torch.float32).state_dict()
+    assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_of_the_export(tokenizer_path: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = made_model("gpt2")
+    opened = open_hf(export(model, tokenizer_path, tmp_path / "out", dtype=dtype))
+    for name, value in model.state_dict().items():
+        assert torch.equal(opened.read(name), value.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("held", "kind"), [("config.json", "an earlier export"), ("notes.txt", "something")], ids=["export", "other"]
+)
+def test_a_target_that_holds_something_is_not_touched(
+    tokenizer_path: Path, tmp_path: Path, held: str, kind: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / held).write_text("{}")
+    with pytest.raises(JinguError) as error:
+        export(made_model(), tokenizer_path, tmp_path / "out")
+    assert str(error.value) == (
+        f"{tmp_path / 'out'}: There is {kind} here already, and it is not overwritten. Delete it first, or choose "
+        "another folder."
+    )
+    assert [item.name for item in (tmp_path / "out").iterdir()] == [held]
+
+
+def test_a_failed_export_leaves_nothing(tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made_model()
+    state = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        if name == "norm.weight":
+            raise OSError(28, "No space left on device")
+        return state[name]
+
+    with pytest.raises(JinguError, match="the disk is full"):
+        export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shapes_the_architecture_has_not_are_refused(tokenizer_path: Path, tmp_path: Path) -> None:
+    model = made_model("gpt2")
+    grouped = replaced(model.spec, attention=model.spec.attention.model_copy(update={"kv_heads": 1}))
+    with pytest.raises(JinguError, match="GPT-2 has as many key-value heads as heads"):
+        export_hf(grouped, model.state_dict().__getitem__, tokenizer_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_pass_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> None:
+    """Writing asks for each parameter once, in the order of the file."""
+    model = made_model()
+    state, asked = model.state_dict(), []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return state[name]
+
+    export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
+    assert asked == list(hub.parameter_shapes(model.spec))

@@ -1,0 +1,83 @@
+"""Sampling against transformers' logits processors, and against the distribution it promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from jingu.errors import JinguError
+from jingu.infer.sampling import Sampling, choose, penalised, probabilities
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    vocabulary=st.integers(2, 60),
+    temperature=st.floats(0.1, 3),
+    top_k=st.none() | st.integers(1, 70),
+    top_p=st.floats(0.01, 1),
+    penalty=st.floats(0.5, 2),
+    count=st.integers(1, 12),
+)
+def test_definitions_are_those_of_transformers(
+    seed: int, vocabulary: int, temperature: float, top_k: int | None, top_p: float, penalty: float, count: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocabulary, generator=generator) * 3
+    seen = torch.randint(vocabulary, (count,), generator=generator)
+    steps = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
+    if top_k is not None:
+        steps.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        steps.append(TopPLogitsWarper(top_p))
+    expected = LogitsProcessorList(steps)(seen[None], logits.clone()[None])[0].softmax(0)
+    sampling = Sampling(temperature, top_k, top_p, penalty)
+    actual = probabilities(penalised(logits, seen.tolist(), penalty), sampling)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_samples_follow_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 5.0])
+    sampling = Sampling(temperature=0.9, top_k=4, top_p=0.9, repetition_penalty=4.0, seed=3)
+    generator = torch.Generator().manual_seed(3)
+    draws = 4000
+    counts = torch.zeros(5)
+    for _ in range(draws):
+        counts[choose(logits, [4], sampling, generator)] += 1
+    expected = probabilities(penalised(logits, [4], 4.0), sampling) * draws
+    kept = expected > 0
+    assert not counts[~kept].any()
+    # 99.9% quantile of chi-square with 2 degrees of freedom (3 tokens are left).
+    assert int(kept.sum()) == 3
+    assert float(((counts - expected)[kept] ** 2 / expected[kept]).sum()) < 13.82
+
+
+def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
+    logits = torch.tensor([1.0, 1.5, -2.0])
+    generator = torch.Generator()
+    assert choose(logits, [], Sampling(), generator) == 1
+    assert choose(logits, [1], Sampling(repetition_penalty=2.0), generator) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"temperature": -1.0}, "temperature: It is -1.0, and should be 0 (greedy) or more."),
+        ({"top_k": 0}, "top_k: It is 0, and should be 1 or more."),
+        ({"top_p": 0.0}, "top_p: It is 0.0, and should be above 0 and at most 1."),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: It is 0.0, and should be above 0 (1: none)."),
+    ],
+)
+def test_settings_out_of_range(setting: dict[str, float], words: str) -> None:
+    with pytest.raises(JinguError) as error:
+        Sampling(**setting)  # type: ignore[arg-type]
+    assert str(error.value) == words

@@ -1,0 +1,106 @@
+"""The decoder's own promises: documents, positions, meta, compile, the loss inside forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jingu.config.schema import ModelSettings
+from jingu.infer.cache import StaticCache
+from jingu.model.build import spec_from_settings
+from jingu.model.decoder import Decoder
+from jingu.model.initialise import initialise
+
+
+def tiny_decoder(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: object) -> Decoder:
+    numbers = {"width": 24, "heads": 4, "kv_heads": 2 if family == "llama" else 4, "layers": 2, "initial_std": 0.3}
+    spec = spec_from_settings(ModelSettings(family=family, **{**numbers, **changes}), 43, 32)  # type: ignore[arg-type]
+    model = Decoder(spec).to(dtype)
+    initialise(model, spec, 5)
+    return model
+
+
+def ids(rows: int, tokens: int) -> Tensor:
+    return torch.randint(43, (rows, tokens), generator=torch.Generator().manual_seed(rows * 100 + tokens))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_documents_equal_separate_runs(family: str, lengths: list[int]) -> None:
+    model = tiny_decoder(family)
+    total = sum(lengths)
+    tokens = ids(2, total)
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, total)
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(2, total)
+    packed = model(tokens, positions, documents)
+    separate = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, separate, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_later_tokens_do_not_reach_earlier_ones(family: str) -> None:
+    model, tokens = tiny_decoder(family), ids(1, 12)
+    changed = tokens.clone()
+    changed[0, 7:] = (changed[0, 7:] + 1) % 43
+    a, b = model(tokens), model(changed)
+    assert torch.equal(a[:, :7], b[:, :7])
+    assert bool((a[:, 7:] != b[:, 7:]).any(-1).all())
+
+
+def test_rotary_positions_are_relative_and_learned_ones_are_not() -> None:
+    tokens, shifted = ids(1, 9), torch.arange(9)[None] + 11
+    rope, learned = tiny_decoder("llama"), tiny_decoder("gpt2")
+    torch.testing.assert_close(rope(tokens), rope(tokens, shifted), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(learned(tokens), learned(tokens, shifted))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loss_sees_hidden_states_and_head_weight(family: str) -> None:
+    model, tokens = tiny_decoder(family), ids(2, 6)
+    value = model(tokens, loss=lambda hidden, weight: (hidden @ weight.T).sum())
+    torch.testing.assert_close(value, model.logits(model(tokens)).sum())
+    assert model.head_weight().shape == (43, 24)
+    assert (model.head is None) == (family == "gpt2")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_meta_forward_gives_shape_and_dtype(dtype: torch.dtype) -> None:
+    model = tiny_decoder().to(device="meta", dtype=dtype)
+    hidden = model(torch.zeros(3, 7, dtype=torch.int64, device="meta"))
+    assert (hidden.shape, hidden.dtype) == ((3, 7, 24), dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)], ids=["llama-bf16", "gpt2-fp32"]
+)
+def test_blocks_compile_without_a_graph_break(family: str, dtype: torch.dtype) -> None:
+    model, tokens = tiny_decoder(family, dtype, layers=1, tied_embeddings=True), ids(2, 8)
+    documents = torch.arange(8).div(3, rounding_mode="floor").expand(2, 8)
+    eager = [model(tokens), model(tokens, documents_BT=documents)]
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    for expected, documents_BT in zip(eager, (None, documents), strict=True):
+        hidden = model(tokens, documents_BT=documents_BT)
+        hidden.float().square().sum().backward()
+        torch.testing.assert_close(hidden, expected, rtol=limit, atol=limit)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_bf16_stays_near_fp32() -> None:
+    narrow, wide = tiny_decoder(dtype=torch.bfloat16), tiny_decoder(dtype=torch.float32)
+    hidden = narrow(ids(2, 16))
+    assert hidden.dtype == torch.bfloat16
+    expected = wide(ids(2, 16)).detach()
+    assert float((hidden.detach().float() - expected).norm() / expected.norm()) < 0.05
+
+
+def test_documents_and_a_filled_cache_are_refused() -> None:
+    model, cache = tiny_decoder(), StaticCache(2, 8)
+    model(ids(1, 3), cache=cache)
+    with pytest.raises(ValueError, match="documents"):
+        model(ids(1, 2), documents_BT=torch.zeros(1, 2, dtype=torch.int64), cache=cache)

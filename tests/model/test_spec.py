@@ -1,0 +1,132 @@
+"""The spec: JSON both ways, dimensions that fit, settings to spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.model.build import spec_from_settings
+from jingu.model.families import FAMILIES
+from jingu.model.spec import GatedFeedForward, LearnedPositions, ModelSpec, RmsNorm, RotaryPositions
+
+
+def test_llama_from_settings() -> None:
+    spec = spec_from_settings(ModelSettings(), vocabulary=1234, context=512)
+    assert (spec.family, spec.vocabulary, spec.context, spec.width, spec.layers) == ("llama", 1234, 512, 384, 6)
+    assert spec.norm == RmsNorm(epsilon=1e-5)
+    assert spec.position == RotaryPositions(base=10000.0)
+    assert spec.feed_forward == GatedFeedForward(size=1024, activation="silu")
+    assert (spec.attention.heads, spec.attention.kv_heads, spec.attention.head_size) == (6, 6, 64)
+    assert not spec.tied_embeddings
+
+
+def test_gpt2_from_settings() -> None:
+    spec = spec_from_settings(ModelSettings(family="gpt2", width=30, heads=3), vocabulary=7, context=9)
+    assert isinstance(spec.position, LearnedPositions)
+    assert spec.feed_forward.size == 120
+    assert spec.attention.qkv_bias and spec.attention.output_bias and spec.feed_forward.bias
+    assert spec.tied_embeddings
+
+
+@pytest.mark.parametrize(("width", "size"), [(48, 128), (384, 1024), (512, 1408), (4096, 10944), (1, 64)])
+def test_llama_feed_forward_is_a_multiple_of_64(width: int, size: int) -> None:
+    assert FAMILIES["llama"].feed_forward_size(width) == size
+
+
+def test_settings_override_the_habits() -> None:
+    settings = ModelSettings(
+        width=60,
+        heads=4,
+        kv_heads=2,
+        head_size=10,
+        feed_forward=77,
+        vocabulary=500,
+        context=99,
+        tied_embeddings=True,
+        rope_base=5e5,
+        norm_epsilon=1e-6,
+        initial_std=0.01,
+    )
+    spec = spec_from_settings(settings, vocabulary=300, context=64)
+    assert (spec.attention.kv_heads, spec.attention.head_size, spec.feed_forward.size) == (2, 10, 77)
+    assert (spec.vocabulary, spec.context, spec.tied_embeddings) == (500, 99, True)
+    assert spec.position == RotaryPositions(base=5e5)
+    assert (spec.norm.epsilon, spec.initial_std) == (1e-6, 0.01)
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"family": "lama"},
+        "model.family: There is no model family 'lama'. Did you mean 'llama'? Known are gpt2, llama.",
+    ),
+    (
+        {"width": 100, "heads": 6},
+        "model.heads: A width of 100 cannot be divided among 6 heads. Use a width of 96 or 102, another number of "
+        "heads, or set model.head_size.",
+    ),
+    (
+        {"kv_heads": 4},
+        "model.kv_heads: 6 attention heads cannot share 4 key-value heads evenly. Choose a divisor of 6: 1, 2, 3, 6.",
+    ),
+    (
+        {"width": 18},
+        "model.head_size: Rotary positions turn pairs, so the head size must be even; it is 3. Choose a width and a "
+        "number of heads whose quotient is even, or set model.head_size.",
+    ),
+    (
+        {"vocabulary": 256},
+        "model.vocabulary: The model has 256 embedding rows, but the tokenizer has 300 entries. Use auto, or at "
+        "least 300.",
+    ),
+    (
+        {"context": 32},
+        "model.context: The model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
+        "64 or more, or shorten batch.sequence_length.",
+    ),
+    (
+        {"family": "gpt2", "rope_base": 1e4},
+        "model.rope_base: The family 'gpt2' has no rotary positions. Leave it out, or choose a family that has them "
+        "(llama).",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), MISTAKES, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_mistakes_are_told_in_words(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(JinguError) as error:
+        spec_from_settings(ModelSettings(**settings), vocabulary=300, context=64)
+    assert str(error.value) == words
+
+
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    kv_heads=st.integers(1, 5),
+    group=st.integers(1, 4),
+    half=st.integers(1, 20),
+    layers=st.integers(1, 90),
+    std=st.floats(1e-9, 10),
+)
+def test_json_round_trip(family: str, kv_heads: int, group: int, half: int, layers: int, std: float) -> None:
+    settings = ModelSettings(
+        family=family,
+        layers=layers,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        width=kv_heads * group * half * 2,
+        initial_std=std,
+    )
+    spec = spec_from_settings(settings, vocabulary=10, context=20)
+    assert ModelSpec.from_json(spec.to_json()) == spec
+
+
+def test_damaged_json_names_the_field() -> None:
+    text = spec_from_settings(ModelSettings(), 10, 20).to_json().replace('"layers": 6', '"layers": 0, "lairs": 6')
+    with pytest.raises(JinguError, match=r"layers: .*greater than or equal to 1.*lairs: Extra inputs"):
+        ModelSpec.from_json(text)
