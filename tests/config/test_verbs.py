@@ -1,0 +1,95 @@
+"""`jingu config show` and `jingu config schema`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.config.load import load_config
+from jingu.config.schema import BatchSettings, RunConfig, TrainSettings, WarmupStableDecaySettings, in_steps
+from jingu.config.tree import find
+from jingu.config.verbs import schema, show
+from jingu.errors import JinguError
+
+
+def test_show_prints_a_file_that_works_and_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RunConfig(
+        name="shown",
+        batch=BatchSettings(sequence_length=100, global_size=24, micro_size=3),
+        schedule=WarmupStableDecaySettings(warmup=7, decay=0.25),
+        train=TrainSettings(steps=200),
+    )
+    show(config, 4)
+    text = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(text)
+    assert load_config(tmp_path / "shown.yaml") == config
+    assert text.split("\n\n")[-1] == (
+        "# What follows, on 4 ranks:\n"
+        "#   tokens a step          2,400 = 24 × 100\n"
+        "#   tokens of the run      480,000 = 200 steps × 2,400\n"
+        "#   sequences a rank       6 = 24 / 4\n"
+        "#   micro batches a step   2 = 6 / 3 (batch.micro_size)\n"
+        "#   tokens a forward pass  300\n"
+        "#   warm-up                7 steps\n"
+        "#   decay                  50 steps = 0.25 × 200\n"
+    )
+    show(config)
+    assert "# What follows, on 1 rank:\n" in capsys.readouterr().out
+
+
+def test_show_prints_nothing_of_a_batch_that_cannot_be_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JinguError, match="take 30 or 35"):
+        show(RunConfig(), 5)
+    assert capsys.readouterr().out == ""
+
+
+def printed_schema(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    schema()
+    tree: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return tree
+
+
+def resolved(tree: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The objects that a node of the schema can be."""
+    if "$ref" in node:
+        node = tree["$defs"][node["$ref"].removeprefix("#/$defs/")]
+    if node.get("type") == "object":
+        yield node
+    for inner in node.get("oneOf", node.get("anyOf", [])):
+        yield from resolved(tree, inner)
+
+
+def test_the_schema_is_json_schema_with_our_words(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = printed_schema(capsys)
+    assert tree["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert tree["title"] == "A run of jingu"
+    assert list(tree["properties"]) == list(RunConfig.model_fields)
+
+    def walk(node: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        assert node["additionalProperties"] is False
+        for key, inner in node["properties"].items():
+            field = find((*path, key))
+            assert field is not None
+            objects = list(resolved(tree, inner))
+            if not objects and key != "type":
+                assert inner["description"].strip(), (*path, key)
+            yield (*path, key)
+            for each in objects:
+                yield from walk(each, (*path, key))
+
+    found = list(walk(tree, ()))
+    assert ("optimizer", "epsilon") in found
+    assert ("schedule", "decay") in found
+
+
+def test_a_section_without_its_type_fits_one_variant_of_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = printed_schema(capsys)
+    for key, default in (("optimizer", "adamw"), ("schedule", "cosine")):
+        free = [node for node in resolved(tree, tree["properties"][key]) if "type" not in node.get("required", [])]
+        assert [node["properties"]["type"]["const"] for node in free] == [default]
+
+
+def test_lengths_in_steps() -> None:
+    assert [in_steps(length, 200) for length in (0, 1, 500, 0.0, 0.02, 1.0)] == [0, 1, 500, 0, 4, 200]

@@ -1,0 +1,294 @@
+"""The command line: finds the verb, hands it what was asked, and tells of mistakes in one paragraph."""
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import jingu
+from jingu import cli
+from jingu.cli import VERBS, Verb, main
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
+
+HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
+# The least that each verb can be called with.
+LEAST = {
+    "tokenizer inspect": ["folder"],
+    "data inspect": ["folder"],
+    "generate": ["model", "prompt"],
+    "export": ["model", "--to", "folder"],
+    "report": ["run"],
+    "config schema": [],
+    "checkpoint list": ["run"],
+    "checkpoint verify": ["run"],
+    "checkpoint diff": ["one", "two"],
+}
+
+
+def run_python(code: str, *, pipe: str = "") -> subprocess.CompletedProcess[str]:
+    command = f'"$PYTHON" -c "$CODE" {pipe}'
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        env={**os.environ, "PYTHON": sys.executable, "CODE": code, "PYTHONPATH": str(Path(jingu.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said of a mistake."""
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    return output.err.removesuffix("\n")
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put a function behind a verb."""
+
+    def put(name: str, function: Callable[..., Any]) -> None:
+        module = ModuleType("stand_in")
+        module.function = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "stand_in", module)
+        real = VERBS[name]
+        monkeypatch.setitem(VERBS, name, Verb(real.help, "stand_in:function", real.arguments, real.run_file))
+
+    return put
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("name: first\n")
+    return "run.yaml"
+
+
+# Help
+
+
+def test_help_has_a_line_for_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert main([]) == 0
+    assert capsys.readouterr().out == overview
+    lines = overview.split("\n")
+    for name, entry in VERBS.items():
+        assert [line for line in lines if line.startswith(f"  {name} ") and line.endswith(entry.help)]
+    assert max(map(len, lines)) <= 100
+
+
+def test_help_of_a_group_and_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "data build" in out
+    assert "generate" not in out
+    for name, entry in VERBS.items():
+        assert main([*name.split(), "--help"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"usage: jingu {name}")
+        assert entry.help[1:] in out.replace("\n", " ")
+        assert ("RUN.yaml [key=value ...]" in out) is entry.run_file
+
+
+def test_help_imports_nothing_heavy() -> None:
+    result = run_python(
+        "import sys\n"
+        "from jingu.cli import VERBS, main\n"
+        "for name in ['', *VERBS]: main([*name.split(), '--help'])\n"
+        "main(['--version']); main(['trian']); main(['train', '--processes', 'x'])\n"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    assert result.stdout.rstrip().endswith("heavy: []"), result.stdout + result.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jingu {jingu.__version__}\n"
+
+
+# The table
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
+    entry = VERBS[name]
+    assert entry.run_file is (name not in LEAST)
+    options = cli._parse(name, entry, LEAST.get(name, ["run.yaml"]))
+    assert options is not None
+    if entry.run_file:
+        assert (options.pop("file"), options.pop("overrides")) == (Path("run.yaml"), [])
+    signature = inspect.signature(entry.function())
+    signature.bind(*([RunConfig()] if entry.run_file else []), **options)
+    for option, value in options.items():
+        # What is not given is what the function takes it to be, from the command line as from Python.
+        default = signature.parameters[option].default
+        assert value == default or default is inspect.Parameter.empty, option
+
+
+# What reaches a verb
+
+
+def test_a_verb_from_a_run_file_gets_the_configuration(run_file: str, verb: Callable[..., None]) -> None:
+    calls: list[tuple[RunConfig, int | None]] = []
+    verb("train", lambda config, processes: calls.append((config, processes)))
+    assert main(["train", run_file]) == 0
+    # Overrides may stand before, between and after options.
+    assert main(["train", run_file, "seed=1", "--processes", "2", "train.steps=7", "seed=3"]) == 0
+    assert main(["train", "--processes=3", run_file, "seed=4"]) == 0
+    assert [(config.name, config.seed, processes) for config, processes in calls] == [
+        ("first", 0, None),
+        ("first", 3, 2),
+        ("first", 4, 3),
+    ]
+    assert calls[1][0].train.steps == 7
+
+
+def test_generate_gets_its_options(verb: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    calls: list[dict[str, Any]] = []
+    verb("generate", lambda **options: calls.append(options))
+    assert main(["generate", "~/m", "a=b", "--max-tokens", "5", "--stop", "x", "--stop=y", "--top-p=0.5"]) == 0
+    assert main(["generate", "m", "--", "-1 is"]) == 0
+    first, second = calls
+    assert (first["model"], first["prompt"], first["max_tokens"]) == (Path("/home/me/m"), "a=b", 5)
+    assert (first["stop"], first["top_p"], first["top_k"], first["seed"]) == (["x", "y"], 0.5, None, 0)
+    assert (second["prompt"], second["temperature"], second["stop"]) == ("-1 is", 0.0, None)
+
+
+def test_export_and_report_get_paths(verb: Callable[..., None]) -> None:
+    calls: list[dict[str, Any]] = []
+    verb("export", lambda **options: calls.append(options))
+    assert main(["export", "runs/a", "--to", "out", "--dtype", "bf16"]) == 0
+    assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16"}]
+
+
+# How it ends
+
+
+def test_the_exit_code_is_the_verb_s(run_file: str, verb: Callable[..., None]) -> None:
+    verb("train", lambda config, processes: 130)
+    assert main(["train", run_file]) == 130
+
+
+def test_a_mistake_the_user_can_mend(run_file: str, verb: Callable[..., None], capsys: Any) -> None:
+    def fail(config: RunConfig) -> None:
+        raise JinguError("the corpus is empty.", where="data.input", fix="Name some files.")
+
+    verb("data build", fail)
+    assert said(capsys, "data", "build", run_file) == "jingu: data.input: the corpus is empty. Name some files."
+
+
+def test_a_bug_shows_its_traceback(run_file: str, verb: Callable[..., None]) -> None:
+    def fail(config: RunConfig) -> None:
+        raise ZeroDivisionError
+
+    verb("data build", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["data", "build", run_file])
+
+
+def test_ctrl_c_is_one_line(run_file: str, verb: Callable[..., None], capsys: Any) -> None:
+    def wait(config: RunConfig) -> None:
+        raise KeyboardInterrupt
+
+    verb("data build", wait)
+    assert main(["data", "build", run_file]) == 130
+    assert capsys.readouterr().err == "\njingu: stopped.\n"
+
+
+def test_a_reader_that_leaves_is_no_mistake() -> None:
+    code = "from jingu.cli import main; raise SystemExit(main(['config', 'schema']))"
+    result = run_python(code, pipe="| head -c 1")
+    assert (result.stdout, result.stderr) == ("{", "")
+    result = run_python(code, pipe="| true")
+    assert (result.stderr, result.returncode) in (("", 0), ("", 141))
+
+
+def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((50, 20)))
+    assert said(capsys, "train", "run.yaml", "--proces", "two").split("\n") == [
+        "jingu: there is no option --proces. Did you mean",
+        "  --processes?",
+    ]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("trian run.yaml", "there is no verb trian. Did you mean `jingu train`?"),
+        ("tokeniser train run.yaml", "there is no verb tokeniser. Did you mean `jingu tokenizer train`?"),
+        ("tokenizer trian", "there is no verb tokenizer trian. Did you mean `jingu tokenizer train`?"),
+        ("chekpoint list", "there is no verb chekpoint. Did you mean `jingu checkpoint list`?"),
+        ("build run.yaml", "there is no verb build. Did you mean `jingu data build`?"),
+        ("frobnicate", "there is no verb frobnicate. `jingu --help` lists them."),
+        ("tokenizer", "tokenizer takes one more word: train or inspect."),
+        ("checkpoint", "checkpoint takes one more word: list, verify or diff."),
+        ("run.yaml", "the verb is missing. Did you mean `jingu train run.yaml`?"),
+        ("--procs 2", "there is no option --procs. The first word is a verb; `jingu --help` lists them."),
+        ("train", "RUN.yaml is missing. `jingu train --help` tells what it takes."),
+        ("generate model", "PROMPT is missing. `jingu generate --help` tells what it takes."),
+        ("generate", "MODEL and PROMPT are missing. `jingu generate --help` tells what it takes."),
+        ("generate model one two", "there is a word too many: two. `jingu generate --help` tells what it takes."),
+        ("export model", "--to is missing. `jingu export --help` tells what it takes."),
+        ("export model --to", "--to needs a value after it. `jingu export --help` tells what it takes."),
+        (
+            "export model --to x --dtype int8",
+            "--dtype takes fp32, bf16 or fp16, not int8. `jingu export --help` tells what it takes.",
+        ),
+        ("train run.yaml --proceses 2", "there is no option --proceses. Did you mean --processes?"),
+        (
+            "train run.yaml --workers 2",
+            "there is no option --workers. A setting is written without dashes: workers=value.",
+        ),
+        (
+            "train run.yaml --optimizer.lr=3e-4",
+            "there is no option --optimizer.lr. A setting is written without dashes: optimizer.lr=3e-4.",
+        ),
+        (
+            "train run.yaml --processes two",
+            "--processes takes a whole number (1 or more), not two. `jingu train --help` tells what it takes.",
+        ),
+        (
+            "train run.yaml --processes 0",
+            "--processes takes a whole number (1 or more), not 0. `jingu train --help` tells what it takes.",
+        ),
+        (
+            "generate model prompt --top-p 1.5",
+            "--top-p takes a number (above 0, at most 1), not 1.5. `jingu generate --help` tells what it takes.",
+        ),
+        (
+            "generate model prompt --temperature hot",
+            "--temperature takes a number (0 or more), not hot. `jingu generate --help` tells what it takes.",
+        ),
+        ("report a --too b", "there is no option --too. Did you mean --to?"),
+        ("config schema now", "there is a word too many: now. `jingu config schema --help` tells what it takes."),
+    ],
+)
+def test_the_words_of_the_command_line(capsys: Any, words: str, answer: str) -> None:
+    assert said(capsys, *words.split()) == f"jingu: {answer}"
+
+
+def test_mistakes_in_the_file_reach_the_terminal(run_file: str, capsys: Any) -> None:
+    assert said(capsys, "config", "show", "rum.yaml") == (
+        "jingu: rum.yaml: there is no such file. Did you mean run.yaml?"
+    )
+    assert said(capsys, "config", "show", run_file, "--processes", "4", "batch.global_size=30") == (
+        "jingu: batch.global_size 30 cannot be divided over 4 ranks: take 28 or 32."
+    )
+    assert said(capsys, "config", "show", "optimizer.lr=3", run_file) == (
+        "jingu: optimizer.lr=3: there is no such file. The run's file comes first, then the settings to change."
+    )
