@@ -1,0 +1,196 @@
+"""Batches are pure, cover every window once an epoch, and held-out text exactly once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.data.batches import IGNORED, BatchSource, held_out_batch, held_out_windows
+from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
+from jingu.data.indexed import IndexedReader
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def train_data(built_folder: Path) -> TokenDataset:
+    return open_dataset(built_folder, "train")
+
+
+@pytest.fixture(scope="session")
+def held_out_data(built_folder: Path) -> TokenDataset:
+    return open_dataset(built_folder, "held_out")
+
+
+@pytest.fixture(scope="session")
+def all_ids(built_folder: Path, train_data: TokenDataset) -> np.ndarray:
+    """The train split read without the dataset's own code."""
+    names = [shard.name for shard in train_data.manifest.train.shards]
+    return np.concatenate([IndexedReader(built_folder / name).ids for name in names]).astype(np.int64)
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=6), st.integers(1, 1500))
+def test_gathered_rows_run_over_shards(
+    train_data: TokenDataset, all_ids: np.ndarray, places: list[int], length: int
+) -> None:
+    assert len(train_data.shards) > 3
+    assert train_data.tokens == len(all_ids)
+    starts = np.array([place % (len(all_ids) - length + 1) for place in places], dtype=np.int64)
+    rows = train_data.gather(starts, length)
+    assert rows.shape == (len(places), length)
+    for start, row in zip(starts.tolist(), rows, strict=True):
+        assert np.array_equal(row, all_ids[start : start + length])
+
+
+@given(st.integers(0, 500), st.integers(1, 12), st.integers(1, 40), st.data())
+def test_any_division_gives_the_same_rows(
+    train_data: TokenDataset, step: int, size: int, sequence: int, data: st.DataObject
+) -> None:
+    whole = BatchSource(train_data, sequence, size, 5).batch(step, 0, size)
+    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
+    source = BatchSource(train_data, sequence, size, 5)
+    source.batch(data.draw(st.integers(0, 99)), 0, size)  # no history
+    parts = [source.batch(step, first, end - first) for first, end in pairwise(cuts)]
+    for name in ("tokens", "labels"):
+        together = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(together, getattr(whole, name))
+        assert together.dtype == torch.int64
+        assert together.shape == (size, sequence)
+    assert whole.positions is None and whole.documents is None
+
+
+@pytest.mark.parametrize("sequence", [7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 5])
+def test_every_window_once_an_epoch(train_data: TokenDataset, all_ids: np.ndarray, sequence: int, size: int) -> None:
+    source = BatchSource(train_data, sequence, size, 11)
+    windows = source.windows
+    assert windows == (len(all_ids) - 1) // sequence
+    steps = -(-2 * windows // size)
+    batches = [source.batch(step, 0, size) for step in range(steps)]
+    tokens = torch.cat([batch.tokens for batch in batches]).numpy()
+    labels = torch.cat([batch.labels for batch in batches]).numpy()
+    used = windows * sequence
+    expected = sorted(all_ids[:used].reshape(windows, sequence).tolist())
+    for epoch in (0, 1):
+        part = slice(epoch * windows, (epoch + 1) * windows)
+        assert sorted(tokens[part].tolist()) == expected
+        assert np.array_equal(tokens[part][:, 1:], labels[part][:, :-1])
+    assert sorted(labels[:windows].tolist()) == sorted(all_ids[1 : used + 1].reshape(windows, sequence).tolist())
+    if windows > 20:
+        assert not np.array_equal(tokens[:windows], tokens[windows : 2 * windows])
+
+
+def test_samples_are_numbered_over_the_run(train_data: TokenDataset) -> None:
+    source = BatchSource(train_data, 16, 6, 0)
+    assert source.sample_ids(3).tolist() == [18, 19, 20, 21, 22, 23]
+    epoch = source.window_ids(np.arange(source.windows))
+    assert sorted(epoch.tolist()) == list(range(source.windows))
+    other = BatchSource(train_data, 16, 6, 1).window_ids(np.arange(source.windows))
+    assert (epoch == other).mean() < 0.2
+    # Another global batch takes the same samples in the same order.
+    rows = torch.cat([BatchSource(train_data, 16, 4, 0).batch(step, 0, 4).tokens for step in range(3)])
+    assert torch.equal(rows, torch.cat([source.batch(step, 0, 6).tokens for step in range(2)]))
+
+
+def test_rows_outside_the_batch_are_a_bug(train_data: TokenDataset) -> None:
+    for first, count in ((0, 7), (-1, 2), (6, 1)):
+        with pytest.raises(ValueError, match="of a global batch of 6"):
+            BatchSource(train_data, 16, 6, 0).batch(0, first, count)
+    assert BatchSource(train_data, 16, 6, 0).batch(0, 6, 0).tokens.shape == (0, 16)
+
+
+def test_too_little_text_is_explained(train_data: TokenDataset, built_folder: Path) -> None:
+    tokens = train_data.tokens
+    assert BatchSource(train_data, tokens - 1, 1, 0).windows == 1
+    with pytest.raises(JinguError) as caught:
+        BatchSource(train_data, tokens, 1, 0)
+    assert str(caught.value) == (
+        f"{built_folder}: the data set has {tokens:,} tokens for training, but one sequence of {tokens:,} needs "
+        f"{tokens + 1:,}. Give more text, or set batch.sequence_length lower."
+    )
+
+
+@pytest.mark.parametrize("sequence", [1, 7, 64, 100_000])
+def test_held_out_text_is_covered_exactly_once(
+    held_out_data: TokenDataset, data_tokenizer: Tokenizer, sequence: int
+) -> None:
+    windows = held_out_windows(held_out_data, sequence)
+    batches = [held_out_batch(held_out_data, sequence, first, 3) for first in range(0, windows, 3)]
+    labels = torch.cat([batch.labels for batch in batches]).flatten()
+    tokens = torch.cat([batch.tokens for batch in batches]).flatten()
+    predicted = labels[labels != IGNORED].numpy()
+    everything = held_out_data.gather(np.array([0]), held_out_data.tokens)[0]
+    assert np.array_equal(predicted, everything)
+    assert (labels[len(everything) :] == IGNORED).all()
+    assert tokens[0] == held_out_data.end_id == data_tokenizer.end_id
+    assert np.array_equal(tokens[1 : len(everything)].numpy(), everything[:-1])
+    assert (tokens[len(everything) :] == held_out_data.end_id).all()
+    text_bytes = int(data_tokenizer.byte_lengths()[predicted].sum())
+    assert text_bytes == held_out_data.manifest.held_out.text_bytes
+
+
+def test_held_out_windows_past_the_end_are_padding(held_out_data: TokenDataset) -> None:
+    windows = held_out_windows(held_out_data, 64)
+    batch = held_out_batch(held_out_data, 64, windows, 2)
+    assert batch.tokens.shape == batch.labels.shape == (2, 64)
+    assert (batch.labels == IGNORED).all() and (batch.tokens == held_out_data.end_id).all()
+    assert held_out_batch(held_out_data, 64, 0, 0).tokens.shape == (0, 64)
+
+
+def test_opening_what_is_not_there(tmp_path: Path, built_folder: Path) -> None:
+    with pytest.raises(JinguError) as caught:
+        open_dataset(tmp_path / "data", "train")
+    assert str(caught.value) == f"{tmp_path / 'data'}: there is no data set here. Run `jingu data build` first."
+    shutil.copytree(built_folder, tmp_path / "data")
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | {"held_out": {"shards": []}}))
+    with pytest.raises(JinguError) as caught:
+        open_dataset(tmp_path / "data", "held_out")
+    assert str(caught.value) == (
+        f"{tmp_path / 'data'}: the data set holds nothing out for evaluation. "
+        "Build it with data.held_out above 0, or set evaluation.every to 0."
+    )
+
+
+def test_opening_what_is_damaged(tmp_path: Path, built_folder: Path) -> None:
+    path = tmp_path / "data"
+    shutil.copytree(built_folder, path)
+    size = (path / "train-00001.bin").stat().st_size
+    with (path / "train-00001.bin").open("r+b") as stream:
+        stream.truncate(size - 2)
+    fix = "Copy the file anew, or delete the folder and build the data set anew."
+    with pytest.raises(JinguError) as caught:
+        open_dataset(path, "train")
+    assert str(caught.value) == (
+        f"{path / 'train-00001.bin'}: the file has {size - 2:,} bytes; the manifest says {size:,} bytes. {fix}"
+    )
+    open_dataset(path, "held_out")
+    shutil.copy(built_folder / "train-00001.bin", path / "train-00001.bin")
+    index = bytearray((path / "train-00000.idx").read_bytes())
+    index[17] = 1  # uint8
+    (path / "train-00000.idx").write_bytes(index)
+    with pytest.raises(JinguError) as caught:
+        open_dataset(path, "train")
+    assert str(caught.value) == (
+        f"{path / 'train-00000.idx'}: the index is of another data set than the manifest. {fix}"
+    )
+
+
+def test_another_tokenizer_is_refused(train_data: TokenDataset, data_tokenizer: Tokenizer, built_folder: Path) -> None:
+    check_tokenizer(train_data, data_tokenizer)
+    other = train_tokenizer(iter(["x y"]), 260, ["<a>"])
+    with pytest.raises(JinguError) as caught:
+        check_tokenizer(train_data, other)
+    assert str(caught.value) == (
+        f"{built_folder}: the data set was built with another tokenizer ({data_tokenizer.fingerprint()[:12]}, 300 "
+        f"entries) than the run's ({other.fingerprint()[:12]}, {other.vocabulary} entries). "
+        "Set tokenizer.path to the tokenizer it was built with, or build a data set with this one."
+    )

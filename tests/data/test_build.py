@@ -1,0 +1,303 @@
+"""`jingu data build`: content, order, split, counts, and what is left when it fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jingu.config.schema import RunConfig
+from jingu.data.build import build, inspect
+from jingu.data.indexed import IndexedReader, IndexedWriter
+from jingu.data.manifest import Manifest
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer, train_tokenizer
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def manifest_of(config: RunConfig) -> Manifest:
+    manifest = Manifest.load(Path(config.data.path))
+    assert manifest is not None
+    return manifest
+
+
+def documents_of(config: RunConfig, split: str) -> list[list[int]]:
+    path = Path(config.data.path)
+    readers = [IndexedReader(path / shard.name) for shard in manifest_of(config).split(split).shards]  # type: ignore[arg-type]
+    return [reader[index].tolist() for reader in readers for index in range(len(reader))]
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {str(item.relative_to(path)): item.read_bytes() for item in path.rglob("*") if item.is_file()}
+
+
+def source_texts(corpus_folder: Path) -> list[str]:
+    texts = [path.read_text(encoding="utf-8") for path in sorted(corpus_folder.glob("*.txt"))]
+    lines = (corpus_folder / "lines.jsonl").read_text(encoding="utf-8").split("\n")
+    return texts + [text for line in lines if (text := json.loads(line)["text"])]
+
+
+def test_every_document_is_there_once_in_order(
+    make_config: MakeConfig, corpus_folder: Path, data_tokenizer: Tokenizer
+) -> None:
+    config = make_config(shard_tokens=500)
+    build(config)
+    train, held_out = documents_of(config, "train"), documents_of(config, "held_out")
+    expected = [[*data_tokenizer.encode(text), data_tokenizer.end_id] for text in source_texts(corpus_folder)]
+    assert [ids for ids in expected if ids not in held_out] == train
+    assert [ids for ids in expected if ids in held_out] == held_out
+    assert 0.05 < len(held_out) / len(expected) < 0.4
+    manifest = manifest_of(config)
+    lengths = data_tokenizer.byte_lengths()
+    for split, documents in ((manifest.train, train), (manifest.held_out, held_out)):
+        assert split.documents == len(documents)
+        assert split.tokens == sum(map(len, documents))
+        assert split.text_bytes == sum(int(lengths[ids].sum()) for ids in documents)
+    assert manifest.train.text_bytes + manifest.held_out.text_bytes == sum(
+        len(text.encode()) for text in source_texts(corpus_folder)
+    )
+    assert len(manifest.train.shards) > 3
+    assert all(shard.tokens >= 500 for shard in manifest.train.shards[:-1])
+    assert (manifest.dtype, manifest.end_id, manifest.empty) == ("uint16", 0, 1)
+
+
+def test_workers_change_no_byte(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+    trees = []
+    for workers in (1, 2, 3):
+        path = tmp_path / f"data-{workers}"
+        build(make_config(path=str(path), workers=workers, shard_tokens=500))
+        trees.append(tree(path))
+    assert len(trees[0]) > 8
+    assert trees[0] == trees[1] == trees[2]
+
+
+def test_a_mistake_in_a_worker_is_the_users(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "' + "x" * 1500 + '"}\n{"id": 1}\n')
+    for workers in (1, 2):
+        with pytest.raises(JinguError) as caught:
+            build(make_config(input=[str(path)], workers=workers))
+        assert str(caught.value) == (
+            f'{path}:2: this line has no field "text"; its fields: "id". '
+            "Set data.text_field to the field that holds the document."
+        )
+        assert [item.name for item in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_copies_fall_on_one_side(make_config: MakeConfig, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {index % 40}"}) for index in range(160)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    config = make_config(input=str(tmp_path / "x.jsonl"), held_out=0.3)
+    build(config)
+    train = {tuple(ids) for ids in documents_of(config, "train")}
+    held_out = {tuple(ids) for ids in documents_of(config, "held_out")}
+    assert len(train) + len(held_out) == 40
+    assert not train & held_out
+    assert len(documents_of(config, "held_out")) == 4 * len(held_out)
+
+
+def test_the_split_does_not_depend_on_the_tokenizer(
+    make_config: MakeConfig, corpus_folder: Path, tmp_path: Path, data_tokenizer: Tokenizer
+) -> None:
+    other = train_tokenizer(iter(["other text"]), 270, ["<a>", "<b>"])
+    other.save(tmp_path / "other")
+    first, second = make_config(), make_config(tokenizer=tmp_path / "other", path=str(tmp_path / "second"))
+    build(first)
+    build(second)
+    ours = [data_tokenizer.decode(ids) for ids in documents_of(first, "held_out")]
+    assert ours == [other.decode(ids) for ids in documents_of(second, "held_out")]
+
+
+@pytest.mark.parametrize(("held_out", "sizes"), [(1e-9, (4, 1)), (0.999999, (1, 4)), (0.0, (5, 0))])
+def test_a_small_corpus_holds_out_at_least_one(
+    make_config: MakeConfig, tmp_path: Path, held_out: float, sizes: tuple[int, int]
+) -> None:
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": f"text {index}"}) for index in range(5)))
+    config = make_config(input=str(tmp_path / "x.jsonl"), held_out=held_out)
+    build(config)
+    manifest = manifest_of(config)
+    assert (manifest.train.documents, manifest.held_out.documents) == sizes
+    assert len(list(Path(config.data.path).glob("held_out-*.bin"))) == min(sizes[1], 1)
+
+
+def test_one_document_cannot_be_split(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the only text")
+    (tmp_path / "b.txt").write_text("the only text")
+    with pytest.raises(JinguError) as caught:
+        build(make_config(input=str(tmp_path / "*.txt")))
+    assert str(caught.value) == (
+        "data.held_out: the corpus has only one document (or copies of one), so none can be held out for "
+        "evaluation. Split the text into several files or .jsonl lines, or set data.held_out to 0 and "
+        "evaluation.every to 0 to train without evaluation."
+    )
+    build(make_config(input=str(tmp_path / "*.txt"), held_out=0.0))
+
+
+def test_an_empty_corpus_is_explained(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(JinguError) as caught:
+        build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="skip"))
+    assert str(caught.value) == (
+        "data.input: the corpus has no text: 1 documents are empty, 1 are not UTF-8. Name files with text in them."
+    )
+    assert not (tmp_path / "data").exists()
+
+
+def test_invalid_documents_are_counted(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in (("a", b"one"), ("b", b"two"), ("c", b"\xffthree"), ("d", b"")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="skip"))
+    assert "left out: 1 empty, 1 not UTF-8; taken with bytes replaced: 0" in capsys.readouterr().out
+    build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="replace", path=str(tmp_path / "other")))
+    assert "left out: 1 empty, 0 not UTF-8; taken with bytes replaced: 1" in capsys.readouterr().out
+
+
+def test_the_same_again_is_nothing_and_other_settings_are_refused(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    build(config)
+    said = capsys.readouterr().out
+    before = tree(tmp_path / "data")
+    build(make_config(workers=3))
+    again = capsys.readouterr().out
+    assert again.splitlines()[0] == f"data: already built in {tmp_path / 'data'}."
+    assert again.splitlines()[1:] == said.splitlines()[1:]
+    delete = "Delete the folder to build it anew, or set data.path to another folder."
+    with pytest.raises(JinguError) as caught:
+        build(make_config(held_out=0.3, suffixes=[".txt"]))
+    assert f"{tmp_path / 'data'}: the data set here was built otherwise: corpus was " in str(caught.value)
+    assert f'; held_out was 0.2 and is now 0.3; suffixes was [".txt", ".jsonl"] and is now [".txt"]. {delete}' in str(
+        caught.value
+    )
+    train_tokenizer(iter(["other"]), 260, ["<a>"]).save(tmp_path / "other")
+    with pytest.raises(JinguError, match=r"was built otherwise: tokenizer was \"[0-9a-f]{32}\" and is now"):
+        build(make_config(tokenizer=tmp_path / "other"))
+    assert tree(tmp_path / "data") == before
+    (tmp_path / "data" / "train-00000.bin").unlink()
+    with pytest.raises(JinguError, match=r"train-00000\.bin: the file is missing; the manifest says [\d,]+ bytes\."):
+        build(config)
+
+
+def test_a_folder_of_something_else_is_left_alone(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("precious")
+    with pytest.raises(JinguError) as caught:
+        build(make_config())
+    assert str(caught.value) == (
+        f"{tmp_path / 'data'}: there is something here that `jingu data build` did not make. "
+        "Move it away or choose another path."
+    )
+    assert tree(tmp_path) == {"data/thesis.txt": b"precious"}
+
+
+def test_a_full_disk_leaves_nothing(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = IndexedWriter.add
+
+    def full(self: IndexedWriter, *parts: Any) -> None:
+        real(self, *parts)
+        if self.tokens > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(IndexedWriter, "add", full)
+    with pytest.raises(JinguError) as caught:
+        build(make_config())
+    assert str(caught.value) == (
+        f"{tmp_path / 'data'}: the disk is full; nothing was left behind. "
+        "Free some space or choose a path on another disk, and run the command again."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from jingu.config.schema import RunConfig
+from jingu.data import build as module
+if __name__ == "__main__":
+    real = module.SplitWriter.close
+    module.SplitWriter.close = lambda self: (real(self), os.kill(os.getpid(), signal.SIGKILL))
+    module.build(RunConfig.model_validate_json(sys.argv[1]))
+"""
+
+
+def test_a_killed_build_leaves_nothing_under_the_name(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    command = [sys.executable, "-c", KILLED, config.model_dump_json()]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert [item.name for item in tmp_path.iterdir()] == [".data.partial"]
+    assert (tmp_path / ".data.partial" / "train-00000.bin").exists()
+    build(config)
+    built = tree(tmp_path / "data")
+    assert [item.name for item in tmp_path.iterdir()] == ["data"]
+    build(make_config(path=str(tmp_path / "undisturbed")))
+    assert built == tree(tmp_path / "undisturbed")
+
+
+def test_a_tokenizer_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match=r"none: there is no tokenizer folder here\. Run `jingu tokenizer train`"):
+        build(make_config(tokenizer=tmp_path / "none"))
+
+
+def test_a_large_vocabulary_takes_int32(make_config: MakeConfig, tmp_path: Path) -> None:
+    small = train_tokenizer(iter(["ab"]), 258, ["<a>"])
+    small.save(tmp_path / "large")
+    spec = json.loads((tmp_path / "large" / "tokenizer.json").read_text())
+    spec["model"]["vocab"] |= {f"é{index}": 258 + index for index in range(65_500 - 258)}
+    (tmp_path / "large" / "tokenizer.json").write_text(json.dumps(spec))
+    config = make_config(tokenizer=tmp_path / "large")
+    build(config)
+    assert manifest_of(config).dtype == "int32"
+    assert np.concatenate([np.array(ids) for ids in documents_of(config, "train")]).max() < 258
+
+
+def test_inspect(make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JinguError) as caught:
+        inspect(tmp_path / "data")
+    assert str(caught.value) == f"{tmp_path / 'data'}: there is no data set here. Run `jingu data build`."
+    build(make_config())
+    built = capsys.readouterr().out.splitlines()
+    inspect(tmp_path / "data")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"data: {tmp_path / 'data'}, ids as uint16 of a vocabulary of 300."
+    assert shown[1:-1] == built[1:]
+    assert shown[-1] == "  every file has the checksum it was written with"
+    for name in ("train-00000.bin", "held_out-00000.idx"):
+        path = tmp_path / "data" / name
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(JinguError) as caught:
+            inspect(tmp_path / "data")
+        assert str(caught.value) == (
+            f"{path}: the file's content is not what was written (checksum). "
+            "Copy the file anew, or delete the folder and build the data set anew."
+        )
+        content[-3] ^= 1
+        path.write_bytes(content)
+
+
+def test_a_damaged_manifest_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    build(make_config())
+    path = tmp_path / "data" / "manifest.json"
+    good = json.loads(path.read_text())
+    path.write_text(json.dumps(good | {"format": 2}))
+    with pytest.raises(
+        JinguError, match=r"manifest\.json: the manifest is damaged, or of another version of jingu \(fo"
+    ):
+        inspect(tmp_path / "data")
+    path.write_text("{")
+    with pytest.raises(JinguError, match=r"manifest\.json: the file is damaged"):
+        inspect(tmp_path / "data")

@@ -1,0 +1,94 @@
+"""Folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from jingu.errors import JinguError
+from jingu.text.folder import differences, new_folder, read_record
+
+
+def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "data"
+    with new_folder(path) as place:
+        (place / "x").write_text("1")
+        assert not path.exists()
+    assert [item.name for item in path.parent.iterdir()] == ["data"]
+    assert (path / "x").read_text() == "1"
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    for error in (ValueError("x"), KeyboardInterrupt(), JinguError("x")):
+        with pytest.raises(type(error)), new_folder(tmp_path / "data") as place:
+            (place / "sub").mkdir()
+            raise error
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "the disk is full; nothing was left behind. Free some space or choose a path on another disk"),
+        (errno.EDQUOT, "the disk is full; nothing was left behind."),
+        (errno.EACCES, "this cannot be written (Permission denied). Check its permissions, or choose another path."),
+    ],
+)
+def test_a_failing_disk_is_explained(tmp_path: Path, code: int, words: str) -> None:
+    import os
+
+    with pytest.raises(JinguError) as caught, new_folder(tmp_path / "data") as place:
+        (place / "x").write_text("1")
+        raise OSError(code, os.strerror(code))
+    assert str(caught.value).startswith(f"{tmp_path / 'data'}: {words}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_used_again(tmp_path: Path) -> None:
+    left = tmp_path / ".data.partial"
+    (left / "sub").mkdir(parents=True)
+    (left / "old").write_text("half")
+    with new_folder(tmp_path / "data") as place:
+        assert list(place.iterdir()) == []
+        (place / "new").write_text("whole")
+    assert [str(item.relative_to(tmp_path)) for item in tmp_path.rglob("*")] == ["data", "data/new"]
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "data") as place:
+        (place / "x").write_text("1")
+        with pytest.raises(JinguError) as caught, new_folder(tmp_path / "data"):
+            pass
+        assert str(caught.value) == (
+            f"{tmp_path / 'data'}: another process is writing this folder now. Wait for it, or stop it."
+        )
+    assert (tmp_path / "data" / "x").read_text() == "1"
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match="something else appeared here"), new_folder(tmp_path / "data") as place:
+        (place / "x").write_text("new")
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "x").write_text("theirs")
+    assert (tmp_path / "data" / "x").read_text() == "theirs"
+    assert [item.name for item in tmp_path.iterdir()] == ["data"]
+
+
+def test_records(tmp_path: Path) -> None:
+    assert read_record(tmp_path / "none", "r.json", "make") is None
+    assert read_record(tmp_path, "r.json", "make") is None
+    (tmp_path / "r.json").write_text('{"a": 1}')
+    assert read_record(tmp_path, "r.json", "make") == {"a": 1}
+    for bad in ("{", "[1]"):
+        (tmp_path / "r.json").write_text(bad)
+        with pytest.raises(JinguError, match=r"r\.json: the file is damaged \(.+\)\. Move it away"):
+            read_record(tmp_path, "r.json", "make")
+    with pytest.raises(JinguError) as caught:
+        read_record(tmp_path, "other.json", "jingu data build")
+    assert str(caught.value) == (
+        f"{tmp_path}: there is something here that `jingu data build` did not make. "
+        "Move it away or choose another path."
+    )
+    assert differences({"a": 1, "b": [2]}, {"a": 1, "b": "春", "c": None}) == ['b was [2] and is now "春"']

@@ -1,0 +1,188 @@
+"""The tokenizer against transformers, against the bytes of the text, and against damaged folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+import jingu.text.tokenizer as tokenizer_module
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer, train_tokenizer
+
+SAMPLES = [
+    "",
+    " ",
+    "def f(x):\n\treturn  x**2  # 种子，hello 12345\r\n\n   élan 🙂",
+    "<|endoftext|> and <|user|> are only letters here",
+    "\x00\x7f\u200b\ufffd",
+]
+MIXED = st.text(st.sampled_from(list("ab 1_.\n\t\r'<|>é春🙂")) | st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "gpt2"])
+def test_transformers_gives_the_same_ids(
+    seed_tokenizer: Tokenizer, tmp_path: Path, model_type: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+
+    seed_tokenizer.save(tmp_path)
+    if model_type is not None:  # as in an exported model, where transformers may choose a class of its own
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token == "<|endoftext|>"
+    assert theirs.eos_token_id == seed_tokenizer.end_id == 0
+    assert len(theirs) == seed_tokenizer.vocabulary == 390
+    for text in SAMPLES:
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ids == seed_tokenizer.encode(text)
+        assert theirs.decode(ids) == text
+    assert theirs("<|user|>a")["input_ids"] == [1, *seed_tokenizer.encode("a")]
+
+
+@given(MIXED)
+def test_text_comes_back_and_its_bytes_are_counted(seed_tokenizer: Tokenizer, text: str) -> None:
+    ids = seed_tokenizer.encode(text)
+    assert seed_tokenizer.decode(ids) == text
+    assert int(seed_tokenizer.byte_lengths()[ids].sum()) == len(text.encode())
+    assert not {0, 1} & set(ids)
+
+
+def test_special_tokens_in_text_are_text(seed_tokenizer: Tokenizer) -> None:
+    text = "a<|endoftext|>b<|user|>"
+    assert not {0, 1} & set(seed_tokenizer.encode(text))
+    assert not {0, 1} & set(seed_tokenizer.encode_batch([text, text])[1])
+    assert seed_tokenizer.decode(seed_tokenizer.encode(text)) == text
+    assert seed_tokenizer.byte_lengths()[[0, 1]].tolist() == [0, 0]
+    assert seed_tokenizer.decode([0, *seed_tokenizer.encode("x")]) == "x"
+    assert seed_tokenizer.decode([0, *seed_tokenizer.encode("x")], keep_special=True) == "<|endoftext|>x"
+
+
+@given(st.lists(MIXED, max_size=4))
+def test_a_batch_is_its_texts(seed_tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert seed_tokenizer.encode_batch(texts) == [seed_tokenizer.encode(text) for text in texts]
+
+
+@given(st.lists(st.sampled_from(["\n", "\n\n", "\r\n", " ", "x", "春", "_y", "7", "'s", "\t", ").", "\u3000"])))
+def test_a_long_text_is_cut_where_it_changes_nothing(seed_tokenizer: Tokenizer, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    whole = seed_tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "PART", 2)
+        assert seed_tokenizer.encode(text) == whole
+        assert seed_tokenizer.encode_batch([text, "a", text]) == [whole, seed_tokenizer.encode("a"), whole]
+
+
+def test_a_long_text_is_really_cut(seed_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "PART", 4)
+    assert seed_tokenizer._parts("abcd\nefgh\n  ij\nkl") == ["abcd\n", "efgh\n  ij\n", "kl"]
+
+
+def test_code_and_chinese_split_sensibly(seed_tokenizer: Tokenizer) -> None:
+    def split(text: str) -> list[str]:
+        inner = tokenizers.Tokenizer.from_str(seed_tokenizer._content)
+        return [text[start:end] for _, (start, end) in inner.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert split("x = 123456\n        return y") == ["x", " =", " ", "123", "456", "\n", "       ", " return", " y"]
+    assert split("春眠，不觉晓。") == ["春眠", "，不觉晓", "。"]
+    assert split("it's foo_bar") == ["it", "'s", " foo", "_bar"]
+
+
+def test_training_is_deterministic_and_its_fingerprint_tells_content(seed_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    texts = [f"{word} {word[::-1]} 花{word}\n" for word in ("alpha", "beta", "gamma", "delta") for _ in range(9)]
+    first = train_tokenizer(iter(texts), 280, ["<end>"])
+    second = train_tokenizer(iter(texts), 280, ["<end>"])
+    first.save(tmp_path / "one")
+    second.save(tmp_path / "two")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert first.fingerprint() == second.fingerprint() == Tokenizer.load(tmp_path / "one").fingerprint()
+    assert first.fingerprint() != seed_tokenizer.fingerprint()
+    assert first.fingerprint() != train_tokenizer(iter(texts), 279, ["<end>"]).fingerprint()
+
+
+def test_a_small_sample_gives_fewer_entries() -> None:
+    assert train_tokenizer(iter(["ab"]), 300, ["<end>"]).vocabulary == 258  # the end, 256 bytes, and "ab"
+
+
+def test_saving_keeps_what_was_read(seed_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    seed_tokenizer.save(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
+    config |= {"chat_template": "{{ messages }}", "eos_token": {"content": "<|user|>", "special": True}}
+    (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(config))
+    again = Tokenizer.load(tmp_path / "a")
+    again.save(tmp_path / "b")
+    assert again.end_id == 1
+    assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text()) == config
+    assert again.fingerprint() != seed_tokenizer.fingerprint()
+
+
+def sentencepiece_like(folder: Path) -> Tokenizer:
+    inner: Any = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    specials = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=specials, show_progress=False)
+    inner.train_from_iterator(["a ros é by any name is a ros é"] * 9, trainer)
+    spec = json.loads(inner.to_str())
+    start = len(spec["model"]["vocab"])
+    spec["model"]["vocab"] |= {f"<0x{byte:02X}>": start + byte for byte in range(256)}
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return Tokenizer.load(folder)
+
+
+def test_byte_lengths_of_a_sentencepiece_like_tokenizer(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_like(tmp_path / "sp")
+    assert tokenizer.end_id == 2
+    for text in ("a ros é", "name 春🙂 is", "zzz"):
+        ids = tokenizer.encode(text)
+        # One more: the space that such tokenizers put before a text.
+        assert int(tokenizer.byte_lengths()[ids].sum()) == len(text.encode()) + 1
+    assert tokenizer.byte_lengths()[:3].tolist() == [0, 0, 0]
+    assert tokenizer.byte_lengths().dtype == np.int32
+
+
+def test_mistakes_are_explained(seed_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    fix = " Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
+    with pytest.raises(JinguError) as caught:
+        Tokenizer.load(tmp_path / "none")
+    assert str(caught.value) == f"{tmp_path / 'none'}: there is no tokenizer folder here." + fix
+
+    seed_tokenizer.save(tmp_path)
+    good = (tmp_path / "tokenizer.json").read_text()
+    for bad in (good[: len(good) // 2], "{}", '{"version": "1.0", "model": {"type": "Nonsense"}}', "[]", ""):
+        (tmp_path / "tokenizer.json").write_text(bad)
+        with pytest.raises(JinguError, match=r"the tokenizer is damaged \(.+\)\. Run `jingu tokenizer train`"):
+            Tokenizer.load(tmp_path)
+    spec = json.loads(good)
+    spec["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(JinguError, match="it has no special token to end documents with"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(good)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(JinguError, match=r"tokenizer_config\.json is not a JSON object"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(JinguError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: the tokenizer's folder has no tokenizer_config.json." + fix
+
+
+def test_impossible_training_is_explained() -> None:
+    with pytest.raises(JinguError) as caught:
+        train_tokenizer(iter(["x"]), 257, ["<a>", "<b>"])
+    assert str(caught.value) == "tokenizer.vocabulary: 257 is too small: 256 bytes and 2 special tokens need 258."
+    for specials in ([], ["<a>", "<a>"], [""]):
+        with pytest.raises(JinguError, match=r"tokenizer\.special_tokens: there must be at least one, each once"):
+            train_tokenizer(iter(["x"]), 300, specials)
