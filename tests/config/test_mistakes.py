@@ -1,11 +1,16 @@
 """What a newcomer does wrong in a run's file or on the command line, and the exact words of the answer."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jingu.config.explain import _ELSEWHERE, _VALUES, nearest
 from jingu.config.load import load_config
+from jingu.config.schema import RunConfig
+from jingu.config.strict_yaml import dump
 from jingu.config.tree import all_keys
 from jingu.errors import JinguError
 
@@ -136,3 +141,40 @@ def test_no_guess_where_two_are_as_near() -> None:
     assert nearest("fp16", ["fp64", "bf16"]) is None
     assert nearest("bf-16", ["auto", "fp32", "bf16", "fp64"]) == "bf16"
     assert nearest("x", []) is None
+
+
+# Whatever is written
+
+KEYS = st.one_of(st.sampled_from(sorted({part for key in all_keys() for part in key.split(".")})), st.text(max_size=4))
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["adamw", "lion", "auto", "none", "yes", "100", "1_0", "steps:3", ".txt", "bf16"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+OVERRIDE = st.builds("{}={}".format, st.sampled_from(all_keys()) | st.text(max_size=6), VALUES | st.text())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=st.dictionaries(KEYS, VALUES, min_size=1, max_size=5), overrides=st.lists(OVERRIDE, max_size=3))
+def test_any_tree_is_a_configuration_or_a_mistake(tree: dict[str, Any], overrides: list[str]) -> None:
+    Path("run.yaml").write_text(dump(tree), encoding="utf-8")
+    try:
+        load_config(Path("run.yaml"), overrides)
+    except JinguError as mistake:
+        assert "Input should" not in str(mistake)
+        assert "pydantic" not in str(mistake)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(raw=st.binary(max_size=40) | st.text(alphabet=":-[]{}#&*!|>'\"%@`,?~<\n\t aé0", max_size=40).map(str.encode))
+def test_any_bytes_are_a_configuration_or_a_mistake(raw: bytes) -> None:
+    Path("run.yaml").write_bytes(raw)
+    try:
+        assert load_config(Path("run.yaml")) == RunConfig()  # {} is a file of defaults.
+    except JinguError as mistake:
+        assert str(mistake).startswith(("run.yaml:", "there are "))
