@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -17,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +243,8 @@ def _in_processes(
     job: Callable[[Unit], Encoded | Refused], units: list[Unit], workers: int
 ) -> Generator[Encoded | Refused, None, None]:
     """Results in the order of the units; only a few units are under way or waiting at a time."""
-    # spawn: a forked child would inherit the threads of the tokenizer and of torch. Ctrl-C is the parent's.
-    pool = ProcessPoolExecutor(
-        workers, get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    )
+    # spawn: a forked child would inherit the threads of the tokenizer and of torch.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent)
     waiting: deque[Future[Encoded | Refused]] = deque()
     try:
         for unit in units:
@@ -262,6 +261,19 @@ def _in_processes(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _follow_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and end when the parent ends, however it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from typing import Any
 from jingu.config.schema import DataSettings
 from jingu.errors import JinguError
 
-UNIT_BYTES = 4 << 20
+UNIT_BYTES = 1 << 20
 """A unit of work holds about this many bytes: several small files, or a piece of a large .jsonl."""
 SAMPLE_BYTES = 256 << 10
 """Pieces in which a corpus is sampled."""

@@ -246,6 +246,30 @@ def test_a_killed_build_leaves_nothing_under_the_name(make_config: MakeConfig, t
     assert built == tree(tmp_path / "undisturbed")
 
 
+ORPHANS = """
+import multiprocessing, os, signal, sys
+from functools import partial
+from jingu.config.schema import RunConfig
+from jingu.data import build as module
+from jingu.text.corpus import plan_units
+def die(*_):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    module.plan_units = partial(plan_units, unit_bytes=700)
+    module.SplitWriter.add = die
+    module.build(RunConfig.model_validate_json(sys.argv[1]))
+"""
+
+
+def test_workers_end_with_a_killed_build(make_config: MakeConfig) -> None:
+    command = [sys.executable, "-c", ORPHANS, make_config(workers=2).model_dump_json()]
+    # The workers hold the pipe too: it closes, and the call returns, only when the last of them has ended.
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    assert len(done.stdout.split()) == 2
+
+
 def test_a_tokenizer_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"none: there is no tokenizer folder here\. Run `jingu tokenizer train`"):
         build(make_config(tokenizer=tmp_path / "none"))
