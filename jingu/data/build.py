@@ -50,15 +50,6 @@ class Encoded:
     tally: Tally
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A mistake found in a worker: the parts of a JinguError, to be raised where the user is."""
-
-    what: str
-    where: str
-    fix: str | None
-
-
 def build(config: RunConfig) -> None:
     """Build the data set of the run in `data.path`, unless the very same is there already."""
     path = Path(config.data.path)
@@ -228,24 +219,20 @@ def _encode_all(
     total = sum(span.end - span.start for unit in units for span in unit)
     with tqdm(total=total, unit="B", unit_scale=True, desc="data", disable=None) as bar, ExitStack() as stack:
         if workers == 1:
-            results: Iterator[Encoded | Refused] = (_encode(tokenizer, data, unit) for unit in units)
+            results: Iterator[Encoded] = (_encode(tokenizer, data, unit) for unit in units)
         else:
             job = partial(_encode_apart, tokenizer_path, tokenizer.fingerprint(), data)
             results = stack.enter_context(closing(_in_processes(job, units, workers)))
         for unit, result in zip(units, results, strict=True):
-            if isinstance(result, Refused):
-                raise JinguError(result.what, where=result.where, fix=result.fix)
             yield result
             bar.update(sum(span.end - span.start for span in unit))
 
 
-def _in_processes(
-    job: Callable[[Unit], Encoded | Refused], units: list[Unit], workers: int
-) -> Generator[Encoded | Refused, None, None]:
+def _in_processes(job: Callable[[Unit], Encoded], units: list[Unit], workers: int) -> Generator[Encoded, None, None]:
     """Results in the order of the units; only a few units are under way or waiting at a time."""
     # spawn: a forked child would inherit the threads of the tokenizer and of torch.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent)
-    waiting: deque[Future[Encoded | Refused]] = deque()
+    waiting: deque[Future[Encoded]] = deque()
     try:
         for unit in units:
             waiting.append(pool.submit(job, unit))
@@ -285,12 +272,9 @@ def _load_once(path: Path, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _encode_apart(path: Path, fingerprint: str, data: DataSettings, unit: Unit) -> Encoded | Refused:
+def _encode_apart(path: Path, fingerprint: str, data: DataSettings, unit: Unit) -> Encoded:
     """`_encode` in a worker."""
-    try:
-        return _encode(_load_once(path, fingerprint), data, unit)
-    except JinguError as error:
-        return Refused(error.what, str(error.where), error.fix)
+    return _encode(_load_once(path, fingerprint), data, unit)
 
 
 def _encode(tokenizer: Tokenizer, data: DataSettings, unit: Unit) -> Encoded:
