@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jingu.checkpoint.manifest import MANIFEST, read_manifest
+from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.checkpoint.store import read_tensor
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
@@ -85,12 +86,13 @@ def open_model(path: Path) -> OpenModel:
     if (path / MANIFEST).is_file():
         return _open_step(path)
     if (path / "model.json").is_file():
-        steps = sorted(path.glob(f"checkpoints/step-*/{MANIFEST}"))
+        checkpoints = path / "checkpoints"
+        steps = complete_steps(checkpoints)
         if not steps:
             raise JinguError(
                 "This run has no checkpoint yet.", where=path, fix="Train it first: `jingu train` saves one."
             )
-        return _open_step(steps[-1].parent)
+        return _open_step(step_folder(checkpoints, steps[-1]))
     return open_hf(path)
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from jingu.checkpoint import hub
 from jingu.checkpoint.hub import export_hf, load_model, open_hf, open_model
+from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.store import save
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
@@ -262,3 +264,32 @@ def test_tensors_pass_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> Non
 
     export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
     assert asked == list(hub.parameter_shapes(model.spec))
+
+
+def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "name"
+    model = made_model()
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "model.json").write_text(model.spec.to_json())
+    with pytest.raises(JinguError, match="This run has no checkpoint yet"):
+        open_model(run)
+    for step in (5, 10):
+        state = {f"model/{name}": value + step for name, value in model.state_dict().items()}
+        save(step_folder(run / "checkpoints", step), {**state, "optimizer/count": torch.zeros(3)}, {"step": step})
+    for path, step in ((run, 10), (step_folder(run / "checkpoints", 5), 5)):
+        opened = open_model(path)
+        assert opened.spec == model.spec
+        assert opened.tokenizer_folder is None
+        back = load_model(opened, torch.float64).state_dict()
+        assert all(torch.equal(back[name], (value + step).double()) for name, value in model.state_dict().items())
+    (run / "tokenizer").symlink_to(tokenizer_path)
+    assert open_model(run).tokenizer_folder == run / "tokenizer"
+
+    (run / "model.json").write_text(replaced(model.spec, layers=3).to_json())
+    with pytest.raises(
+        JinguError, match=r"missing: blocks\.2\.attention_norm\.weight, .*blocks\.2\.feed_forward\.down"
+    ):
+        open_model(run)
+    (run / "model.json").unlink()
+    with pytest.raises(JinguError, match="outside its run"):
+        open_model(step_folder(run / "checkpoints", 5))

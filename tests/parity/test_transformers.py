@@ -69,7 +69,7 @@ CASES = [
         "llama-biases-base",
         attention_bias=True,
         mlp_bias=True,
-        rope_parameters=dict(rope_type="default", rope_theta=531.0),
+        rope_parameters={"rope_type": "default", "rope_theta": 531.0},
     ),
     llama_case("llama-wide-heads-gelu", head_dim=22, hidden_act="gelu", num_hidden_layers=1),
     gpt2_case("gpt2-3-heads"),
