@@ -13,7 +13,15 @@ class JinguError(Exception):
         self.where = where
         self.fix = fix
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Cross a process boundary whole: `args` alone would pass the keywords by position."""
+        return _rebuilt, (type(self), self.what, self.where, self.fix)
+
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where is not None else ""
         remedy = f" {self.fix}" if self.fix else ""
         return f"{place}{self.what}{remedy}"
+
+
+def _rebuilt(kind: type[JinguError], what: str, where: object | None, fix: str | None) -> JinguError:
+    return kind(what, where=where, fix=fix)

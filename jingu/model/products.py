@@ -28,6 +28,16 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`, where `total` is as wide as the accumulation or wider than `a` and `b`."""
+    if computes_wide(a):
+        total.addmm_(a.float(), b.float())
+    elif total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, rounded once to the dtype of `x`."""
     if computes_wide(x):

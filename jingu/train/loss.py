@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jingu.model.products import matmul
+from jingu.model.products import accumulate_product, matmul
 
 # Elements of one chunk of logits. On CPU a chunk should stay near the caches (16 MB in fp32); on a card it should
 # be large enough to fill it.
@@ -21,18 +21,18 @@ ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of a chunk, and its gradient with respect to the logits (in their dtype).
+    """Summed cross-entropy of a chunk's trained tokens, and softmax minus one-hot for *every* token of it.
 
-    The arithmetic is fp32 at least; labels of -100 count neither for the sum nor for the gradient.
+    The arithmetic is fp32 at least; the second result has the logits' dtype. Rows whose label is -100 hold
+    something finite there that the caller must not use.
     """
-    wide_CV = logits_CV.float() if logits_CV.dtype in (torch.bfloat16, torch.float16) else logits_CV
-    trained_C1 = (labels_C >= 0).unsqueeze(1)
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     picked_C1 = labels_C.clamp_min(0).unsqueeze(1)
-    log_total_C1 = torch.logsumexp(wide_CV, dim=1, keepdim=True)
-    losses_C1 = (log_total_C1 - wide_CV.gather(1, picked_C1)) * trained_C1
-    gradient_CV = torch.exp(wide_CV - log_total_C1) * trained_C1
-    gradient_CV = gradient_CV.scatter_add(1, picked_C1, -trained_C1.to(wide_CV.dtype))
-    return losses_C1.sum(), gradient_CV.to(logits_CV.dtype)
+    scores_CV = torch.log_softmax(wide_CV, dim=1)
+    total = -(scores_CV.gather(1, picked_C1).squeeze(1) * (labels_C >= 0)).sum()
+    # In place: the chunk is the largest tensor of a step.
+    gradient_CV = scores_CV.exp_().scatter_add_(1, picked_C1, -torch.ones_like(picked_C1, dtype=scores_CV.dtype))
+    return total, gradient_CV.to(logits_CV.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -47,13 +47,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient_ND = torch.empty_like(hidden_ND) if wants else None
         # Summed over chunks in fp32 at least: bf16 would lose the small chunks' share.
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=total.dtype) if wants else None
+        trained_N1 = (labels_N >= 0).unsqueeze(1)
         for start in range(0, hidden_ND.shape[0], rows):
-            hidden_CD, labels_C = hidden_ND[start : start + rows], labels_N[start : start + rows]
-            loss, gradient_CV = chunk(matmul(hidden_CD, weight_VD.t()), labels_C)
+            part = slice(start, start + rows)
+            loss, gradient_CV = chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
             total += loss
             if hidden_gradient_ND is not None and weight_gradient_VD is not None:
-                hidden_gradient_ND[start : start + rows] = matmul(gradient_CV, weight_VD)
-                weight_gradient_VD += matmul(gradient_CV.t(), hidden_CD)
+                # The mask goes onto the narrow side of each product.
+                torch.mul(matmul(gradient_CV, weight_VD), trained_N1[part], out=hidden_gradient_ND[part])
+                accumulate_product(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * trained_N1[part])
         if wants:
             ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
             ctx.dtype = weight_VD.dtype
@@ -63,7 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
         scale = upstream[0]
-        hidden = (hidden_gradient_ND * scale).to(hidden_gradient_ND.dtype)
+        hidden = hidden_gradient_ND * scale.to(hidden_gradient_ND.dtype)
         return hidden, (weight_gradient_VD * scale).to(ctx.dtype), None, None, None
 
 

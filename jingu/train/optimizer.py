@@ -27,9 +27,9 @@ class Lion(torch.optim.Optimizer):
             if not params:
                 continue
             beta1, beta2 = group["betas"]
-            weights = [_local(parameter) for parameter in params]
-            grads = [_local(parameter.grad) for parameter in params]
-            momenta = [_local(self.state[parameter]["exp_avg"]) for parameter in params]
+            weights = [local(parameter) for parameter in params]
+            grads = [local(parameter.grad) for parameter in params]
+            momenta = [local(self.state[parameter]["exp_avg"]) for parameter in params]
             directions = torch._foreach_lerp(grads, momenta, beta1)
             torch._foreach_sign_(directions)
             torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
@@ -37,7 +37,8 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -11,12 +11,8 @@ from jingu.config.schema import (
     NoamSettings,
     Schedule,
     WarmupStableDecaySettings,
+    in_steps,
 )
-
-
-def in_steps(length: int | float, steps: int) -> int:
-    """A length given in steps (int) or as a fraction of the run (float), in steps."""
-    return length if isinstance(length, int) else round(length * steps)
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> float:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from jingu.config.batch import BatchPlan
 from jingu.model.decoder import Decoder
 from jingu.parallel.apply import before_micro_batch
+from jingu.train.optimizer import local
 from jingu.train.task import Task, to_device
 
 
@@ -37,8 +38,12 @@ def train_step(
     zero: int,
     clip_norm: float | None,
 ) -> StepResult:
-    """One step of the run. The loss is divided by the *global* number of trained tokens, so that it depends on
-    neither micro-batches nor ranks nor padding."""
+    """One step of the run.
+
+    The gradient is that of the summed loss divided by the *global* number of trained tokens, so that it depends on
+    neither micro-batches nor ranks nor padding. It is divided once, at the end and in the masters' dtype: what flows
+    backward in a narrow dtype is then neither tiny nor rounded for it.
+    """
     first = data_rank * plan.rows_per_rank
     batches = [
         task.batch(step, first + start, plan.micro_size) for start in range(0, plan.rows_per_rank, plan.micro_size)
@@ -49,9 +54,9 @@ def train_step(
     for number, batch in enumerate(batches, start=1):
         before_micro_batch(model, zero, last=number == len(batches))
         loss = task.loss(model, to_device(batch, device))
-        (loss * share.to(loss.dtype)).backward()
+        loss.backward()
         total += loss.detach()
-    norm = clip(model, clip_norm)
+    norm = scale_gradients(model, share, clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(summed_over_ranks(total) * share, norm)
@@ -64,11 +69,15 @@ def summed_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def clip(model: nn.Module, largest: float | None) -> Tensor:
-    """Global norm of the gradients; they are scaled down in place where it exceeds `largest`."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if largest is None:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:
-        norm = nn.utils.clip_grad_norm_(parameters, largest)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def scale_gradients(model: nn.Module, share: Tensor, largest: float | None) -> Tensor:
+    """Multiply the gradients by `share`, and so much more that their global norm does not exceed `largest`.
+
+    Returns:
+        The global norm before clipping.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * share
+    factor = share if largest is None else share * (largest / (norm + 1e-6)).clamp_max(1.0)
+    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+    return norm

@@ -1,6 +1,7 @@
 """Schedules against the formulas they are named after."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from jingu.config.schema import (
     LinearSettings,
     NoamSettings,
     WarmupStableDecaySettings,
+    in_steps,
 )
-from jingu.train.schedule import in_steps, learning_rate
+from jingu.train.schedule import learning_rate
 
 PEAK = 3e-4
 ALL = [
@@ -41,7 +43,7 @@ def test_never_above_the_peak_nor_below_the_minimum_once_warm(schedule, steps):
     assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates)
     warm = [learning_rate(schedule, PEAK, step, steps) for step in range(min(10, steps), steps)]
     assert all(rate >= schedule.minimum for rate in warm)
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in zip(warm, warm[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(warm))
 
 
 def test_cosine_equals_torch():
