@@ -1,0 +1,64 @@
+"""`python -m bench [NAME ...]`: run the benchmarks and bring docs/benchmarks.md up to date."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+NAMES = {
+    "startup": "Waiting for the first sign of life",
+    "train_step": "A training step of a 17M Llama (6 layers, 384 wide, vocabulary 16,384), sequence 512, batch 4, 2 threads",
+    "loop": "The loop beside a bare one around the same model (17M Llama, fp32, not compiled)",
+}
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Every table is made by `make bench` (one of them: `python -m bench NAME`), which also writes this page. Ratios come
+from one run on one machine, the two sides in turn; absolute figures depend on the machine named under each table.
+"""
+
+
+def machine() -> str:
+    """The machine, in a line."""
+    import torch
+
+    from jingu.runtime.ranks import usable_cores
+
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return (
+        f"{usable_cores()} cores of {model} ({torch.backends.cpu.get_cpu_capability()}), "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
+    )
+
+
+def section(name: str) -> str:
+    """Run one benchmark; its part of the page."""
+    table = importlib.import_module(f"bench.{name}").run()
+    return f"\n## {NAMES[name]}\n\n`python -m bench {name}` · {machine()}\n\n{table}\n"
+
+
+def main() -> None:
+    """Run the benchmarks named on the command line, or all, and replace their sections in the page."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else HEAD
+    for name in sys.argv[1:] or NAMES:
+        made = section(name)
+        print(made, flush=True)
+        pattern = re.compile(rf"\n## {re.escape(NAMES[name])}\n.*?(?=\n## |\Z)", re.DOTALL)
+        text = pattern.sub(lambda _match, made=made: made, text) if pattern.search(text) else text + made
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
