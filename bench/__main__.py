@@ -11,7 +11,7 @@ from pathlib import Path
 
 NAMES = {
     "startup": "Waiting for the first sign of life",
-    "train_step": "A training step of a 17M Llama (6 layers, 384 wide, vocabulary 16,384), sequence 512, batch 4, 2 threads",
+    "train_step": "A training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "The loop beside a bare one around the same model (17M Llama, fp32, not compiled)",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

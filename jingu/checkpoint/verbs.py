@@ -1,4 +1,4 @@
-"""`jingu checkpoint list | verify | diff`."""
+"""`jingu checkpoint list | verify | diff`, and `jingu export`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jingu.checkpoint.hub import export_hf, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
 from jingu.checkpoint.store import names, read_state, read_tensor
@@ -17,6 +18,20 @@ from jingu.checkpoint.store import verify as problems_of
 from jingu.errors import JinguError
 
 _ELEMENTS = 1 << 20
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export(model: Path, to: Path, dtype: str = "fp32") -> None:
+    """Write a model (a run, a step of one, a Hugging Face folder) as a Hugging Face folder.
+
+    Raises:
+        JinguError: the model cannot be read, it has no tokenizer, or `to` holds something.
+    """
+    opened = open_model(model)
+    if opened.tokenizer_folder is None:
+        raise JinguError("The model has no tokenizer.", where=model, fix="Copy its tokenizer.json into the folder.")
+    export_hf(opened.spec, opened.read, opened.tokenizer_folder, to, _DTYPES[dtype])
+    print(f"Wrote {to} in {dtype}; transformers loads it as it is.")
 
 
 def list_checkpoints(path: Path) -> None:
