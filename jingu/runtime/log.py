@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from jingu.runtime.ranks import Ranks
+from jingu.errors import JinguError
+from jingu.runtime.ranks import Ranks, first_to_fail
 
 LOGGER = logging.getLogger("jingu")
 
@@ -16,10 +19,12 @@ def say(message: str) -> None:
     LOGGER.info(message)
 
 
-def open_log(folder: Path, ranks: Ranks) -> list[logging.Handler]:
-    """Log into FOLDER/rank-NNNNN.log, and to the terminal too where this is the first rank."""
+@contextmanager
+def logging_to(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Log into FOLDER/rank-NNNNN.log, and to the terminal too where this is the first rank. What breaks the block
+    off is logged as well, so that each rank's file tells how it ended."""
     folder.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank-{ranks.rank:05d}.log", encoding="utf-8")]
+    handlers: list[logging.Handler] = [_FileHandler(folder / f"rank-{ranks.rank:05d}.log", encoding="utf-8")]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if ranks.is_first:
         handlers.append(_TerminalHandler())
@@ -27,20 +32,44 @@ def open_log(folder: Path, ranks: Ranks) -> list[logging.Handler]:
     LOGGER.propagate = False
     for handler in handlers:
         LOGGER.addHandler(handler)
-    return handlers
+    try:
+        yield
+    except JinguError as error:
+        LOGGER.error("%s", error)
+        raise
+    except Exception:
+        LOGGER.exception("the run broke off")
+        raise
+    finally:
+        for handler in handlers:
+            LOGGER.removeHandler(handler)
+            handler.close()
 
 
-def close_log(handlers: list[logging.Handler]) -> None:
-    """Stop logging to `handlers` and close their files."""
-    for handler in handlers:
-        LOGGER.removeHandler(handler)
-        handler.close()
+@contextmanager
+def one_voice(ranks: Ranks) -> Iterator[None]:
+    """Let only the first rank that fails tell of it. The others leave quietly: their failures follow from that one,
+    or are the same one."""
+    try:
+        yield
+    except Exception as error:
+        if first_to_fail(ranks):
+            raise
+        raise SystemExit(2 if isinstance(error, JinguError) else 1) from None
+
+
+class _FileHandler(logging.FileHandler):
+    """On a full disk the log ends, and the run does not."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        pass
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints above the progress bar rather than through it."""
+    """Prints above the progress bar rather than through it. Errors reach the terminal by the command line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        tqdm.write(record.getMessage(), file=sys.stderr)
+        if record.levelno < logging.ERROR:
+            tqdm.write(record.getMessage(), file=sys.stderr)

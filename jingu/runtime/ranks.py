@@ -1,4 +1,4 @@
-"""Processes of a run: finding one's rank, joining the group, agreeing, starting local ranks.
+"""Processes of a run: finding one's rank, joining the group, agreeing.
 
 This is the only room (with `launch/`) that reads environment variables.
 """
@@ -6,9 +6,7 @@ This is the only room (with `launch/`) that reads environment variables.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,16 +111,12 @@ def from_first(value: int) -> int:
     return int(box.item())
 
 
-def start_local_ranks(processes: int, arguments: Sequence[str]) -> int:
-    """Run `jingu ARGUMENTS` as `processes` local ranks through torchrun; returns its exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "jingu", *arguments]
-    # torchrun sets one thread a process and warns, unless told; `joined` then sets the real number.
-    environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes)), **os.environ}
-    child = subprocess.Popen(command, env=environment)
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            # The terminal has sent Ctrl-C to torchrun as well, and it asks the ranks to save and leave.
-            continue
+def first_to_fail(ranks: Ranks) -> bool:
+    """Whether this rank is the first that asks. It does not wait for the others, so that a failing rank can ask."""
+    if ranks.world == 1:
+        return True
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return bool(store.compare_set("jingu/first-to-fail", "", str(ranks.rank)) == str(ranks.rank).encode())
+    except RuntimeError:  # whoever held the store is gone
+        return True

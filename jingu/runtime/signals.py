@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +16,23 @@ import torch.distributed as dist
 class StopRequest:
     """Set by a signal; a second signal of the same kind acts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: bool = False) -> None:
         self.signal: signal.Signals | None = None
+        self._tell = tell
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
+        if self._tell:
+            # Straight to the terminal: the interrupted code may be in the middle of printing.
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nSaving after this step, then leaving; a second time leaves at once.\n")
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a `StopRequest` while inside."""
-    request = StopRequest()
+def listening(tell: bool = False) -> Iterator[StopRequest]:
+    """Turn SIGINT and SIGTERM into a `StopRequest` while inside; `tell` the person at the terminal that it came."""
+    request = StopRequest(tell)
     before = {number: signal.signal(number, request._receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.resume import complete_steps, step_folder
+from jingu.checkpoint.store import read_state
 from jingu.config.compare import harmful_differences
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
@@ -32,6 +39,11 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def data_receipt(self) -> list[str]:
+        """What the training data is: checksums of its shards, in order."""
+        return [shard.bin_xxh3 for shard in self.train.manifest.train.shards]
+
 
 def open_run(config: RunConfig) -> Run:
     """Open tokenizer and data set, build the spec, and check that they fit each other and the run's folder.
@@ -40,7 +52,7 @@ def open_run(config: RunConfig) -> Run:
         JinguError: something is missing, or two things do not belong together.
     """
     folder = Path(config.runs) / config.name
-    _check_folder(folder, config)
+    _check_configuration(folder, config)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     train = open_dataset(Path(config.data.path), "train")
     check_tokenizer(train, tokenizer)
@@ -48,10 +60,18 @@ def open_run(config: RunConfig) -> Run:
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = open_dataset(Path(config.data.path), "held_out")
-    return Run(config, folder, spec, tokenizer, train, held_out)
+    _check_prompts(config, spec, tokenizer)
+    if config.train.tensorboard and find_spec("tensorboard") is None:
+        raise JinguError(
+            "train.tensorboard is on, but the tensorboard package is not installed.",
+            fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
+        )
+    run = Run(config, folder, spec, tokenizer, train, held_out)
+    _check_checkpoints(run)
+    return run
 
 
-def _check_folder(folder: Path, config: RunConfig) -> None:
+def _check_configuration(folder: Path, config: RunConfig) -> None:
     stored = folder / "config.yaml"
     if not stored.exists():
         return
@@ -64,24 +84,120 @@ def _check_folder(folder: Path, config: RunConfig) -> None:
         )
 
 
+def _check_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    settings = config.evaluation
+    for number, prompt in enumerate(settings.prompts if settings.every else []):
+        size = len(tokenizer.encode(prompt)) or 1
+        if size + settings.prompt_tokens > spec.context:
+            raise JinguError(
+                f"the prompt has {size} tokens and {settings.prompt_tokens} more (evaluation.prompt_tokens) follow, "
+                f"but the model's context is {spec.context} tokens.",
+                where=f"evaluation.prompts[{number}]",
+                fix="Shorten the prompt, lower evaluation.prompt_tokens, or raise model.context.",
+            )
+
+
+def _check_checkpoints(run: Run) -> None:
+    """What the run has already been trained with must be what it goes on with."""
+    steps = complete_steps(run.checkpoints)
+    if steps and run.config.checkpoint.resume == "never":
+        raise JinguError(
+            f"the run has a checkpoint at step {steps[-1]}, and checkpoint.resume is never.",
+            where=run.folder,
+            fix="Set checkpoint.resume=auto to go on, or choose another name (name=...).",
+        )
+    for step in reversed(steps):
+        try:
+            state = read_state(step_folder(run.checkpoints, step))
+        except CheckpointError:
+            continue  # a damaged one is passed over when the run resumes
+        if state["data"] != run.data_receipt:
+            raise JinguError(
+                f"the run was trained until step {step} on another data set than the one in {run.train.path}.",
+                where=run.folder,
+                fix="Put that data set back, or start a new run (name=...).",
+            )
+        return
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """Make the run's folder and keep other processes from training the same run, while inside.
+
+    The lock goes with the process, however it ends.
+
+    Raises:
+        JinguError: the folder cannot be made, or another process trains the run.
+    """
+    try:
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run.folder, os.O_RDONLY)
+    except OSError as error:
+        raise cannot_write(error, run.folder) from error
+    try:
+        _lock(descriptor, run.folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise JinguError(
+            "another process is training this run now.",
+            where=folder,
+            fix="Wait for it, stop it, or choose another name (name=...).",
+        ) from None
+    except OSError:
+        return  # not every shared file system has locks
+
+
 def write_run(run: Run) -> None:
-    """Make the run's folder and write what belongs to the whole run: configuration, spec, tokenizer."""
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    replace_text(run.folder / "config.yaml", dump_yaml(run.config))
-    replace_text(run.folder / "model.json", run.spec.model_dump_json(indent=2) + "\n")
-    tokenizer = run.folder / "tokenizer"
-    if not tokenizer.exists():
-        partial = run.folder / ".tokenizer.partial"
+    """Write what belongs to the whole run into its folder: configuration, spec, tokenizer.
+
+    Raises:
+        JinguError: the folder cannot be written.
+    """
+    try:
+        replace_text(run.folder / "config.yaml", dump_yaml(run.config))
+        replace_text(run.folder / "model.json", run.spec.model_dump_json(indent=2) + "\n")
+        _copy_tokenizer(run)
+    except OSError as error:
+        raise cannot_write(error, run.folder) from error
+
+
+def _copy_tokenizer(run: Run) -> None:
+    tokenizer, partial = run.folder / "tokenizer", run.folder / ".tokenizer.partial"
+    if tokenizer.exists() and Tokenizer.load(tokenizer).fingerprint() == run.tokenizer.fingerprint():
+        return
+    try:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(run.config.tokenizer.path, partial)
+        run.tokenizer.save(partial)
+        shutil.rmtree(tokenizer, ignore_errors=True)
         partial.replace(tokenizer)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def cannot_write(error: OSError, where: Path) -> JinguError:
+    """The words for a run's file or folder that cannot be written."""
+    return JinguError(
+        f"this cannot be written ({error.strerror}).",
+        where=error.filename or where,
+        fix="Make room on the disk, mend its permissions, or choose another folder for runs (runs=...).",
+    )
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file under its final name only when it is whole."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from jingu.config.batch import plan_batch
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
-from jingu.runtime.log import close_log, open_log
-from jingu.runtime.ranks import Ranks, all_agree, joined, start_local_ranks, under_launcher
-from jingu.runtime.signals import SharedStop, listening
-from jingu.train.run import open_run, write_run
+from jingu.runtime.local import STOPPED, start_local_ranks
+from jingu.runtime.log import logging_to, one_voice
+from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
+from jingu.runtime.signals import SharedStop, StopRequest, listening
+from jingu.train.run import held, open_run, write_run
 from jingu.train.session import train_run
 
 
@@ -23,20 +24,31 @@ def train(config: RunConfig, processes: int | None = None) -> int:
         The exit code: 0 when the run is complete, 130 where it was asked to stop and saved.
 
     Raises:
-        JinguError: the configuration, the data or the run's folder do not allow the run to start.
+        JinguError: the configuration, the data or the run's folder do not allow the run to start or to go on.
     """
     if processes is not None and processes > 1 and not under_launcher():
         return _start_ranks(config, processes)
     threads = None if config.device.threads == "auto" else config.device.threads
-    with joined(config.device.type, threads) as ranks, listening() as request:
+    with joined(config.device.type, threads) as ranks, listening(tell=ranks.is_first) as request:
+        return train_joined(config, ranks, request)
+
+
+def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest) -> int:
+    """`train`, as one of the ranks of a group that exists."""
+    with ExitStack() as stack:
+        stack.enter_context(one_voice(ranks))
         run, plan = open_run(config), plan_batch(config.batch, ranks.world)
-        _first_rank(ranks, lambda: write_run(run))
-        handlers = open_log(run.folder / "log", ranks)
+        error: Exception | None = None
         try:
-            complete = train_run(run, plan, ranks, SharedStop(request, ranks.world))
-        finally:
-            close_log(handlers)
-    return 0 if complete else 130
+            if ranks.is_first:
+                stack.enter_context(held(run))
+                write_run(run)
+        except Exception as raised:
+            error = raised
+        if not all_agree(error is None):
+            raise error or SystemExit(2)
+        stack.enter_context(logging_to(run.folder / "log", ranks))
+        return 0 if train_run(run, plan, ranks, SharedStop(request, ranks.world)) else STOPPED
 
 
 def _start_ranks(config: RunConfig, processes: int) -> int:
@@ -47,15 +59,3 @@ def _start_ranks(config: RunConfig, processes: int) -> int:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")
         return start_local_ranks(processes, ["train", str(file)])
-
-
-def _first_rank(ranks: Ranks, action: Callable[[], None]) -> None:
-    """Let the first rank act; where it fails, all ranks leave, and only it says why."""
-    error: Exception | None = None
-    if ranks.is_first:
-        try:
-            action()
-        except Exception as raised:
-            error = raised
-    if not all_agree(error is None):
-        raise error or SystemExit(2)

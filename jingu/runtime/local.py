@@ -1,0 +1,107 @@
+"""Ranks on this machine: as many processes of one command as asked for, started, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import torch.distributed as dist
+
+from jingu.errors import JinguError
+from jingu.runtime.ranks import usable_cores
+
+GRACE_SECONDS = 20.0
+"""How long the other ranks may take to leave by themselves after one has failed."""
+STOPPED = 130
+"""Exit code of a rank that was asked to stop, and saved."""
+_WATCH_SECONDS = 0.05
+
+Child = subprocess.Popen[bytes]
+
+
+def start_local_ranks(processes: int, arguments: Sequence[str]) -> int:
+    """Run `jingu ARGUMENTS` as `processes` local ranks; returns the exit code of the one that failed, or 0.
+
+    The ranks find each other as under torchrun, by its environment variables and a store that this process holds.
+    SIGINT and SIGTERM are handed on to each rank once, so that all of them save and leave.
+
+    Raises:
+        JinguError: a rank was killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    common = {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    children: list[Child] = []
+    with _handing_on_signals(children):
+        for rank in range(processes):
+            command = [sys.executable, "-m", "jingu", *arguments]
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A group of their own: Ctrl-C in the terminal reaches them through this process, and only once.
+            children.append(subprocess.Popen(command, env={**common, **own}, process_group=0))
+        try:
+            codes = _watch(children)
+        finally:
+            _kill(children)
+    return _verdict(codes)
+
+
+@contextmanager
+def _handing_on_signals(children: list[Child]) -> Iterator[None]:
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(children: list[Child]) -> list[int | None]:
+    """Wait until all ranks have ended, or until one has failed and the grace of the others is over."""
+    deadline: float | None = None
+    while any(child.poll() is None for child in children):
+        if deadline is None and any(child.returncode not in (None, 0, STOPPED) for child in children):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(_WATCH_SECONDS)
+    return [child.returncode for child in children]
+
+
+def _kill(children: list[Child]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+def _verdict(codes: Sequence[int | None]) -> int:
+    """One exit code for all ranks. None is a rank that had to be ended, for another one's failure."""
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            why = ", most likely because memory ran out" if -code == signal.SIGKILL else ""
+            raise JinguError(
+                f"rank {rank} was ended by {name}{why}; the other ranks left.",
+                fix="The same command goes on from the last checkpoint.",
+            )
+    failed = [code for code in codes if code]
+    # Where one rank met a mistake that can be mended, the others' failures follow from it.
+    return 2 if 2 in failed else failed[0] if failed else 0
