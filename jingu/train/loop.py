@@ -40,6 +40,8 @@ class Progress:
     loss_sum: float = 0.0
     """Losses of the steps since the last line of metrics.jsonl."""
     loss_steps: int = 0
+    evaluation_due: bool = False
+    """Whether the run was stopped at a step that it should have evaluated."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
         Whether the run is complete; False where a stop was asked for (and the state saved).
     """
     config, steps = loop.run.config, loop.run.config.train.steps
-    losses = torch.zeros((), dtype=torch.float64, device=loop.ranks.device)
+    losses = torch.tensor(progress.loss_sum, dtype=torch.float64, device=loop.ranks.device)
+    if progress.evaluation_due:
+        progress.evaluation_due = False
+        _evaluate(loop, progress, metrics)
     meter = Meter(progress)
     with tqdm(total=steps, initial=progress.step, unit="step", disable=metrics is None, dynamic_ncols=True) as bar:
         while progress.step < steps:
@@ -86,13 +91,14 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
             stops = stop.asked() and not ends
             logs = ends or _due(progress.step, config.train.log_every)
             saves = ends or stops or _due(progress.step, config.checkpoint.every)
-            evaluates = ends or (_due(progress.step, config.evaluation.every) and not stops)
+            due = ends or _due(progress.step, config.evaluation.every)
+            evaluates, progress.evaluation_due = due and not stops, due and stops
             if logs or evaluates or saves:
-                progress.loss_sum += float(losses.item())  # waits for the device, so the clock is read after it
-                losses.zero_()
+                progress.loss_sum = float(losses.item())  # waits for the device, so the clock is read after it
                 meter.read(progress)
             if logs:
                 _log(loop, progress, result, meter, metrics, bar)
+                losses.zero_()
             if evaluates:
                 _evaluate(loop, progress, metrics)
             if saves:
@@ -103,7 +109,7 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
             if logs or evaluates or saves:
                 meter.skip()
     stop.settle()
-    return progress.step == steps
+    return progress.step >= steps
 
 
 def _step(loop: Loop, progress: Progress) -> StepResult:

@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jingu.train.run import cannot_write, replace_text
+
 
 class MetricsFile:
     """Appends lines; a resumed run first drops the lines of steps that it will take again."""
 
-    def __init__(self, path: Path, *, resume_at: int | None, tensorboard: Path | None = None) -> None:
-        self._keep_until(path, resume_at)
-        self._file = path.open("a", encoding="utf-8")
-        self._writer = _tensorboard(tensorboard) if tensorboard else None
+    def __init__(
+        self, path: Path, *, resume_at: int | None, evaluated: bool = True, tensorboard: Path | None = None
+    ) -> None:
+        """Open `path`, or raise JinguError.
+
+        Args:
+            resume_at: the last step whose lines stay; None for a run that begins.
+            evaluated: whether an evaluation of that step stays, too.
+            tensorboard: folder for the same numbers as TensorBoard events.
+        """
+        self._path = path
+        try:
+            self._keep_until(path, resume_at, evaluated)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(error, path) from error
+        self._writer = _tensorboard(tensorboard, resume_at) if tensorboard else None
 
     @staticmethod
-    def _keep_until(path: Path, step: int | None) -> None:
+    def _keep_until(path: Path, step: int | None, evaluated: bool) -> None:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would also split at U+2028
+        # A killed run's last line may end within a character. splitlines() would also split at U+2028.
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # a killed run's last line
+            except json.JSONDecodeError:
                 continue
-            if step is not None and record.get("step", 0) <= step:
+            again = not evaluated and record.get("type") in ("evaluation", "sample")
+            if step is not None and record.get("step", 0) <= step - again:
                 kept.append(line)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, "".join(f"{line}\n" for line in kept))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line, flushed."""
+        """Append one line, flushed. Raises JinguError where the disk does not take it."""
         record = {"type": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise cannot_write(error, self._path) from error
         if self._writer is not None:
             for key, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -51,7 +70,8 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take has been told of
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
 
@@ -61,14 +81,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard(folder: Path) -> Any:
-    from jingu.errors import JinguError
+def _tensorboard(folder: Path, resume_at: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
 
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise JinguError(
-            "train.tensorboard is on, but the tensorboard package is not installed.",
-            fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
-        ) from None
-    return SummaryWriter(str(folder))
+    # Events of steps that will be taken again are struck out.
+    return SummaryWriter(str(folder), purge_step=None if resume_at is None else resume_at + 1)

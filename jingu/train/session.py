@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
+from jingu.checkpoint.hub import Shapes, parameter_shapes
 from jingu.checkpoint.resume import find_latest, prune, step_folder
 from jingu.checkpoint.store import load, read_state, save
 from jingu.config.batch import BatchPlan
@@ -18,7 +19,7 @@ from jingu.data.batches import BatchSource
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import LearnedPositions, ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import build_mesh, data_rank
 from jingu.runtime.device import has_compiler, measured_peak
@@ -37,6 +38,8 @@ COMPILE_SECONDS = 60.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/benchmarks.md has the figures."""
 COMPILE_GAIN = 0.15
 """Share of a run's time that compiled blocks save."""
+NONE, NO_GOOD_ONE = -1, -2
+"""In place of a step: the run has no checkpoint, or only damaged ones."""
 
 
 def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool:
@@ -45,22 +48,12 @@ def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool
     precision = choose_precision(config.precision, ranks.device)
     mesh = build_mesh(config.parallel, ranks)
     peak = measured_peak(ranks.device, precision.compute) * ranks.world
-    task, (model, optimizer) = _pretraining(run, False), _build(run, mesh, ranks, precision, False)
-    flops = flops_per_token(run.spec, model, config.batch.sequence_length)
+    shapes = parameter_shapes(run.spec)
+    parameters = sum(shape.numel() for shape in shapes.values())
+    flops = flops_per_token(run.spec, shapes, config.batch.sequence_length)
     seconds = config.train.steps * plan.tokens_per_step * flops / (0.5 * peak)
-    compiles = all_agree(_decide_compile(config, ranks.device, seconds))
-    if compiles:
-        try:
-            task, (model, optimizer) = _pretraining(run, True), _build(run, mesh, ranks, precision, True)
-            say("Compiling; the first step takes a while.")
-            _dry_run(run, task, model, mesh, plan, ranks)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            say(f"torch.compile failed ({_first_line(error)}); going on without it.")
-            torch._dynamo.reset()
-            compiles = False
-            task, (model, optimizer) = _pretraining(run, False), _build(run, mesh, ranks, precision, False)
-    if not compiles:
-        _dry_run(run, task, model, mesh, plan, ranks)
+    wanted = all_agree(_decide_compile(config, ranks.device, seconds))
+    task, model, optimizer, compiles = _prepare(run, mesh, plan, ranks, precision, compiles=wanted)
     progress = _find_way_back(run, model, optimizer, ranks)
     loop = Loop(
         run=run,
@@ -74,13 +67,16 @@ def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool
         peak_flops=peak,
         save=lambda now: _save(run, model, optimizer, now, ranks),
     )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     say(_summary(run, plan, ranks, precision, compiles, parameters))
+    if progress.step >= config.train.steps:
+        say(f"The run is complete already: {progress.step} steps are done.")
+        return True
     resumed = progress.step or None
     if not ranks.is_first:
         return train_loop(loop, progress, stop, None)
     board = run.folder / "tensorboard" if config.train.tensorboard else None
-    with MetricsFile(run.folder / "metrics.jsonl", resume_at=resumed, tensorboard=board) as metrics:
+    file = run.folder / "metrics.jsonl"
+    with MetricsFile(file, resume_at=resumed, evaluated=not progress.evaluation_due, tensorboard=board) as metrics:
         metrics.write(
             "start",
             progress.step,
@@ -97,6 +93,30 @@ def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool
             resumed_from=resumed,
         )
         return train_loop(loop, progress, stop, metrics)
+
+
+def _prepare(
+    run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
+) -> tuple[Task, Decoder, torch.optim.Optimizer, bool]:
+    """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
+    task, (model, optimizer) = _pretraining(run, compiles), _build(run, mesh, ranks, precision, compiles)
+    if compiles:
+        say("Compiling; the first step takes a while.")
+    try:
+        _dry_run(run, task, model, mesh, plan, ranks)
+        return task, model, optimizer, compiles
+    except RuntimeError as error:
+        if not (compiles and _from_compiler(error)):
+            raise
+        say(f"torch.compile failed ({_first_line(error)}); going on without it.")
+    torch._dynamo.reset()
+    del model, optimizer
+    return _prepare(run, mesh, plan, ranks, precision, compiles=False)
+
+
+def _from_compiler(error: BaseException) -> bool:
+    """Whether an error is the compiler's own rather than one of the code that it compiles."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def _pretraining(run: Run, compiles: bool) -> Task:
@@ -145,39 +165,36 @@ def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: Batch
 
 
 def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Progress:
-    """Load the newest complete checkpoint of the run, if there is one, and say which were passed over and why."""
-    step = -1
+    """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why.
+
+    Raises:
+        JinguError: there are checkpoints, and none of them is good.
+    """
+    step = NONE
     if ranks.is_first:
         found = find_latest(run.checkpoints)
         for folder, reason in found.passed_over:
-            say(f"Passing over {folder.name}: {reason}")
-        step = -1 if found.step is None else found.step
+            say(f"Passing over {folder.name}: {reason}.")
+        step = found.step if found.step is not None else NO_GOOD_ONE if found.passed_over else NONE
     step = from_first(step)
-    if step < 0:
-        return Progress()
-    if run.config.checkpoint.resume == "never":
+    if step == NO_GOOD_ONE:
         raise JinguError(
-            f"the run has a checkpoint at step {step}, and checkpoint.resume is never.",
-            where=run.folder,
-            fix="Set checkpoint.resume=auto to go on, or choose another name.",
+            "the run has checkpoints, and none of them is good.",
+            where=run.checkpoints,
+            fix="Restore one from a copy, or delete the folder to start the run over.",
         )
+    if step == NONE:
+        return Progress()
     folder = step_folder(run.checkpoints, step)
     load(folder, checkpoint_tensors(model, optimizer), agree=all_agree)
-    state = read_state(folder)
-    if state["data"] != _data_receipt(run):
-        raise JinguError(
-            f"the checkpoint at step {step} was trained on another data set than the one in {run.config.data.path}.",
-            where=run.folder,
-            fix="Put the data set back, or start a new run under another name.",
-        )
     say(f"Going on from step {step}.")
-    return Progress(**state["progress"])
+    return Progress(**read_state(folder)["progress"])
 
 
 def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
     state = {
         "progress": asdict(progress),
-        "data": _data_receipt(run),
+        "data": run.data_receipt,
         "seed": run.config.seed,
         "ranks": ranks.world,
         "versions": {"jingu": __version__, "torch": torch.__version__},
@@ -194,11 +211,6 @@ def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: 
         prune(run.checkpoints, run.config.checkpoint.keep, current=progress.step)
 
 
-def _data_receipt(run: Run) -> list[str]:
-    """What the training data is: checksums of its shards, in order."""
-    return [shard.bin_xxh3 for shard in run.train.manifest.train.shards]
-
-
 def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Everything a checkpoint holds, by logical name."""
     tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
@@ -206,11 +218,13 @@ def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict
     return tensors
 
 
-def flops_per_token(spec: ModelSpec, model: Decoder, sequence: int) -> float:
+def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int) -> float:
     """Operations a token of forward and backward: 6 a weight that is multiplied, and the causal half of attention."""
-    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)
+    weights = sum(shape.numel() for shape in shapes.values() if len(shape) >= 2)
     if not spec.tied_embeddings:
         weights -= spec.vocabulary * spec.width
+    if isinstance(spec.position, LearnedPositions):
+        weights -= spec.context * spec.width
     return 6.0 * weights + 6.0 * spec.layers * spec.attention.heads * spec.attention.head_size * sequence
 
 
