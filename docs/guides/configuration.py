@@ -1,0 +1,73 @@
+"""Prints configuration.md from the schema: `python docs/guides/configuration.py > docs/guides/configuration.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from jingu.config.schema import RunConfig, Settings
+from jingu.config.tree import describe, field_kinds, sections
+
+OPENING = """\
+# Every setting
+
+A setting stands in a run's file under its section (`optimizer:` and, indented on the next line, `lr: 3e-4`), and on the
+command line with a dot (`optimizer.lr=3e-4`). `jingu config show RUN.yaml` prints all of them as your run has them.
+
+This page is made from `jingu/config/schema.py` by `python docs/guides/configuration.py > docs/guides/configuration.md`;
+a test checks that the two agree.
+
+## The top level
+"""
+
+
+def guide() -> str:
+    """The whole page."""
+    lines = [OPENING, *table(RunConfig, "", list(RunConfig.model_fields))]
+    for name, field in RunConfig.model_fields.items():
+        variants = sections(field)
+        if variants:
+            lines += ["", f"## {name}", "", *section(name, field, variants)]
+    return "\n".join(lines) + "\n"
+
+
+def section(name: str, field: FieldInfo, variants: dict[str, type[Settings]]) -> Iterator[str]:
+    """One section; where it has several types, what they have in common comes first."""
+    models = list(variants.values())
+    if len(models) == 1:
+        yield from [models[0].__doc__ or "", "", *table(models[0], f"{name}.", list(models[0].model_fields))]
+        return
+    default = field.get_default(call_default_factory=True).type
+    common = [key for key in models[0].model_fields if len({row(model, key, "") for model in models}) == 1]
+    yield f"What else it has depends on `{name}.type`; without one, it is `{default}`."
+    if common:
+        yield from ["", "Every type has:", "", *table(models[0], f"{name}.", common)]
+    for tag, model in variants.items():
+        own = [key for key in model.model_fields if key not in {*common, "type"}]
+        yield from ["", f"### {name}, `type: {tag}`", "", model.__doc__ or ""]
+        yield from ["", *table(model, f"{name}.", own)] if own else []
+
+
+def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
+    """The settings `keys` of one section, those that are sections themselves left out."""
+    yield "| setting | default | takes | what it is |"
+    yield "|---|---|---|---|"
+    for key in keys:
+        if not sections(model.model_fields[key]):
+            yield row(model, key, prefix)
+
+
+def row(model: type[Settings], key: str, prefix: str) -> str:
+    """A line of the table; nothing for a setting that the section does not have."""
+    field = model.model_fields.get(key)
+    if field is None:
+        return ""
+    default = field.get_default(call_default_factory=True)
+    shown = default if isinstance(default, str) else json.dumps(default)
+    return f"| `{prefix}{key}` | `{shown}` | {describe(field_kinds(field))} | {field.description} |"
+
+
+if __name__ == "__main__":
+    print(guide(), end="")

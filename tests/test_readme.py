@@ -1,0 +1,184 @@
+"""The READMEs say the same in two languages, and what they tell people to type works."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jingu.cli import main
+from jingu.config.load import dump_yaml, load_config
+from jingu.report.read import read_run
+
+ROOT = Path(__file__).parents[1]
+ENGLISH = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+
+# The quickstart in small: seconds instead of minutes.
+SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "batch.sequence_length=128", "batch.global_size=4"]
+SMALL += ["tokenizer.vocabulary=400", "train.log_every=2", "evaluation.sequences=2", "evaluation.sequences_at_end=4"]
+SMALL += ["data.held_out=0.2", "train.compile=false"]
+MODULES = ["shelve", "bisect", "textwrap", "heapq", "queue", "sched", "fnmatch", "glob", "stat", "string", "timeit"]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    """What is to be typed, in order, word by word; comments are not."""
+    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def names_in_tree(text: str) -> list[str]:
+    """The entries of the run's folder as the README lists them."""
+    (tree,) = blocks(text, "text")
+    return [line.split()[0] for line in tree.splitlines()[1:]]
+
+
+def spans(text: str) -> list[str]:
+    """Code within sentences."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def run_shell_line(words: list[str]) -> int:
+    """Run `jingu ...`, perhaps with its output sent to a file, in this process."""
+    assert words[0] == "jingu"
+    if ">" not in words:
+        return main(words[1:])
+    place = words.index(">")
+    with Path(words[place + 1]).open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        return main(words[1:place])
+
+
+@pytest.fixture(scope="module")
+def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which examples/quickstart.py has just run, in small; tests run in it."""
+    place = tmp_path_factory.mktemp("clone")
+    threads = torch.get_num_threads()
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
+        (place / "examples").mkdir()
+        shutil.copy(ROOT / "examples" / "quickstart.py", "examples")
+        small = load_config(ROOT / "examples" / "quickstart.yaml", SMALL)
+        (place / "examples" / "quickstart.yaml").write_text(dump_yaml(small), encoding="utf-8")
+        text = place / "build" / "quickstart" / "text"
+        text.mkdir(parents=True)
+        for name in MODULES:
+            shutil.copy(Path(sysconfig.get_paths()["stdlib"], f"{name}.py"), text)
+        spec = importlib.util.spec_from_file_location("quickstart", "examples/quickstart.py")
+        assert spec is not None and spec.loader is not None
+        quickstart = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(quickstart)
+        patch.setattr(sys, "argv", ["quickstart.py", "train.steps=8"])
+        patch.setattr(quickstart, "jingu", lambda *words: run_shell_line(["jingu", *words]) and pytest.fail(f"{words}"))
+        quickstart.main()
+        yield place
+    torch.set_num_threads(threads)
+
+
+# What is written
+
+
+def test_both_give_the_same_commands() -> None:
+    assert commands(ENGLISH) == commands(CHINESE)
+    assert len(commands(ENGLISH)) > 10
+
+
+def test_both_give_the_same_examples_names_and_links() -> None:
+    assert [yaml.safe_load(block) for block in blocks(ENGLISH, "yaml")] == [
+        yaml.safe_load(block) for block in blocks(CHINESE, "yaml")
+    ]
+    assert blocks(ENGLISH, "console") == blocks(CHINESE, "console")
+    assert names_in_tree(ENGLISH) == names_in_tree(CHINESE)
+    assert sorted(set(spans(ENGLISH))) == sorted(set(spans(CHINESE)))
+    links = [sorted(re.findall(r"\]\((?!README)([^)]+)\)", text)) for text in (ENGLISH, CHINESE)]
+    assert links[0] == links[1]
+    assert [len(re.findall(r"^## ", text, re.MULTILINE)) for text in (ENGLISH, CHINESE)] == [8, 8]
+
+
+def test_tour_has_ten_lines() -> None:
+    assert len(blocks(ENGLISH, "bash")[1].splitlines()) == 10
+
+
+@pytest.mark.parametrize(("target", "runs"), [("quickstart", "examples/quickstart.py"), ("test", "pytest")])
+def test_make_targets_exist(target: str, runs: str) -> None:
+    assert ["make", target] in commands(ENGLISH)
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert runs in done.stdout.splitlines()[-1]
+
+
+# What happens
+
+
+def test_quickstart_leaves_what_the_readme_lists(after_quickstart: Path) -> None:
+    run = after_quickstart / "runs" / "quickstart"
+    listed = names_in_tree(ENGLISH)
+    for name in listed:
+        assert (run / name).is_dir() if name.endswith("/") else (run / name).is_file(), name
+    assert {path.name for path in run.iterdir()} == {name.rstrip("/") for name in listed}
+    record = read_run(run)
+    assert max(record.train) == 8
+    assert record.evaluations
+
+
+def test_every_command_works(after_quickstart: Path) -> None:
+    for words in commands(ENGLISH):
+        if words[0] != "make":
+            assert run_shell_line(words) == 0, words
+    one, two = (read_run(after_quickstart / "runs" / name) for name in ("one", "two"))
+    assert [run.starts[0]["ranks"] for run in (one, two)] == [1, 2]
+    assert sorted(one.train) == sorted(two.train) == list(range(2, 21, 2))
+    for step, row in one.train.items():  # "their losses agree up to rounding"
+        assert row["loss"] == pytest.approx(two.train[step]["loss"], rel=1e-4)
+    exported = after_quickstart / "build" / "my-llama"
+    assert AutoModelForCausalLM.from_pretrained(exported).config.num_hidden_layers == 1
+    assert len(AutoTokenizer.from_pretrained(exported)) == 400
+
+
+def test_same_command_again_changes_nothing(after_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make quickstart` after it is complete: each step finds its work done."""
+    for verb in (["tokenizer", "train"], ["data", "build"], ["train"]):
+        assert main([*verb, "examples/quickstart.yaml", *(["train.steps=8"] if verb == ["train"] else [])]) == 0
+    assert max(read_run(after_quickstart / "runs" / "quickstart").train) == 8
+    capsys.readouterr()
+    assert main(["train", "examples/quickstart.yaml", "train.steps=9"]) == 2
+    assert "name=" in capsys.readouterr().err
+
+
+def test_mistakes_are_told_as_written(after_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks(ENGLISH, "console")
+    command, *expected = block.splitlines()
+    assert main(shlex.split(command.removeprefix("$ "))[1:]) == 2
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_example_file_is_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(ENGLISH, "yaml")
+    Path("mine.yaml").write_text(example, encoding="utf-8")
+    Path("my-texts").mkdir()
+    for number in range(300):
+        Path("my-texts", f"{number}.txt").write_text(f"The {number}th text. " * 9, encoding="utf-8")
+    threads = torch.get_num_threads()
+    small = ["model.layers=1", "batch.global_size=2", "train.steps=1", "evaluation.sequences=1"]
+    for verb in (["tokenizer", "train"], ["data", "build"], ["train"]):
+        assert main([*verb, "mine.yaml", *small]) == 0, capsys.readouterr().err
+    torch.set_num_threads(threads)
+    assert Path("runs", "mine", "checkpoints", "step-00000001").is_dir()
