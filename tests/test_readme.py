@@ -18,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jingu.checkpoint.store import names
 from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
 from jingu.report.read import read_run
@@ -145,6 +146,9 @@ def test_every_command_works(after_quickstart: Path) -> None:
     assert sorted(one.train) == sorted(two.train) == list(range(2, 21, 2))
     for step, row in one.train.items():  # "their losses agree up to rounding"
         assert row["loss"] == pytest.approx(two.train[step]["loss"], rel=1e-4)
+    stored = [names(after_quickstart / f"runs/{name}/checkpoints/step-00000020") for name in ("one", "two")]
+    assert stored[0] == stored[1]
+    assert any(name.startswith("optimizer/") for name in stored[0])  # saved just after an evaluation
     exported = after_quickstart / "build" / "my-llama"
     assert AutoModelForCausalLM.from_pretrained(exported).config.num_hidden_layers == 1
     assert len(AutoTokenizer.from_pretrained(exported)) == 400
