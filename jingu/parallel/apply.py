@@ -22,7 +22,7 @@ def parallelize(
     activation_checkpointing: str,
     compile: bool,
 ) -> Decoder:
-    """Activation checkpointing, then compile, then ZeRO, in place; the parameters become DTensors.
+    """Activation checkpointing, then compile, then ZeRO, in place; the engine turns the parameters into DTensors.
 
     Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
 
@@ -42,6 +42,8 @@ def parallelize(
 def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype) -> None:
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
     masters = next(model.parameters()).dtype
+    if mesh.size() == 1 and compute == masters:
+        return  # nothing to share and nothing to cast: the engine would only copy
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != masters else None,
@@ -63,7 +65,8 @@ def before_micro_batch(model: Decoder, zero: int, *, last: bool) -> None:
 
     ZeRO 0 and 1 keep whole gradients until then; 0 to 2 keep the gathered parameters between micro-batches.
     """
-    assert isinstance(model, FSDPModule)
+    if not isinstance(model, FSDPModule):
+        return
     if zero <= 1:
         model.set_requires_gradient_sync(last)
     if zero <= 2:
