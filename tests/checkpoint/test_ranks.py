@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from jingu.checkpoint import store
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.runtime.testing import RankPool
 
 WHOLE = {
     "even": torch.arange(48.0).reshape(8, 6),
@@ -60,21 +58,14 @@ def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
     return "saved"
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-def test_two_ranks_write_four_read_and_write_one_reads(tmp_path, pool):
-    assert pool.run(save_on, 2, tmp_path / "two", None) == [True] * 2
-    assert pool.run(save_on, 4, tmp_path / "four", tmp_path / "two") == [True] * 4
+def test_two_ranks_write_four_read_and_write_one_reads(tmp_path, ranks):
+    assert ranks.run(save_on, 2, tmp_path / "two", None) == [True] * 2
+    assert ranks.run(save_on, 4, tmp_path / "four", tmp_path / "two") == [True] * 4
     for name, whole in WHOLE.items():
         assert torch.equal(store.read_tensor(tmp_path / "four", name), whole)
     whole = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
     store.load(tmp_path / "four", whole)
     assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)
-    failed = pool.run(save_where_one_fails, 2, tmp_path / "full")
+    failed = ranks.run(save_where_one_fails, 2, tmp_path / "full")
     assert failed == ["the checkpoint could not be saved (rank 1: No space left on device)."] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["four", "two"]

@@ -1,0 +1,197 @@
+"""What many tests share: a pool of ranks, a little real text with its tokenizer and data set, tiny runs over it."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch, here and in the processes that tests start: the machine has few cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import heapq
+import json
+import shlex
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jingu.config.schema import RunConfig
+from jingu.runtime.testing import RankPool
+
+if TYPE_CHECKING:
+    from jingu.runtime.ranks import Ranks
+
+MakeRun = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes, shared by the whole session; they start with the first call."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@dataclass(frozen=True)
+class Library:
+    """A corpus of real text, the tokenizer trained on it, and the data set built of it."""
+
+    text: Path
+    tokenizer: Path
+    data: Path
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """A few of the standard library's own source files; 389 entries, so that no number of ranks divides them."""
+    from jingu.data.build import build
+    from jingu.text.verbs import train
+
+    place = tmp_path_factory.mktemp("library")
+    found = Library(place / "text", place / "tokenizer", place / "data")
+    found.text.mkdir()
+    for module in (heapq, shlex, textwrap, json.decoder, json.encoder):
+        shutil.copy(str(module.__file__), found.text / f"{module.__name__}.py")
+    config = tiny(found, place / "runs", {})
+    train(config)
+    build(config)
+    return found
+
+
+@pytest.fixture
+def tiny_run(library: Library, tmp_path: Path) -> MakeRun:
+    """Makes a configuration of a tiny run under `tmp_path`: `tiny_run({"parallel.zero": 3}, name="a")`."""
+
+    def make(changes: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+        return tiny(library, tmp_path / "runs", {**(changes or {}), **more})
+
+    return make
+
+
+def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
+    """20 fp64 steps of 8 × 33 tokens of a 2-layer llama, 32 wide; `changes` go by dotted keys."""
+    settings: dict[str, Any] = {
+        "runs": str(runs),
+        "seed": 5,
+        "tokenizer": {"path": str(library.tokenizer), "vocabulary": 389},
+        "data": {
+            "input": str(library.text),
+            "path": str(library.data),
+            "suffixes": [".py"],
+            "held_out": 0.2,
+            "workers": 1,
+        },
+        "model": {"family": "llama", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 42},
+        "batch": {"sequence_length": 33, "global_size": 8, "micro_size": 1},
+        "optimizer": {"type": "adamw", "lr": 1e-2},
+        "schedule": {"type": "cosine", "warmup": 3},
+        "train": {"steps": 20, "log_every": 1, "compile": False},
+        "precision": {"type": "fp64"},
+        "device": {"type": "cpu", "threads": 1},
+        "evaluation": {"every": 0},
+        "checkpoint": {"every": 0},
+    }
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        place = settings
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return RunConfig.model_validate(settings)
+
+
+def train_all(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
+    """Train runs one after another as a rank of a group that exists; returns their exit codes."""
+    from jingu.runtime.signals import StopRequest
+    from jingu.train.verbs import train_joined
+
+    with peak_unmeasured():
+        return [train_joined(config, this_rank(rank, world), StopRequest()) for config in configs]
+
+
+def this_rank(rank: int, world: int) -> Ranks:
+    import torch
+
+    from jingu.runtime.ranks import Ranks
+
+    return Ranks(rank, world, rank, world, torch.device("cpu"))
+
+
+@contextmanager
+def peak_unmeasured() -> Iterator[None]:
+    """Measuring a machine's peak takes longer than training these models."""
+    from jingu.train import session
+
+    measured = session.measured_peak
+    session.measured_peak = lambda *_: 1e9
+    try:
+        yield
+    finally:
+        session.measured_peak = measured
+
+
+@pytest.fixture
+def peak() -> Iterator[None]:
+    """`peak_unmeasured` for a test."""
+    with peak_unmeasured():
+        yield
+
+
+@pytest.fixture
+def train_on(ranks: RankPool) -> Callable[..., None]:
+    """`train_on(4, config, ...)` trains runs to their ends on so many ranks of the pool (1: in this process)."""
+
+    def train(world: int, *configs: RunConfig) -> None:
+        from jingu.train.verbs import train as train_here
+
+        if world == 1:
+            with peak_unmeasured():
+                assert [train_here(config) for config in configs] == [0] * len(configs)
+        else:
+            assert ranks.run(train_all, world, list(configs)) == [[0] * len(configs)] * world
+
+    return train
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run, read back from its folder."""
+
+    folder: Path
+
+    def lines(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in text.split("\n") if line]
+        return [row for row in rows if kind is None or row["type"] == kind]
+
+    def column(self, name: str, kind: str = "train") -> list[Any]:
+        """One value of each line of a kind."""
+        return [row[name] for row in self.lines(kind)]
+
+    def checkpoint(self) -> Path:
+        """The newest one."""
+        from jingu.checkpoint.resume import find_latest
+
+        found = find_latest(self.folder / "checkpoints")
+        assert found.folder is not None and found.passed_over == []
+        return found.folder
+
+    def tensors(self) -> dict[str, Any]:
+        """All tensors of the newest checkpoint."""
+        from jingu.checkpoint import store
+
+        folder = self.checkpoint()
+        return {name: store.read_tensor(folder, name) for name in store.names(folder)}
+
+
+@pytest.fixture
+def done() -> Callable[[RunConfig], Done]:
+    """Reads a run back: `done(config).column("loss")`."""
+    return lambda config: Done(Path(config.runs) / config.name)

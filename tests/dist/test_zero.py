@@ -1,0 +1,234 @@
+"""ZeRO 0 to 3 on 2 and 4 ranks: the same run as on one process, in fp64, to nine digits; and what each stage does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model.tied_embeddings": False},
+    "llama-tied": {"model.tied_embeddings": True},
+    "gpt2": {"model.family": "gpt2", "model.kv_heads": None},
+}
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "world"),
+    [("llama", 2), ("llama", 4), ("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
+)
+def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on, done):
+    """Losses, norms of the gradient (clipped at some steps) and weights of 20 steps; 2 micro-batches a step and rank.
+
+    One process cuts the same global batch into 8 micro-batches.
+    """
+    alone = tiny_run(MODELS[model], name="alone")
+    train_on(1, alone)
+    one = done(alone)
+    losses, norms, weights = one.column("loss"), one.column("grad_norm"), one.tensors()
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
+    layout = {"batch.micro_size": 8 // world // 2}
+    configs = [tiny_run({**MODELS[model], **layout, "parallel.zero": zero}, name=f"zero-{zero}") for zero in range(4)]
+    train_on(world, *configs)
+    for config in configs:
+        many = done(config)
+        assert many.lines("start")[0]["ranks"] == world
+        assert many.column("loss") == pytest.approx(losses, rel=1e-9), config.name
+        assert many.column("grad_norm") == pytest.approx(norms, rel=1e-9), config.name
+        theirs = many.tensors()
+        assert theirs.keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{config.name} {name}")
+
+
+def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
+    """Tokens of each step, in the order in which this rank takes them in."""
+    from jingu.train.task import Pretraining
+
+    seen: list[list[list[int]]] = []
+    taken = Pretraining.batch
+
+    def noting(self: Pretraining, step: int, first: int, count: int) -> Any:
+        batch = taken(self, step, first, count)
+        while len(seen) <= step:
+            seen.append([])
+        seen[step] += batch.tokens.tolist()
+        return batch
+
+    Pretraining.batch = noting
+    try:
+        train_quietly(rank, world, config)
+    finally:
+        Pretraining.batch = taken
+    return seen
+
+
+def train_quietly(rank: int, world: int, config: Any) -> None:
+    import torch
+
+    from jingu.runtime.ranks import Ranks
+    from jingu.runtime.signals import StopRequest
+    from jingu.train.verbs import train_joined
+
+    assert train_joined(config, Ranks(rank, world, rank, world, torch.device("cpu")), StopRequest()) == 0
+
+
+def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):
+    """The first micro-batch is also seen by the dry run, before step 0."""
+    from jingu.config.batch import plan_batch
+    from jingu.data.batches import BatchSource
+    from jingu.train.run import open_run
+
+    changes = {"train.steps": 3, "batch.global_size": 20, "batch.micro_size": 1}
+    config = tiny_run(changes)
+    run = open_run(config)
+    source = BatchSource(run.train, 33, 20, config.seed)
+    expected = [source.batch(step, 0, 20).tokens.tolist() for step in range(3)]
+    for world in (2, 4):
+        plan = plan_batch(config.batch, world)
+        seen = ranks.run(rows_seen, world, tiny_run({**changes, "parallel.zero": world - 1}, name=f"on-{world}"))
+        for rank, rows in enumerate(seen):
+            rows[0] = rows[0][plan.micro_size :]
+            first = rank * plan.rows_per_rank
+            assert rows == [step[first : first + plan.rows_per_rank] for step in expected]
+
+
+def counted(rank: int, world: int, configs: list[Any]) -> list[dict[str, int]]:
+    """Collectives of each run that move parameters or gradients, by kind, and gathered parameters left at its end."""
+    import torch.distributed as dist
+
+    results = []
+    for config in configs:
+        count: Counter[str] = Counter()
+        kinds = {
+            "gather": ["all_gather_single", "all_gather_into_tensor"],
+            "scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
+            "reduce": ["all_reduce"],
+        }
+        originals = {name: getattr(dist, name) for names in kinds.values() for name in names if hasattr(dist, name)}
+
+        def counting(kind: str, original: Any, count: Counter[str] = count) -> Any:
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                tensor = keywords.get("tensor", keywords.get("output", arguments[0] if arguments else None))
+                alone = dist.get_world_size(keywords.get("group")) == 1
+                count[kind] += not alone and (tensor is None or tensor.numel() > 1)  # one number is a loss or a vote
+                return original(*arguments, **keywords)
+
+            return call
+
+        for kind, names in kinds.items():
+            for name in set(names) & originals.keys():
+                setattr(dist, name, counting(kind, originals[name]))
+        try:
+            train_quietly(rank, world, config)
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+        results.append(dict(count))
+    return results
+
+
+def test_each_stage_moves_what_it_says(tiny_run, ranks):
+    """Collectives of one step of 2 micro-batches, for the 3 groups of parameters (2 blocks and the rest)."""
+    configs = [
+        tiny_run({"parallel.zero": zero, "batch.micro_size": 2, "train.steps": steps}, name=f"{zero}-{steps}")
+        for zero in range(4)
+        for steps in (1, 2)
+    ]
+    counts = ranks.run(counted, 2, configs)
+    assert counts[0] == counts[1]
+    of_a_step = []
+    for one, two in zip(counts[0][::2], counts[0][1::2], strict=True):
+        of_a_step.append({kind: two[kind] - one.get(kind, 0) for kind in two if two[kind] != one.get(kind, 0)})
+    assert of_a_step == [
+        {"reduce": 3},  # whole gradients, summed once
+        {"gather": 3, "scatter": 3},  # parameters gathered once, gradients whole until the last micro-batch
+        {"gather": 3, "scatter": 6},  # gradients sharded after each micro-batch
+        {
+            "gather": 10,
+            "scatter": 6,
+        },  # parameters gathered for each pass but the rest's backward, which follows at once
+    ]
+
+
+def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
+    """Bytes this rank holds, at its optimizer's step, of parameters, of gradients, and of gathered parameters."""
+    from jingu.train import step as step_module
+    from jingu.train.optimizer import local
+
+    found: list[tuple[int, int, int]] = []
+
+    def size(tensors: Any) -> int:
+        storages = [local(tensor).untyped_storage() for tensor in tensors]  # several tensors may share one
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    original = step_module.scale_gradients
+    for config in configs:
+
+        def looking(model: Any, *arguments: Any) -> Any:
+            from torch.distributed.fsdp import FSDPModule
+
+            gathered = [
+                parameter._unsharded_param
+                for module in model.modules()
+                if isinstance(module, FSDPModule)
+                for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params
+                if hasattr(parameter, "_unsharded_param")
+            ]
+            model_bytes, gathered_bytes = size(model.parameters()), size(gathered)
+            gradients = size(p.grad for p in model.parameters() if p.grad is not None)
+            found.append((model_bytes, gradients, gathered_bytes))
+            return original(model, *arguments)
+
+        step_module.scale_gradients = looking
+        try:
+            train_quietly(rank, world, config)
+        finally:
+            step_module.scale_gradients = original
+    return found
+
+
+def test_what_is_sharded_is_held_in_part(tiny_run, ranks):
+    """At the optimizer's step: masters and gradients are a rank's share from stage 1 on, and nothing is gathered."""
+    configs = [tiny_run({"parallel.zero": zero, "train.steps": 1}, name=f"held-{zero}") for zero in range(4)]
+    of_first = ranks.run(held_bytes, 4, configs)[0]
+    whole = of_first[0][0]
+    assert of_first[0][1] == whole
+    for parameters, gradients, gathered in of_first[1:]:
+        assert parameters == gradients
+        assert whole / 4 <= parameters < whole / 3
+        assert gathered == 0
+
+
+def test_full_activation_checkpointing_changes_nothing(tiny_run, train_on, done):
+    runs = [tiny_run({"train.activation_checkpointing": kind}, name=kind) for kind in ("none", "full")]
+    train_on(1, *runs)
+    kept, recomputed = (done(run) for run in runs)
+    assert kept.column("loss") == recomputed.column("loss")
+    assert kept.column("grad_norm") == recomputed.column("grad_norm")
+    theirs = recomputed.tensors()
+    for name, tensor in kept.tensors().items():
+        assert torch.equal(theirs[name], tensor), name
+
+
+def test_bf16_with_checkpointing_follows_fp32(tiny_run, train_on, done):
+    changes = {"train.activation_checkpointing": "full", "batch.micro_size": 2}
+    exact = tiny_run({"precision.type": "fp32"}, name="fp32")
+    train_on(1, exact)
+    losses = done(exact).column("loss")
+    runs = [tiny_run({**changes, "precision.type": "bf16", "parallel.zero": z}, name=f"bf16-{z}") for z in (0, 3)]
+    train_on(2, *runs)
+    for run in runs:
+        assert done(run).column("loss") == pytest.approx(losses, rel=0.02)
+        assert done(run).column("loss") != losses
+        tensors = done(run).tensors()
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}  # masters and state
+    fp64 = tiny_run(name="fp64")
+    train_on(1, fp64)
+    assert losses == pytest.approx(done(fp64).column("loss"), rel=1e-4)
