@@ -1,7 +1,7 @@
 """The quickstart: collect text that every machine has, then run jingu's commands on it, one after another.
 
 The text is the Python standard library's own source. Arguments are passed on to `jingu train` as overrides,
-for instance `make quickstart ARGUMENTS="train.steps=50"`.
+for instance `make quickstart ARGUMENTS="name=short train.steps=50"`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 
 CONFIG = "examples/quickstart.yaml"
 PLACE = Path("build/quickstart")
-RUN = Path("runs/quickstart")
 
 
 def collect(folder: Path) -> None:
@@ -44,9 +43,14 @@ def collect(folder: Path) -> None:
 def jingu(*arguments: str) -> None:
     """Run a jingu command, shown as one would type it."""
     print(f"\n$ jingu {' '.join(arguments)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "jingu", *arguments])
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    child = subprocess.Popen([sys.executable, "-m", "jingu", *arguments])
+    while child.poll() is None:
+        try:
+            child.wait()
+        except KeyboardInterrupt:
+            continue  # Ctrl-C has reached the child as well: it saves, and leaves
+    if child.returncode:
+        raise SystemExit(child.returncode)
 
 
 def compressors() -> dict[str, float]:
@@ -63,36 +67,43 @@ def compressors() -> dict[str, float]:
     return {name: 8 * len(data) / len(text) for name, data in packed.items()}
 
 
-def last_evaluation() -> dict:
-    """The last line of its kind in metrics.jsonl."""
-    lines = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    return [line for line in lines if line["type"] == "evaluation"][-1]
+def compare(run: Path) -> tuple[dict[str, float], int]:
+    """Bits per byte of the model and of the compressors, which go into the run's metrics; and the bytes."""
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").split("\n") if line]
+    final = [line for line in lines if line["type"] == "evaluation"][-1]
+    others = compressors()
+    if not any(line["type"] == "baseline" for line in lines):
+        with metrics.open("a", encoding="utf-8") as file:
+            for name, bits in others.items():
+                file.write(json.dumps({"type": "baseline", "step": 0, "name": name, "bits_per_byte": bits}) + "\n")
+    return {"your model": final["bits_per_byte"], **others}, final["bytes"]
 
 
 def main() -> None:
     """All of it, with the time it took."""
+    from jingu.config.load import load_config
+
     started = time.perf_counter()
     overrides = sys.argv[1:]
+    config = load_config(Path(CONFIG), overrides)
+    run = Path(config.runs) / config.name
     PLACE.mkdir(parents=True, exist_ok=True)
     collect(PLACE / "text")
     jingu("tokenizer", "train", CONFIG)
     jingu("data", "build", CONFIG)
     jingu("train", CONFIG, *overrides)
-    final, others = last_evaluation(), compressors()
-    with (RUN / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        for name, bits in others.items():
-            line = {"type": "baseline", "step": final["step"], "name": name, "bits_per_byte": bits}
-            file.write(json.dumps(line) + "\n")
+    bits, size = compare(run)
     for prompt in ("import os\n\ndef ", "class Stack:\n    def ", "def read_file(path):\n"):
-        jingu("generate", str(RUN), prompt, "--max-tokens", "60", "--temperature", "0.6", "--seed", "1")
+        jingu("generate", str(run), prompt, "--max-tokens", "60", "--temperature", "0.6", "--seed", "1")
     exported = PLACE / "exported"
     shutil.rmtree(exported, ignore_errors=True)
-    jingu("export", str(RUN), "--to", str(exported))
-    jingu("report", str(RUN))
-    print(f"\nBits per byte of the {final['bytes']:,} held-out bytes:")
-    for name, bits in sorted({"your model": final["bits_per_byte"], **others}.items(), key=lambda item: item[1]):
-        print(f"  {name:12} {bits:.3f}")
-    print(f"Done in {(time.perf_counter() - started) / 60:.1f} minutes: {RUN}/report.html shows how it learned.")
+    jingu("export", str(run), "--to", str(exported))
+    jingu("report", str(run))
+    print(f"\nBits per byte of the {size:,} held-out bytes:")
+    for name, value in sorted(bits.items(), key=lambda item: item[1]):
+        print(f"  {name:12} {value:.3f}")
+    print(f"Done in {(time.perf_counter() - started) / 60:.1f} minutes. {run}/report.html shows how it learned.")
 
 
 if __name__ == "__main__":

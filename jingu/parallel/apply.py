@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -72,3 +74,17 @@ def before_micro_batch(model: Decoder, zero: int, *, last: bool) -> None:
     if zero <= 2:
         model.set_reshard_after_backward(last)
     model.set_is_last_backward(last)
+
+
+@contextmanager
+def scoring(model: Decoder) -> Iterator[None]:
+    """Forward passes without gradients, in an evaluation or to generate.
+
+    Without a backward pass the engine would leave the gathered parameters in the place of its shards, and whoever
+    then looks for the parameters (a checkpoint, the optimizer's state) would find others than the trained ones.
+    """
+    with torch.no_grad():
+        yield
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

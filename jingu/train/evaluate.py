@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.infer.generate import eager, generate
 from jingu.infer.sampling import Sampling
 from jingu.model.decoder import Decoder
+from jingu.parallel.apply import scoring
 from jingu.parallel.mesh import data_rank, data_ranks
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.step import summed_over_ranks
@@ -48,7 +49,7 @@ def evaluate(
     ranks, rank = data_ranks(mesh), data_rank(mesh)
     lengths = torch.from_numpy(byte_lengths.astype(np.int64))
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, tokens, bytes
-    with torch.no_grad(), eager():
+    with scoring(model), eager():
         for start in range(0, count, micro_size * ranks):
             batch = rows.batch(start + rank * micro_size, micro_size, end=count)
             kept = batch.labels[batch.labels >= 0]
@@ -64,11 +65,10 @@ def write_samples(
     model: Decoder, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed)
-    return [
-        (
-            prompt,
-            "".join(piece.text for piece in generate(model, tokenizer.encode(prompt), sampling, tokens, [], tokenizer)),
-        )
-        for prompt in prompts
-    ]
+    written = []
+    with scoring(model):
+        for number, prompt in enumerate(prompts):
+            sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed + number)
+            pieces = generate(model, tokenizer.encode(prompt), sampling, tokens, [], tokenizer)
+            written.append((prompt, "".join(piece.text for piece in pieces)))
+    return written
