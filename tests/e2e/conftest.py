@@ -1,0 +1,93 @@
+"""Commands run in processes of their own that start at once, and a run's file for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.config.load import dump_yaml
+from jingu.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code (negative: the signal that killed it), and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Warm:
+    """A process that has imported jingu and torch, and forks a child for each command (see warm.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("warm.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(
+        self,
+        *words: str,
+        send: int | None = None,
+        at_event: int | None = None,
+        under: Path | None = None,
+        after: float | None = None,
+    ) -> Ended:
+        """Run `jingu WORDS`.
+
+        Args:
+            send: a signal that the child gets,
+            at_event: at the so-many-th time that it is about to open, rename, make or remove a file `under` a folder,
+            after: or so many seconds after it began, wherever it is then.
+        """
+        out, err = self._folder / "out.txt", self._folder / "err.txt"
+        request = {"words": words, "send": send, "at_event": at_event, "under": str(under), "after": after}
+        request |= {"cwd": str(Path.cwd()), "out": str(out), "err": str(err)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        code = json.loads(self._process.stdout.readline())
+        return Ended(code, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs jingu's commands: `warm.run("train", "run.yaml").code`."""
+    process = Warm(tmp_path_factory.mktemp("warm"))
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def run_file(tiny_run: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., str]:
+    """Writes a tiny run's file, and gives its name: `run_file({"train.steps": 3}, name="a")`."""
+
+    def write(changes: dict[str, Any] | None = None, **more: Any) -> str:
+        config = tiny_run(changes, **more)
+        file = tmp_path / f"{config.name}.yaml"
+        file.write_text(dump_yaml(config), encoding="utf-8")
+        return str(file)
+
+    return write

@@ -1,0 +1,140 @@
+"""A run that is killed, or asked to stop, and started again ends as if nothing had happened: to the last bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jingu
+
+LONG = {"train.steps": 60, "train.log_every": 4, "checkpoint.every": 5, "precision.type": "fp32"}
+TIMES = ("time", "seconds", "tokens_per_second", "peak_share", "memory_bytes")
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in row if key not in TIMES} for row in rows if row["type"] != "start"]
+
+
+@pytest.fixture
+def assert_undisturbed(warm, run_file, tiny_run, done):
+    """Compares a finished run with one of the same settings that nothing disturbed."""
+
+    def check(changes: dict[str, Any], name: str) -> None:
+        if not done(tiny_run(name="undisturbed")).folder.exists():
+            assert warm.run("train", run_file(changes, name="undisturbed")).code == 0
+        expected, found = done(tiny_run(changes, name="undisturbed")), done(tiny_run(changes, name=name))
+        ours, theirs = found.tensors(), expected.tensors()
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert torch.equal(ours[key], tensor), key
+        assert untimed(found.lines()) == untimed(expected.lines())
+
+    return check
+
+
+def left_over(folder: Path) -> list[str]:
+    """What a run's folder should not hold when all is done."""
+    return [str(path) for path in folder.rglob("*") if path.name.endswith((".partial", ".deleted"))]
+
+
+def test_killed_at_ten_random_moments(warm, run_file, tiny_run, done, assert_undisturbed):
+    """Five times just before some file of the run is opened, renamed or removed, five times wherever it is."""
+    random_moments = random.Random(20)
+    file = run_file(LONG, name="killed")
+    folder = done(tiny_run(LONG, name="killed")).folder
+    for _ in range(5):
+        event = random_moments.randint(1, 60)
+        ended = warm.run("train", file, send=signal.SIGKILL, at_event=event, under=folder)
+        assert ended.code == -signal.SIGKILL, ended.err
+        # Wherever in the folder's files it happens, by chance, it also happens wherever in the computation.
+        warm.run("train", file, send=signal.SIGKILL, after=random_moments.uniform(0.05, 0.6))
+    ended = warm.run("train", file)
+    assert ended.code == 0, ended.err
+    assert_undisturbed(LONG, "killed")
+    assert left_over(folder) == []
+
+
+@pytest.mark.slow
+def test_killed_before_every_touch_of_a_file(warm, run_file, tiny_run, done, assert_undisturbed):
+    """Each single one of a short run with checkpoints and their pruning, until the run gets through."""
+    changes = {"train.steps": 6, "train.log_every": 2, "checkpoint.every": 2, "precision.type": "fp32"}
+    kills = 0
+    while True:
+        name = f"at-{kills + 1}"
+        ended = warm.run(
+            "train",
+            run_file(changes, name=name),
+            send=signal.SIGKILL,
+            at_event=kills + 1,
+            under=done(tiny_run(name=name)).folder,
+        )
+        if ended.code == 0:
+            break
+        assert ended.code == -signal.SIGKILL, ended.err
+        ended = warm.run("train", run_file(changes, name=name))
+        assert ended.code == 0, ended.err
+        assert_undisturbed(changes, name)
+        kills += 1
+    assert kills > 50
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_leaves(kind, warm, run_file, tiny_run, done, assert_undisturbed):
+    file = run_file(LONG, name="stopped")
+    folder = done(tiny_run(LONG, name="stopped")).folder
+    ended = warm.run("train", file, send=kind, at_event=60, under=folder)
+    assert ended.code == 130, ended.err
+    steps = [path.name for path in (folder / "checkpoints").iterdir()]
+    step = int(max(steps).removeprefix("step-"))
+    assert 0 < step < 60
+    assert "\nSaving after this step, then leaving; a second time leaves at once.\n" in ended.err
+    assert f"Stopped at step {step} of 60, and saved. The same command goes on from here.\n" in ended.err
+    assert "Traceback" not in ended.err
+    ended = warm.run("train", file)
+    assert ended.code == 0
+    assert f"Going on from step {step}.\n" in ended.err
+    assert_undisturbed(LONG, "stopped")
+
+
+def jingu_process(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """`jingu WORDS` as a person starts it."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(jingu.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "jingu", *words]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1, **options)
+
+
+def test_two_ranks_are_asked_to_stop_and_go_on(run_file, tiny_run, done, train_on):
+    """SIGINT to the one process that the person started, as training begins."""
+    changes = {**LONG, "parallel.zero": 2, "train.steps": 40, "train.log_every": 1, "checkpoint.every": 0}
+    file = run_file(changes, name="two")
+    process = jingu_process("train", file, "--processes", "2")
+    assert process.stderr is not None
+    said = ""
+    while "epochs)" not in said:  # the last words before the first step
+        said += process.stderr.read(1)
+    process.send_signal(signal.SIGINT)
+    said += process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 130, said
+    folder = done(tiny_run(changes, name="two")).folder
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert 0 < step < 40
+    assert said.count("Saving after this step") == 1
+    assert said.count(f"Stopped at step {step} of 40, and saved. The same command goes on from here.\n") == 1
+    assert "Traceback" not in said and "Error" not in said
+    whole, resumed = tiny_run(changes, name="whole"), tiny_run(changes, name="two")
+    train_on(2, whole, resumed)
+    assert done(resumed).column("resumed_from", "start") == [None, step]
+    ours, theirs = done(resumed).tensors(), done(whole).tensors()
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key], tensor), key
+    assert untimed(done(resumed).lines()) == untimed(done(whole).lines())
