@@ -27,7 +27,7 @@ from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.names import Entry, entries, to_ours, to_theirs
 from jingu.model.spec import ModelSpec
-from jingu.text.folder import new_folder
+from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
 
 SHARD_BYTES = 5_000_000_000

@@ -31,8 +31,9 @@ from jingu.config.schema import DataSettings, RunConfig
 from jingu.data.indexed import IndexedReader, IndexedWriter, best_dtype
 from jingu.data.manifest import Manifest, Shard, Split, SplitName, check_sizes, damaged
 from jingu.errors import JinguError
+from jingu.runtime.files import new_folder
 from jingu.text.corpus import Span, Tally, describe_files, find_files, plan_units, read_documents
-from jingu.text.folder import differences, new_folder
+from jingu.text.record import differences
 from jingu.text.tokenizer import Tokenizer
 
 Unit = tuple[Span, ...]
@@ -84,9 +85,10 @@ def inspect(path: Path) -> None:
     for split in (manifest.train, manifest.held_out):
         check_sizes(path, split)
         for shard in split.shards:
-            for name, sum_ in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
-                if _checksum(path / name) != sum_:
-                    raise damaged(path / name, "the file's content is not what was written (checksum).")
+            for name, checksum in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
+                with (path / name).open("rb") as stream:
+                    if hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() != checksum:
+                        raise damaged(path / name, "the file's content is not what was written (checksum).")
             IndexedReader(path / shard.name)
     print("  every file has the checksum it was written with")
 
@@ -173,7 +175,6 @@ class SplitWriter:
         self._place, self._name, self._dtype, self._shard_tokens = place, name, dtype, shard_tokens
         self._shards: list[Shard] = []
         self._writer: IndexedWriter | None = None
-        self._text_bytes = 0
 
     def add(self, unit: Encoded, mask: npt.NDArray[np.bool_]) -> None:
         """Append the unit's documents where `mask` holds."""
@@ -181,12 +182,11 @@ class SplitWriter:
         lengths, text_bytes = unit.lengths[mask], unit.text_bytes[mask]
         while len(lengths):
             if self._writer is None:
-                self._writer = IndexedWriter(self._place / self._shard_name(), self._dtype)
+                self._writer = IndexedWriter(self._place / f"{self._name}-{len(self._shards):05d}", self._dtype)
             ends = np.cumsum(lengths)
             count = int(np.searchsorted(ends, self._shard_tokens - self._writer.tokens)) + 1
             end = int(ends[:count][-1])
-            self._writer.add(ids[:end], lengths[:count])
-            self._text_bytes += int(text_bytes[:count].sum())
+            self._writer.add(ids[:end], lengths[:count], int(text_bytes[:count].sum()))
             ids, lengths, text_bytes = ids[end:], lengths[count:], text_bytes[count:]
             if self._writer.tokens >= self._shard_tokens:
                 self._close_shard()
@@ -195,21 +195,17 @@ class SplitWriter:
         self._close_shard()
         return Split(shards=self._shards)
 
-    def _shard_name(self) -> str:
-        return f"{self._name}-{len(self._shards):05d}"
-
     def _close_shard(self) -> None:
         if self._writer is not None:
-            name, written = self._shard_name(), self._writer.close()
-            self._shards.append(Shard(name=name, text_bytes=self._text_bytes, **vars(written)))
-            self._writer, self._text_bytes = None, 0
+            self._shards.append(self._writer.close())
+            self._writer = None
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._writer is not None:
-            self._writer.abandon()
+            self._writer.stream.close()
 
 
 def _encode_all(
@@ -302,14 +298,6 @@ def _encode(tokenizer: Tokenizer, data: DataSettings, unit: Unit) -> Encoded:
 def _hash(text: str) -> int:
     """64 bits that decide the split: of the text alone, so that copies fall on one side."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=b"jingu held out").digest(), "little")
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _cores() -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from jingu.data.manifest import damaged
+from jingu.data.manifest import Shard, damaged
 from jingu.errors import JinguError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -37,73 +36,55 @@ def best_dtype(vocabulary: int) -> str:
     return "uint16" if vocabulary < 65_500 else "int32"
 
 
-@dataclass(frozen=True)
-class Written:
-    """What a writer wrote."""
-
-    documents: int
-    tokens: int
-    bin_bytes: int
-    idx_bytes: int
-    bin_xxh3: str
-    idx_xxh3: str
-
-
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; memory grows by 4 bytes a document.
-
-    The files have temporary names until `close`; `abandon` removes them.
-    """
+    """Writes PREFIX.bin and PREFIX.idx; memory grows by 4 bytes a document."""
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self._prefix = prefix
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = {name: code for code, name in DTYPES.items()}[dtype]
-        self._bin_path = prefix.with_name(prefix.name + ".bin.partial")
-        self._idx_path = prefix.with_name(prefix.name + ".idx.partial")
         self._hash = xxhash.xxh3_128()
         self._lengths: list[npt.NDArray[np.int32]] = []
-        self.documents = 0
+        self._text_bytes = 0
         self.tokens = 0
-        self._stream: BinaryIO = self._bin_path.open("wb")
+        self.stream: BinaryIO = prefix.with_name(f"{prefix.name}.bin").open("wb")
 
-    def add(self, ids: Ids, lengths: npt.NDArray[Any]) -> None:
-        """Append documents: their `ids` one after another, and the `lengths` that part them."""
+    def add(self, ids: Ids, lengths: npt.NDArray[Any], text_bytes: int = 0) -> None:
+        """Append documents: their `ids` one after another, the `lengths` that part them, their size as text."""
         if int(lengths.sum()) != len(ids):
             raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {len(ids)} ids")
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise JinguError("a document is longer than 2,147,483,647 tokens, the most the format can hold.")
         data = np.ascontiguousarray(ids, dtype=self._dtype).data.cast("B") if len(ids) else b""
-        self._stream.write(data)
+        self.stream.write(data)
         self._hash.update(data)
         self._lengths.append(lengths.astype("<i4"))
-        self.documents += len(lengths)
+        self._text_bytes += text_bytes
         self.tokens += len(ids)
 
-    def close(self) -> Written:
-        """Write the index, bring both files to the disk, and give them their names."""
-        _finish(self._stream)
+    def close(self) -> Shard:
+        """Write the index, and tell what both files hold."""
+        self.stream.close()
         lengths = np.concatenate([np.zeros(0, "<i4"), *self._lengths])
         ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
         pointers = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
-        head = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1)
+        code = next(code for code, name in DTYPES.items() if name == self._dtype.name)
+        head = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1)
         idx_hash = xxhash.xxh3_128()
-        with self._idx_path.open("wb") as stream:
+        with self._prefix.with_name(f"{self._prefix.name}.idx").open("wb") as stream:
             for part in (head, lengths.tobytes(), pointers.tobytes(), np.arange(len(lengths) + 1).tobytes()):
                 stream.write(part)
                 idx_hash.update(part)
             idx_bytes = stream.tell()
-            _finish(stream)
-        self._idx_path.rename(self._prefix.with_name(self._prefix.name + ".idx"))
-        self._bin_path.rename(self._prefix.with_name(self._prefix.name + ".bin"))
-        bin_bytes = self.tokens * self._dtype.itemsize
-        return Written(self.documents, self.tokens, bin_bytes, idx_bytes, self._hash.hexdigest(), idx_hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._stream.close()
-        self._bin_path.unlink(missing_ok=True)
-        self._idx_path.unlink(missing_ok=True)
+        return Shard(
+            name=self._prefix.name,
+            documents=len(lengths),
+            tokens=self.tokens,
+            text_bytes=self._text_bytes,
+            bin_bytes=self.tokens * self._dtype.itemsize,
+            idx_bytes=idx_bytes,
+            bin_xxh3=self._hash.hexdigest(),
+            idx_xxh3=idx_hash.hexdigest(),
+        )
 
 
 class IndexedReader:
@@ -141,12 +122,6 @@ class IndexedReader:
         return self.ids[start : start + int(self.lengths[index])]
 
 
-def _finish(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
 def _map(path: Path) -> mmap.mmap | bytes:
     """The file's bytes, mapped; an empty file cannot be mapped and is just empty."""
     try:
@@ -168,9 +143,6 @@ def _header(index: mmap.mmap | bytes, path: Path) -> tuple[str, int, int]:
     if version != VERSION:
         raise damaged(path, f"the index has version {version}; only version {VERSION} can be read.")
     if code not in DTYPES:
-        raise damaged(path, f"the index has type code {code}; ids can be {_names()}.")
+        names = ", ".join(f"{code} ({name})" for code, name in DTYPES.items())
+        raise damaged(path, f"the index has type code {code}; ids can be {names}.")
     return DTYPES[code], sequences, indices
-
-
-def _names() -> str:
-    return ", ".join(f"{code} ({name})" for code, name in DTYPES.items())

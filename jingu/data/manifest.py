@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jingu.errors import JinguError
-from jingu.text.folder import read_record
+from jingu.text.record import read_record, write_record
 
 NAME = "manifest.json"
 SplitName = Literal["train", "held_out"]
@@ -78,8 +77,7 @@ class Manifest(Record):
         return self.train if name == "train" else self.held_out
 
     def save(self, folder: Path) -> None:
-        text = json.dumps(self.model_dump(mode="json"), ensure_ascii=False, indent=2) + "\n"
-        (folder / NAME).write_text(text, encoding="utf-8")
+        write_record(folder / NAME, self.model_dump(mode="json"))
 
     @classmethod
     def load(cls, folder: Path) -> Manifest | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from jingu.errors import JinguError
 from jingu.report.page import page
 from jingu.report.read import read_run
+from jingu.runtime.files import replace_text
 
 
 def report(run: Path, to: Path | None = None) -> None:
@@ -26,26 +25,10 @@ def report(run: Path, to: Path | None = None) -> None:
         raise JinguError("is a folder, not a file to write.", where=target, fix="Name the file, such as report.html.")
     text = page(read_run(run))
     try:
-        _write_whole(target, text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, text)
     except OSError as error:
         raise JinguError(
             f"the report cannot be written ({error.strerror}).", where=target, fix="Name another place with --to."
         ) from error
     print(f"Wrote {target} ({len(text.encode()) / 1000:,.0f} kB); open it in a browser.")
-
-
-def _write_whole(target: Path, text: str) -> None:
-    """Under its final name the file appears complete or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.chmod(0o644)
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

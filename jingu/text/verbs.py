@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from tqdm import tqdm
 
 from jingu.config.schema import DataSettings, RunConfig
 from jingu.errors import JinguError
+from jingu.runtime.files import new_folder, unreadable
 from jingu.text.corpus import CorpusFile, describe_files, find_files, sample_texts
-from jingu.text.folder import differences, new_folder, read_record
+from jingu.text.record import differences, read_record, write_record
 from jingu.text.tokenizer import Tokenizer, train_tokenizer
 
 RECORD = "training.json"
@@ -47,7 +47,7 @@ def train(config: RunConfig) -> None:
     )
     with new_folder(path) as folder:
         tokenizer.save(folder)
-        (folder / RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        write_record(folder / RECORD, record)
     print(f"tokenizer: {tokenizer.vocabulary:,} entries in {path}.")
     if tokenizer.vocabulary < config.tokenizer.vocabulary:
         print(f"  The sample has no more to merge; {config.tokenizer.vocabulary:,} were asked for.")
@@ -61,7 +61,7 @@ def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> 
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
-            raise JinguError(f"the file cannot be read ({error.strerror}).", where=file) from error
+            raise unreadable(file, error) from error
     sample = LINE if text is None else text
     special = ", ".join(f"{token} = {id_}" for token, id_ in tokenizer.special_tokens.items())
     print(f"tokenizer: {tokenizer.vocabulary:,} entries in {folder}.")

@@ -11,7 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.data.indexed import IndexedReader, IndexedWriter, Written, best_dtype
+from jingu.data.indexed import IndexedReader, IndexedWriter, best_dtype
+from jingu.data.manifest import Shard
 from jingu.errors import JinguError
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -47,7 +48,7 @@ def described_read(prefix: Path) -> tuple[str, list[list[int]]]:
     return dtype, [np.frombuffer(body, dtype, length, place).tolist() for length, place in pairs]
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: str, at_once: int = 3) -> Written:
+def write(prefix: Path, documents: list[list[int]], dtype: str, at_once: int = 3) -> Shard:
     writer = IndexedWriter(prefix, dtype)
     for start in range(0, len(documents), at_once):
         some = documents[start : start + at_once]
@@ -137,11 +138,6 @@ def test_a_short_or_missing_bin_is_named(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path}: the file cannot be read (No such file or directory).{FIX}"
 
 
-def test_names_appear_at_the_end_and_abandoning_removes(tmp_path: Path) -> None:
-    writer = IndexedWriter(tmp_path / "x", "uint16")
-    writer.add(np.array([1, 2], np.uint16), np.array([2]))
-    assert [item.name for item in tmp_path.iterdir()] == ["x.bin.partial"]
-    writer.abandon()
-    assert list(tmp_path.iterdir()) == []
+def test_lengths_must_fit_the_ids(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lengths add up to 3, but there are 2 ids"):
         IndexedWriter(tmp_path / "y", "uint16").add(np.array([1, 2], np.uint16), np.array([3]))

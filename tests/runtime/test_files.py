@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all."""
+"""Files and folders appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jingu.errors import JinguError
-from jingu.text.folder import differences, new_folder, read_record
+from jingu.runtime.files import new_folder, replace_text
 
 
 def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
@@ -76,19 +76,16 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["data"]
 
 
-def test_records(tmp_path: Path) -> None:
-    assert read_record(tmp_path / "none", "r.json", "make") is None
-    assert read_record(tmp_path, "r.json", "make") is None
-    (tmp_path / "r.json").write_text('{"a": 1}')
-    assert read_record(tmp_path, "r.json", "make") == {"a": 1}
-    for bad in ("{", "[1]"):
-        (tmp_path / "r.json").write_text(bad)
-        with pytest.raises(JinguError, match=r"r\.json: the file is damaged \(.+\)\. Move it away"):
-            read_record(tmp_path, "r.json", "make")
-    with pytest.raises(JinguError) as caught:
-        read_record(tmp_path, "other.json", "jingu data build")
-    assert str(caught.value) == (
-        f"{tmp_path}: there is something here that `jingu data build` did not make. "
-        "Move it away or choose another path."
-    )
-    assert differences({"a": 1, "b": [2]}, {"a": 1, "b": "春", "c": None}) == ['b was [2] and is now "春"']
+def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    replace_text(path, "春\n")
+    replace_text(path, "夏\n")
+    assert path.read_bytes() == "夏\n".encode()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_text(path, "秋\n")
+    assert [item.read_bytes() for item in tmp_path.iterdir()] == ["夏\n".encode()]

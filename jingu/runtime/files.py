@@ -1,0 +1,83 @@
+"""Files and folders that appear whole under their final name, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jingu.errors import JinguError
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty sibling of `path` that takes its name when the block ends well, and goes away otherwise.
+
+    A sibling left by a killed process is emptied and used again; one that a living process holds is refused.
+    """
+    partial = path.absolute().with_name(f".{path.name}.partial")
+    lock = None
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            yield partial
+            for item in (*partial.iterdir(), partial):
+                _sync(item)
+            partial.rename(path)
+            _sync(partial.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except BlockingIOError:
+        what, fix = "another process is writing this folder now.", "Wait for it, or stop it."
+        raise JinguError(what, where=path, fix=fix) from None
+    except OSError as error:
+        raise _mended(error, path) from error
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one go: whoever reads it finds the old text or the new. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        _sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def unreadable(path: Path | str, error: OSError) -> JinguError:
+    """The words for a file that cannot be read."""
+    what = f"the file cannot be read ({error.strerror})."
+    return JinguError(what, where=path, fix="Check its path, its permissions and its disk.")
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _mended(error: OSError, path: Path) -> JinguError:
+    """The words for a folder that cannot be written."""
+    what, fix = f"this cannot be written ({error.strerror}).", "Check its permissions, or choose another path."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full; nothing was left behind."
+        fix = "Free some space or choose a path on another disk, and run the command again."
+    elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        what, fix = "something else appeared here while this was being written.", "Choose another path."
+    return JinguError(what, where=path, fix=fix)

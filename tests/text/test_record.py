@@ -1,0 +1,28 @@
+"""Records of what a command made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jingu.errors import JinguError
+from jingu.text.record import differences, read_record
+
+
+def test_records(tmp_path: Path) -> None:
+    assert read_record(tmp_path / "none", "r.json", "make") is None
+    assert read_record(tmp_path, "r.json", "make") is None
+    (tmp_path / "r.json").write_text('{"a": 1}')
+    assert read_record(tmp_path, "r.json", "make") == {"a": 1}
+    for bad in ("{", "[1]"):
+        (tmp_path / "r.json").write_text(bad)
+        with pytest.raises(JinguError, match=r"r\.json: the file is damaged \(.+\)\. Move it away"):
+            read_record(tmp_path, "r.json", "make")
+    with pytest.raises(JinguError) as caught:
+        read_record(tmp_path, "other.json", "jingu data build")
+    assert str(caught.value) == (
+        f"{tmp_path}: there is something here that `jingu data build` did not make. "
+        "Move it away or choose another path."
+    )
+    assert differences({"a": 1, "b": [2]}, {"a": 1, "b": "春", "c": None}) == ['b was [2] and is now "春"']
