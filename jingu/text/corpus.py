@@ -15,6 +15,7 @@ from typing import Any
 
 from jingu.config.schema import DataSettings
 from jingu.errors import JinguError
+from jingu.runtime.files import unreadable
 
 UNIT_BYTES = 1 << 20
 """A unit of work holds about this many bytes: several small files, or a piece of a large .jsonl."""
@@ -82,18 +83,14 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
     """
     inputs = [settings.input] if isinstance(settings.input, str) else settings.input
     if not inputs:
-        raise JinguError(
-            "no corpus is given.", where="data.input", fix="Name text files, .jsonl files, folders or patterns."
-        )
-    paths: dict[str, None] = {}
-    for name in inputs:
-        paths.update(dict.fromkeys(_expand(name, settings.suffixes)))
+        fix = "Name text files, .jsonl files, folders or patterns."
+        raise JinguError("no corpus is given.", where="data.input", fix=fix)
     files = []
-    for path in paths:
+    for path in dict.fromkeys(path for name in inputs for path in _expand(name, settings.suffixes)):
         try:
             files.append(CorpusFile(path, Path(path).stat().st_size))
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
     return files
 
 
@@ -131,10 +128,11 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, tally: Tally) 
     UTF-8 where `data.invalid_utf8` is `refuse`.
     """
     for span in spans:
+        reader = _Reader(span.file.path, settings, tally)
         try:
-            yield from _lines(span, settings, tally) if span.file.lines else _whole(span, settings, tally)
+            yield from reader.lines(span) if span.file.lines else reader.whole()
         except OSError as error:
-            raise _unreadable(span.file.path, error) from error
+            raise unreadable(span.file.path, error) from error
 
 
 def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[tuple[str, int]]:
@@ -159,21 +157,23 @@ def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: 
                 yield _piece(span), seen
 
 
-def _expand(name: str, suffixes: list[str]) -> Iterator[str]:
+def _expand(name: str, suffixes: list[str]) -> list[str]:
     """The files that one entry of `data.input` stands for."""
     path = Path(name).expanduser()
     if path.is_dir():
-        yield from _walk(path, suffixes)
-    elif path.exists():
-        yield str(path)
-    elif glob.has_magic(name):
-        found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (keeps absolute patterns simple)
-        if not found:
-            raise JinguError(f'no file matches the pattern "{name}".', where="data.input", fix=_looked(path))
-        for match in found:
-            yield from _walk(Path(match), suffixes) if Path(match).is_dir() else [match]
-    else:
-        raise JinguError(f'there is no file or folder "{name}".', where="data.input", fix=_looked(path))
+        return _walk(path, suffixes)
+    if path.exists():
+        return [str(path)]
+    found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (keeps absolute patterns simple)
+    if not found:
+        what = (
+            f'no file matches the pattern "{name}".'
+            if glob.has_magic(name)
+            else f'there is no file or folder "{name}".'
+        )
+        fix = f"It was looked for at {path.absolute()}; check the spelling and the folder you are in."
+        raise JinguError(what, where="data.input", fix=fix)
+    return [file for match in found for file in (_walk(Path(match), suffixes) if Path(match).is_dir() else [match])]
 
 
 def _walk(folder: Path, suffixes: list[str]) -> list[str]:
@@ -203,133 +203,112 @@ def _walk(folder: Path, suffixes: list[str]) -> list[str]:
     return sorted(found)
 
 
-def _looked(path: Path) -> str:
-    return f"It was looked for at {path.absolute()}; check the spelling and the folder you are in."
+class _Reader:
+    """Reads the documents of one file as the settings say, and counts them."""
 
+    def __init__(self, path: str, settings: DataSettings, tally: Tally) -> None:
+        self.path = path
+        self.settings = settings
+        self.tally = tally
 
-def _whole(span: Span, settings: DataSettings, tally: Tally) -> Iterator[Document]:
-    """A file that is one document."""
-    source = span.file.path
-    text = _decode(Path(source).read_bytes(), source, 0, settings, tally)
-    if text is not None:
-        yield from _counted(text.removeprefix("\ufeff"), source, tally)
+    def whole(self) -> Iterator[Document]:
+        """The file as one document."""
+        text = self._decoded(Path(self.path).read_bytes(), 0)
+        if text is not None:
+            yield from self._counted(text, self.path)
 
+    def lines(self, span: Span) -> Iterator[Document]:
+        """The lines of a .jsonl that begin in the span; blank lines are nothing."""
+        with open(self.path, "rb") as stream:  # noqa: PTH123 (Path.open costs the same; this is the plain word)
+            position = max(span.start - 1, 0)
+            stream.seek(position)
+            if span.start > 0:
+                position += len(stream.readline())
+            while position < span.end and (line := stream.readline()):
+                row = self._decoded(line, position) if line.strip() else None
+                text = None if row is None else self._whole_characters(self._field(row, position), position)
+                if text is not None:
+                    yield from self._counted(text, f"{self.path}:byte {position}")
+                position += len(line)
 
-def _lines(span: Span, settings: DataSettings, tally: Tally) -> Iterator[Document]:
-    """The lines of a .jsonl that begin in the span; blank lines are nothing."""
-    path = span.file.path
-    with open(path, "rb") as stream:  # noqa: PTH123 (Path.open costs the same; this is the plain word)
-        position = max(span.start - 1, 0)
-        stream.seek(position)
-        if span.start > 0:
-            position += len(stream.readline())
-        while position < span.end:
-            line = stream.readline()
-            if not line:
-                break
-            text = _decode(line, path, position, settings, tally) if line.strip() else None
-            if text is not None:
-                document = _field(text.removeprefix("\ufeff"), path, position, settings)
-                checked = _without_surrogates(document, path, position, settings, tally)
-                if checked is not None:
-                    yield from _counted(checked, f"{path}:byte {position}", tally)
-            position += len(line)
+    def _counted(self, text: str, source: str) -> Iterator[Document]:
+        if text:
+            self.tally.documents += 1
+            yield Document(text, len(text.encode()), source)
+        else:
+            self.tally.empty += 1
 
+    def _decoded(self, data: bytes, position: int) -> str | None:
+        """UTF-8 to text, or what the setting says: None leaves the document out."""
+        try:
+            return data.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            if self.settings.invalid_utf8 == "refuse":
+                raise JinguError(
+                    f"byte {position + error.start} (0x{data[error.start]:02x}) is not UTF-8.",
+                    where=self._place(position) if position else self.path,
+                    fix='Convert the file to UTF-8, or set data.invalid_utf8 to "replace" (U+FFFD for the bad bytes) '
+                    'or "skip" (leave the document out).',
+                ) from error
+            return self._replaced(data.decode(errors="replace").removeprefix("\ufeff"))
 
-def _counted(text: str, source: str, tally: Tally) -> Iterator[Document]:
-    if text:
-        tally.documents += 1
-        yield Document(text, len(text.encode()), source)
-    else:
-        tally.empty += 1
+    def _whole_characters(self, text: str, position: int) -> str | None:
+        r"""JSON can hold half a character ("\ud800"), which has no UTF-8; it is treated as invalid UTF-8."""
+        try:
+            text.encode()
+            return text
+        except UnicodeEncodeError as error:
+            if self.settings.invalid_utf8 == "refuse":
+                raise JinguError(
+                    f"the escape \\u{ord(text[error.start]):04x} is half a character, which is not UTF-8.",
+                    where=self._place(position),
+                    fix='Set data.invalid_utf8 to "replace" or "skip", or mend the line.',
+                ) from error
+            return self._replaced(re.sub("[\ud800-\udfff]", "\ufffd", text))
 
-
-def _decode(data: bytes, path: str, position: int, settings: DataSettings, tally: Tally) -> str | None:
-    """UTF-8 to text, or what the setting says: None leaves the document out."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        if settings.invalid_utf8 == "refuse":
-            raise JinguError(
-                f"byte {position + error.start} (0x{data[error.start]:02x}) is not UTF-8.",
-                where=path if position == 0 else _line_number(path, position),
-                fix='Convert the file to UTF-8, or set data.invalid_utf8 to "replace" (U+FFFD for the bad bytes) '
-                'or "skip" (leave the document out).',
-            ) from error
-        if settings.invalid_utf8 == "skip":
-            tally.invalid += 1
+    def _replaced(self, text: str) -> str | None:
+        """Text with U+FFFD for what was not UTF-8, where such documents are taken."""
+        if self.settings.invalid_utf8 == "skip":
+            self.tally.invalid += 1
             return None
-        tally.replaced += 1
-        return data.decode(errors="replace")
-
-
-def _without_surrogates(text: str, path: str, position: int, settings: DataSettings, tally: Tally) -> str | None:
-    r"""JSON can hold half a character ("\ud800"), which has no UTF-8; it is treated as invalid UTF-8."""
-    try:
-        text.encode()
+        self.tally.replaced += 1
         return text
-    except UnicodeEncodeError as error:
-        if settings.invalid_utf8 == "refuse":
-            raise JinguError(
-                f"the escape \\u{ord(text[error.start]):04x} is half a character, which is not UTF-8.",
-                where=_line_number(path, position),
-                fix='Set data.invalid_utf8 to "replace" or "skip", or mend the line.',
-            ) from error
-        if settings.invalid_utf8 == "skip":
-            tally.invalid += 1
-            return None
-        tally.replaced += 1
-        return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
+    def _field(self, line: str, position: int) -> str:
+        """The text field of one JSON line."""
+        name = self.settings.text_field
+        fix = "Set data.text_field to the field that holds the document."
+        try:
+            row = json.loads(line.rstrip())
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            what, fix = f"this line is not JSON ({reason}).", "A .jsonl file holds one JSON object a line."
+        else:
+            if not isinstance(row, dict):
+                what = f"this line is JSON but not an object: it is {_kind(row)}."
+                fix = f'Each line must look like {{"{name}": "…"}}.'
+            elif name not in row:
+                present = ", ".join(f'"{key}"' for key in row) or "none"
+                what = f'this line has no field "{name}"; its fields: {present}.'
+            elif isinstance(text := row[name], str):
+                return text
+            else:
+                what = f'the field "{name}" is {_kind(text)}, not a string.'
+        raise JinguError(what, where=self._place(position), fix=fix)
 
-def _field(line: str, path: str, position: int, settings: DataSettings) -> str:
-    """The text field of one JSON line."""
-    name = settings.text_field
-    try:
-        value = json.loads(line.rstrip())
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise JinguError(
-            f"this line is not JSON ({reason}).",
-            where=_line_number(path, position),
-            fix="A .jsonl file holds one JSON object a line.",
-        ) from error
-    if not isinstance(value, dict):
-        raise JinguError(
-            f"this line is JSON but not an object: it is {_kind(value)}.",
-            where=_line_number(path, position),
-            fix=f'Each line must look like {{"{name}": "…"}}.',
-        )
-    if name not in value:
-        present = ", ".join(f'"{key}"' for key in value) or "none"
-        raise JinguError(
-            f'this line has no field "{name}"; its fields: {present}.',
-            where=_line_number(path, position),
-            fix="Set data.text_field to the field that holds the document.",
-        )
-    if not isinstance(value[name], str):
-        raise JinguError(
-            f'the field "{name}" is {_kind(value[name])}, not a string.',
-            where=_line_number(path, position),
-            fix="Set data.text_field to the field that holds the document.",
-        )
-    text: str = value[name]
-    return text
+    def _place(self, position: int) -> str:
+        """file:line of a byte offset; counts the lines before it, so only for messages."""
+        line = 1
+        with open(self.path, "rb") as stream:  # noqa: PTH123
+            while position > 0 and (chunk := stream.read(min(position, 1 << 20))):
+                line += chunk.count(b"\n")
+                position -= len(chunk)
+        return f"{self.path}:{line}"
 
 
 def _kind(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _line_number(path: str, position: int) -> str:
-    """file:line of a byte offset; counts the lines before it, so only for messages."""
-    line = 1
-    with open(path, "rb") as stream:  # noqa: PTH123
-        while position > 0 and (chunk := stream.read(min(position, 1 << 20))):
-            line += chunk.count(b"\n")
-            position -= len(chunk)
-    return f"{path}:{line}"
 
 
 def _piece(span: Span) -> str:
@@ -339,10 +318,4 @@ def _piece(span: Span) -> str:
             stream.seek(span.start)
             return stream.read(span.end - span.start).decode(errors="ignore")
     except OSError as error:
-        raise _unreadable(span.file.path, error) from error
-
-
-def _unreadable(path: str, error: OSError) -> JinguError:
-    return JinguError(
-        f"the file cannot be read ({error.strerror}).", where=path, fix="Check its permissions and its disk."
-    )
+        raise unreadable(span.file.path, error) from error

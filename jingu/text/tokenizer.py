@@ -86,16 +86,9 @@ class Tokenizer:
             ids += self._inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text, over the machine's cores."""
-        parts = [self._parts(text) for text in texts]
-        flat = [part for one in parts for part in one]
-        encoded = iter(self._inner.encode_batch_fast(flat, add_special_tokens=False))
-        return [[id_ for _ in one for id_ in next(encoded).ids] for one in parts]
-
-    def decode(self, ids: list[int], keep_special: bool = False) -> str:
-        """Text of the ids; special tokens are left out unless `keep_special`."""
-        text: str = self._inner.decode(ids, skip_special_tokens=not keep_special)
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+        text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
 
     @property

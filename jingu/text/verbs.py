@@ -111,5 +111,5 @@ def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int
 
 def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> str:
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-    tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
+    tokens = sum(len(tokenizer.encode(text)) for text in texts)
     return f"{size / max(tokens, 1):.2f} bytes per token ({size:,} bytes, {tokens:,} tokens)"

@@ -59,16 +59,9 @@ def test_text_comes_back_and_its_bytes_are_counted(seed_tokenizer: Tokenizer, te
 def test_special_tokens_in_text_are_text(seed_tokenizer: Tokenizer) -> None:
     text = "a<|endoftext|>b<|user|>"
     assert not {0, 1} & set(seed_tokenizer.encode(text))
-    assert not {0, 1} & set(seed_tokenizer.encode_batch([text, text])[1])
     assert seed_tokenizer.decode(seed_tokenizer.encode(text)) == text
     assert seed_tokenizer.byte_lengths()[[0, 1]].tolist() == [0, 0]
     assert seed_tokenizer.decode([0, *seed_tokenizer.encode("x")]) == "x"
-    assert seed_tokenizer.decode([0, *seed_tokenizer.encode("x")], keep_special=True) == "<|endoftext|>x"
-
-
-@given(st.lists(MIXED, max_size=4))
-def test_a_batch_is_its_texts(seed_tokenizer: Tokenizer, texts: list[str]) -> None:
-    assert seed_tokenizer.encode_batch(texts) == [seed_tokenizer.encode(text) for text in texts]
 
 
 @given(st.lists(st.sampled_from(["\n", "\n\n", "\r\n", " ", "x", "春", "_y", "7", "'s", "\t", ").", "\u3000"])))
@@ -78,7 +71,6 @@ def test_a_long_text_is_cut_where_it_changes_nothing(seed_tokenizer: Tokenizer, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "PART", 2)
         assert seed_tokenizer.encode(text) == whole
-        assert seed_tokenizer.encode_batch([text, "a", text]) == [whole, seed_tokenizer.encode("a"), whole]
 
 
 def test_a_long_text_is_really_cut(seed_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
