@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any, get_origin
 
@@ -14,91 +13,54 @@ from jingu.config.strict_yaml import Document, KeyPath
 from jingu.config.tree import Kind, all_keys, describe, either, field_kinds, find, item_kinds, sections, written
 from jingu.errors import JinguError
 
-# Names that other tools give to our settings.
+Told = tuple[str, str | None]
+"""What is wrong, and what to do about it."""
+
+# Our settings, and the names that other tools give them.
 _ELSEWHERE = {
-    "accumulation": "batch.micro_size",
-    "architecture": "model.family",
-    "attention_heads": "model.heads",
-    "batch_size": "batch.global_size",
-    "beta_1": "optimizer.beta1",
-    "beta_2": "optimizer.beta2",
-    "block_size": "batch.sequence_length",
-    "bf16": "precision.type",
-    "bos_token": "tokenizer.special_tokens",
-    "checkpointing": "train.activation_checkpointing",
-    "context_length": "model.context",
-    "corpus": "data.input",
-    "d_model": "model.width",
-    "dim": "model.width",
-    "dtype": "precision.type",
-    "eos_token": "tokenizer.special_tokens",
-    "epochs": "train.steps",
-    "eps": "optimizer.epsilon",
-    "eval_every": "evaluation.every",
-    "eval_steps": "evaluation.every",
-    "ffn_hidden_size": "model.feed_forward",
-    "files": "data.input",
-    "fp16": "precision.type",
-    "global_batch_size": "batch.global_size",
-    "grad_clip": "train.clip_norm",
-    "gradient_accumulation": "batch.micro_size",
-    "gradient_accumulation_steps": "batch.micro_size",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "gradient_clipping": "train.clip_norm",
-    "head_dim": "model.head_size",
-    "hidden_size": "model.width",
-    "initializer_range": "model.initial_std",
-    "intermediate_size": "model.feed_forward",
-    "iterations": "train.steps",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "train.log_every",
-    "lr_scheduler_type": "schedule.type",
-    "max_grad_norm": "train.clip_norm",
-    "max_iters": "train.steps",
-    "max_length": "batch.sequence_length",
-    "max_position_embeddings": "model.context",
-    "max_seq_len": "batch.sequence_length",
-    "max_seq_length": "batch.sequence_length",
-    "max_steps": "train.steps",
-    "micro_batch_size": "batch.micro_size",
-    "min_lr": "schedule.minimum",
-    "model_type": "model.family",
-    "n_embd": "model.width",
-    "n_head": "model.heads",
-    "n_heads": "model.heads",
-    "n_layer": "model.layers",
-    "n_layers": "model.layers",
-    "num_attention_heads": "model.heads",
-    "num_hidden_layers": "model.layers",
-    "num_key_value_heads": "model.kv_heads",
-    "num_layers": "model.layers",
-    "num_steps": "train.steps",
-    "output_dir": "runs",
-    "per_device_train_batch_size": "batch.micro_size",
-    "random_seed": "seed",
-    "rms_norm_eps": "model.norm_epsilon",
-    "rope_theta": "model.rope_base",
-    "save_every": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "scheduler": "schedule",
-    "seq_len": "batch.sequence_length",
-    "seq_length": "batch.sequence_length",
-    "test_size": "data.held_out",
-    "tie_word_embeddings": "model.tied_embeddings",
-    "total_steps": "train.steps",
-    "train_batch_size": "batch.global_size",
-    "valid_fraction": "data.held_out",
-    "vocab_size": "tokenizer.vocabulary",
-    "warmup_ratio": "schedule.warmup",
-    "warmup_steps": "schedule.warmup",
-    "wd": "optimizer.weight_decay",
-    "zero_optimization": "parallel.zero",
-    "zero_stage": "parallel.zero",
+    "batch.global_size": "batch_size global_batch_size train_batch_size",
+    "batch.micro_size": "accumulation gradient_accumulation gradient_accumulation_steps micro_batch_size"
+    " per_device_train_batch_size",
+    "batch.sequence_length": "block_size max_length max_seq_len max_seq_length seq_len seq_length",
+    "checkpoint.every": "save_every save_steps",
+    "data.held_out": "test_size valid_fraction",
+    "data.input": "corpus files",
+    "evaluation.every": "eval_every eval_steps",
+    "model.context": "context_length max_position_embeddings",
+    "model.family": "architecture model_type",
+    "model.feed_forward": "ffn_hidden_size intermediate_size",
+    "model.head_size": "head_dim",
+    "model.heads": "attention_heads n_head n_heads num_attention_heads",
+    "model.initial_std": "initializer_range",
+    "model.kv_heads": "num_key_value_heads",
+    "model.layers": "n_layer n_layers num_hidden_layers num_layers",
+    "model.norm_epsilon": "rms_norm_eps",
+    "model.rope_base": "rope_theta",
+    "model.tied_embeddings": "tie_word_embeddings",
+    "model.width": "d_model dim hidden_size n_embd",
+    "optimizer.beta1": "beta_1",
+    "optimizer.beta2": "beta_2",
+    "optimizer.epsilon": "eps",
+    "optimizer.lr": "learning_rate",
+    "optimizer.weight_decay": "wd",
+    "parallel.zero": "zero_optimization zero_stage",
+    "precision.type": "bf16 dtype fp16",
+    "runs": "output_dir",
+    "schedule": "scheduler",
+    "schedule.minimum": "min_lr",
+    "schedule.type": "lr_scheduler_type",
+    "schedule.warmup": "warmup_ratio warmup_steps",
+    "seed": "random_seed",
+    "tokenizer.special_tokens": "bos_token eos_token",
+    "tokenizer.vocabulary": "vocab_size",
+    "train.activation_checkpointing": "checkpointing gradient_checkpointing",
+    "train.clip_norm": "grad_clip gradient_clipping max_grad_norm",
+    "train.log_every": "logging_steps",
+    "train.steps": "epochs iterations max_iters max_steps num_steps total_steps",
 }
-_MOST = 12
-"""Mistakes told at once; a file with more of them is more likely another kind of file."""
-# Values that other tools have for ours.
-_VALUES = {
+OUR_KEYS = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
+"""Settings of ours by the names that other tools give them."""
+OUR_VALUES = {
     "adam": "adamw",
     "bfloat16": "bf16",
     "double": "fp64",
@@ -108,72 +70,72 @@ _VALUES = {
     "inverse_sqrt": "noam",
     "wsd": "warmup-stable-decay",
 }
-_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+"""Values of ours by the names that other tools give them."""
+_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false", "true": "true", "false": "false"}
+_MOST = 12
+"""Mistakes told at once; a file with more of them is more likely another kind of file."""
 
 
 def explain(error: ValidationError, document: Document) -> list[JinguError]:
     """Every mistake that pydantic found in `document`, in the order of the document, told in our own words."""
-    found: dict[KeyPath, JinguError] = {}
+    found: dict[KeyPath, Told] = {}
     for detail in error.errors(include_url=False):
-        for path, mistake in _mistakes(detail, document):
-            found.setdefault(path, mistake)
-    for path in [path for path in found if any(other[: len(path)] == path for other in found if other != path)]:
-        del found[path]  # A list's branch of a union fails too when one of its items does.
-    order = {path: place for place, path in enumerate(document.origins)}
-    return [found[path] for path in sorted(found, key=lambda path: order.get(path, len(order)))]
+        path, told = _mistake(detail, document)
+        found.setdefault(path, told)
+    # A list's branch of a union fails too when one of its items does: only the item is told.
+    holders = {path[:end] for path in found for end in range(len(path))}
+    places = {path: place for place, path in enumerate(document.origins)}
+    return [
+        JinguError(what, where=document.origin(path).where, fix=fix)
+        for path, (what, fix) in sorted(found.items(), key=lambda item: places.get(item[0], len(places)))
+        if path not in holders
+    ]
 
 
 def combined(mistakes: list[JinguError]) -> JinguError:
     """One error that tells of all of them: alone as it is, several one a line."""
     if len(mistakes) == 1:
         return mistakes[0]
-    shown = [f"- {mistake}" for mistake in mistakes[:_MOST]]
-    rest = [f"- and {len(mistakes) - _MOST} more"] if len(mistakes) > _MOST else []
-    lines = "\n".join(shown + rest)
-    return JinguError(f"there are {len(mistakes)} mistakes in the settings:\n{lines}")
+    lines = [f"- {mistake}" for mistake in mistakes[:_MOST]]
+    if len(mistakes) > _MOST:
+        lines.append(f"- and {len(mistakes) - _MOST} more")
+    return JinguError("\n".join([f"there are {len(mistakes)} mistakes in the settings:", *lines]))
 
 
 def nearest(word: str, choices: list[str], cutoff: float = 0.6) -> str | None:
     """The choice that `word` was most likely meant to be; None where there is none, or two are as near."""
     plain = word.lower().replace("-", "_")
-    ratios = sorted(
-        ((SequenceMatcher(None, plain, choice.lower().replace("-", "_")).ratio(), choice) for choice in choices),
-        reverse=True,
-    )
-    (best, choice), (second, _) = [*ratios, (0.0, ""), (0.0, "")][:2]
-    return choice if best >= cutoff and best > second else None
+    ratios = [SequenceMatcher(None, plain, choice.lower().replace("-", "_")).ratio() for choice in choices]
+    best = max(ratios, default=0.0)
+    return choices[ratios.index(best)] if best >= cutoff and ratios.count(best) == 1 else None
 
 
 def _near_value(value: Any, choices: list[str]) -> str | None:
     if not isinstance(value, str):
         return None
-    known = _VALUES.get(value.lower().replace("-", "_"))
+    known = OUR_VALUES.get(value.lower().replace("-", "_"))
     return known if known in choices else nearest(value, choices, cutoff=0.7)
 
 
-def _mistakes(detail: Any, document: Document) -> Iterator[tuple[KeyPath, JinguError]]:
-    """The mistakes behind one of pydantic's, each with its path."""
-    path, field, model = _locate(detail["loc"], document.value)
-    value = _value(document.value, path)
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        yield path, _unknown(path, model, document)
-    elif field is None:
-        yield path, JinguError(f"this is no section of settings, but {_given(value)}.", where=_where(document, path))
-    elif kind.startswith("union_tag"):
-        yield (*path, "type"), _wrong_type_tag(path, field, value, document)
-    elif kind == "value_error":
-        words = str(detail["ctx"]["error"]).rstrip(".")
-        yield path, JinguError(f"{_dotted(path)}: {words}.", where=_where(document, path))
-    elif items := _wrong_items(detail, field, value):
-        for index in items:
-            takes, name = item_kinds(field), f"item {index + 1} of {_dotted(path)}"
-            yield (*path, index), _wrong(name, takes, (*path, index), value[index], field, document)
-    else:
-        yield path, _wrong(_dotted(path), field_kinds(field), path, value, field, document)
+def _mistake(detail: Any, document: Document) -> tuple[KeyPath, Told]:
+    """The mistake behind one of pydantic's, with its path in the document."""
+    path, field, model = _locate(detail["loc"])
+    value = document.at(path)
+    if detail["type"] == "extra_forbidden":
+        return path, _unknown(path, model, document)
+    assert field is not None
+    if sections(field):
+        if isinstance(value, dict):
+            return (*path, "type"), _wrong_tag(_dotted(path), value.get("type"), list(sections(field)))
+        return path, _not_a_section(path, field, value, document)
+    index = next((part for part in detail["loc"] if isinstance(part, int)), None)
+    if index is not None and isinstance(value, list) and item_kinds(field):
+        name = f"item {index + 1} of {_dotted(path)}"
+        return (*path, index), _wrong(name, item_kinds(field), (*path, index), field, document)
+    return path, _wrong(_dotted(path), field_kinds(field), path, field, document)
 
 
-def _locate(loc: tuple[str | int, ...], value: Any) -> tuple[KeyPath, FieldInfo | None, type[Settings]]:
+def _locate(loc: tuple[str | int, ...]) -> tuple[KeyPath, FieldInfo | None, type[Settings]]:
     """The path in the document, the field and the section's model, from pydantic's location.
 
     That one has the tag of a section's variant, and names of a union's branches, among the keys.
@@ -181,55 +143,40 @@ def _locate(loc: tuple[str | int, ...], value: Any) -> tuple[KeyPath, FieldInfo 
     model: type[Settings] = RunConfig
     field: FieldInfo | None = None
     path: KeyPath = ()
-    rest = list(loc)
-    while rest:
-        key = rest.pop(0)
-        field = model.model_fields.get(str(key))
+    rest = iter(loc)
+    for key in rest:
         path = (*path, key)
+        field = model.model_fields.get(str(key))
         variants = sections(field) if field else {}
-        if not variants or not rest:
+        if not variants:
             break
-        model = variants[str(rest.pop(0))] if "" not in variants else variants[""]
-        if not rest:
-            break
+        model = variants.get("") or variants.get(str(next(rest, "")), model)
     return path, field, model
 
 
-def _wrong_items(detail: Any, field: FieldInfo, value: Any) -> list[int]:
-    """Indices of the items that are wrong, where the value is rightly a list."""
-    indices = [part for part in detail["loc"] if isinstance(part, int)]
-    return indices[:1] if isinstance(value, list) and item_kinds(field) else []
-
-
-def _unknown(path: KeyPath, model: type[Settings], document: Document) -> JinguError:
+def _unknown(path: KeyPath, model: type[Settings], document: Document) -> Told:
     """A key that no setting has: the nearest that one does have, here or in another section."""
-    key, where = str(path[-1]), _where(document, path)
-    parent, dotted = path[:-1], _dotted(path)
-    variants = sections(found) if (found := find(parent)) else {}
-    owners = [tag for tag, variant in variants.items() if key in variant.model_fields]
+    parent, key = path[:-1], str(path[-1])
+    section = find(parent)
+    owners = [tag for tag, one in sections(section).items() if key in one.model_fields] if section else []
     if owners:
-        return _other_variant(parent, key, owners, document)
+        return _of_another_type(parent, key, owners, document)
     if "." in key and find(tuple(key.split("."))):
         first, rest = key.split(".", 1)
-        return JinguError(
-            f"{key} is written with a dot, which is for the command line.",
-            where=where,
-            fix=f"In a file, write `{first}:` and, indented on the next line, `{rest}:`.",
-        )
-    here = [_dotted((*parent, name)) for name in model.model_fields]
-    guess = _guess(key, here)
-    if guess:
-        return JinguError(f"{dotted} is not a setting.", where=where, fix=f"Did you mean {guess}?")
-    place = f"{_dotted(parent)} has" if parent else "The top level has"
-    names = ", ".join(model.model_fields)
-    return JinguError(f"{dotted} is not a setting.", where=where, fix=f"{place}: {names}.")
+        fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
+        return f"{key} is written with a dot, which is for the command line.", fix
+    if guess := _guess(key, [_dotted((*parent, name)) for name in model.model_fields]):
+        fix = f"Did you mean {guess}?"
+    else:
+        fix = f"{f'{_dotted(parent)} has' if parent else 'The top level has'}: {', '.join(model.model_fields)}."
+    return f"{_dotted(path)} is not a setting.", fix
 
 
 def _guess(key: str, here: list[str]) -> str | None:
     """The dotted key that an unknown one was most likely meant to be."""
     leaf = key.lower().replace("-", "_")
-    if leaf in _ELSEWHERE:
-        return _ELSEWHERE[leaf]
+    if leaf in OUR_KEYS:
+        return OUR_KEYS[leaf]
     names = [name.rsplit(".", 1)[-1] for name in here]
     if near := nearest(leaf, names):
         return here[names.index(near)]
@@ -241,74 +188,56 @@ def _guess(key: str, here: list[str]) -> str | None:
     return either(everywhere[close]) if close else None
 
 
-def _other_variant(parent: KeyPath, key: str, owners: list[str], document: Document) -> JinguError:
-    """A key that another variant of the section has."""
-    section, path = _dotted(parent), (*parent, key)
-    dotted = _dotted(path)
-    default = str(find(parent).get_default().type)  # type: ignore[union-attr]
-    chosen = _value(document.value, (*parent, "type"), default)
+def _of_another_type(parent: KeyPath, key: str, owners: list[str], document: Document) -> Told:
+    """A key that another type of the section has."""
+    section, field = _dotted(parent), find(parent)
+    assert field is not None
     tag = document.origins.get((*parent, "type"))
+    chosen = document.at((*parent, "type")) if tag else field.get_default().type
     fix = f"Remove {key}, or choose {section}.type {either(owners)}."
-    if tag and not tag.in_file and document.origin(path).in_file:
+    if tag and not tag.in_file and document.origin((*parent, key)).in_file:
         fix += f" To replace the whole section of the file, write '{section}={{type: {chosen}}}'."
-    return JinguError(
-        f"{dotted} is a setting of {section}.type {either(owners)}, and the type here is {chosen}"
-        f" ({tag.where if tag else 'the default'}).",
-        where=_where(document, path),
-        fix=fix,
+    where = tag.where if tag else "the default"
+    return (
+        f"{section}.{key} is a setting of {section}.type {either(owners)}, and the type here is {chosen} ({where}).",
+        fix,
     )
 
 
-def _wrong_type_tag(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> JinguError:
-    """A `type:` that does not exist, or a section of several types that is not a section."""
-    if not isinstance(value, dict):
-        return _not_a_section(path, field, value, document)
-    name, tags = _dotted(path), list(sections(field))
-    tag = value.get("type")
+def _wrong_tag(name: str, tag: Any, tags: list[str]) -> Told:
+    """A `type:` that does not exist."""
     near = _near_value(tag, tags)
-    return JinguError(
-        f"{name}.type takes {either(tags)}, {_but(_given(tag, bare=True))}.",
-        where=_where(document, (*path, "type")),
-        fix=f"Did you mean {near}?" if near else None,
-    )
+    what = f"{name}.type takes {either(tags)}, {_but(_given(tag, bare=True))}."
+    return what, f"Did you mean {near}?" if near else None
 
 
-def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> JinguError:
+def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> Told:
     """One value where a section should be: perhaps its `type:`, or a colon without its space."""
-    variants = sections(field)
+    name, variants = _dotted(path), sections(field)
     keys = next(iter(variants.values())).model_fields
-    tags = (
-        list(variants) if "" not in variants else [k.value for k in field_kinds(keys["type"])] if "type" in keys else []
-    )
-    text = value if isinstance(value, str) else ""
-    near = _near_value(text, tags)
-    if near or list(keys) == ["type"]:
-        fix = f"Write {_nested((*path, 'type'), near or either(tags), document)}."
-    elif text.partition(":")[0] in keys:
-        fix = f"Put a space after the colon: {text.replace(':', ': ', 1)}."
+    tags = [kind.value for kind in field_kinds(keys["type"])] if "type" in keys else []
+    tags = tags if "" in variants else list(variants)
+    near = _near_value(value, tags)
+    if (near or list(keys) == ["type"]) and document.origin(path).in_file:
+        fix = f"Write `{name}:` and, indented on the next line, `type: {near or either(tags)}`."
+    elif near or list(keys) == ["type"]:
+        fix = f"Write {name}.type={near or either(tags)}."
+    elif isinstance(value, str) and value.partition(":")[0] in keys:
+        fix = f"Put a space after the colon: {value.replace(':', ': ', 1)}."
     else:
         fix = f"Its settings are: {', '.join(keys)}."
-    return JinguError(
-        f"{_dotted(path)} is a section of settings, not {_given(value)}.", where=_where(document, path), fix=fix
-    )
+    return f"{name} is a section of settings, not {_given(value)}.", fix
 
 
-def _wrong(name: str, takes: list[Kind], path: KeyPath, value: Any, field: FieldInfo, document: Document) -> JinguError:
+def _wrong(name: str, takes: list[Kind], path: KeyPath, field: FieldInfo, document: Document) -> Told:
     """A value of the wrong type, or out of range."""
-    where = _where(document, path)
-    if sections(field):
-        return _not_a_section(path, field, value, document)
-    choices = [written(kind.value) for kind in takes if kind.type.__class__ is not type and kind.value is not None]
+    value, letters = document.at(path), document.origin(path).written
+    choices = [written(kind.value) for kind in takes if kind.value is not None]
     bare = bool(choices) and len(choices) == len(takes)
-    letters = document.origin(path).written
     given = letters if letters is not None and value is not None else _given(value, bare=bare)
     meaning = (field.description or "").split(". ")[0].rstrip(".")
-    hint = _hint(takes, value, choices, field)
-    return JinguError(
-        f"{name} takes {describe(takes)}, {_but(given)}.",
-        where=where,
-        fix=" ".join(filter(None, [hint, f"Meaning: {meaning}." if meaning else ""])) or None,
-    )
+    hints = [_hint(takes, value, choices, field), f"Meaning: {meaning}." if meaning else None]
+    return f"{name} takes {describe(takes)}, {_but(given)}.", " ".join(filter(None, hints)) or None
 
 
 def _hint(takes: list[Kind], value: Any, choices: list[str], field: FieldInfo) -> str | None:
@@ -321,67 +250,39 @@ def _hint(takes: list[Kind], value: Any, choices: list[str], field: FieldInfo) -
         return None if default is None else f"Leave the key out to take the default, {written(default)}."
     if not isinstance(value, str):
         return None
-    if value.lower() in ("true", "false", *_BOOLEANS) and bool in types:
-        return f"Write {_BOOLEANS.get(value.lower(), value.lower())}."
+    if value.lower() in _BOOLEANS and bool in types:
+        return f"Write {_BOOLEANS[value.lower()]}."
     if value.lower() in ("none", "nil") and type(None) in types:
         return "Write null."
-    if (int in types or float in types) and (number := _number(value)) is not None:
-        return number
+    digits = value.replace("_", "").replace(",", "").strip()
+    if (int in types or float in types) and _is_number(digits):
+        return "Write it without quotes." if digits == value else f"Write {digits}."
     if any(get_origin(each) is list for each in types):
         return f"Write [{value}]."
     near = _near_value(value, choices)
     return f"Did you mean {near}?" if near else None
 
 
-def _number(text: str) -> str | None:
-    """What to write for a number that was given as text."""
-    plain = text.replace("_", "").replace(",", "").strip()
+def _is_number(text: str) -> bool:
     try:
-        float(plain)
+        float(text)
     except ValueError:
-        return None
-    return "Write it without quotes." if plain == text else f"Write {plain}."
+        return False
+    return True
 
 
 def _given(value: Any, *, bare: bool = False) -> str:
-    """A value in words: `the text "many"`, `a list`, `3.5`."""
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, list):
-        return "a list"
+    """A value in words: `the text "many"`, `a list`, `3.5`; nothing for null."""
+    if isinstance(value, dict | list):
+        return "a section" if isinstance(value, dict) else "a list"
     if isinstance(value, str):
-        if not value:
-            return "an empty text"
         short = _short(value)
-        return short if bare and short.strip() else f'the text "{short}"'
-    return written(value)
+        return (short if bare and short.strip() else f'the text "{short}"') if value else "an empty text"
+    return "" if value is None else written(value)
 
 
 def _but(given: str) -> str:
     return f"not {given}" if given else "and here it is empty (null)"
-
-
-def _nested(path: KeyPath, value: str, document: Document) -> str:
-    """How a setting is written where the document came from: in a file, or on the command line."""
-    *parents, last = map(str, path)
-    if document.origin(path).in_file:
-        return f"`{parents[0]}:` and, indented on the next line, `{last}: {value}`"
-    return f"{_dotted(path)}={value}"
-
-
-def _value(root: Any, path: KeyPath, default: Any = None) -> Any:
-    for key in path:
-        try:
-            root = root[key]
-        except (KeyError, IndexError, TypeError):
-            return default
-    return root
-
-
-def _where(document: Document, path: KeyPath) -> str:
-    return document.origin(path).where
 
 
 def _dotted(path: KeyPath) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -65,21 +64,14 @@ def find(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> Fiel
 
 
 @cache
-def all_keys() -> tuple[str, ...]:
+def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
     """Every dotted key of the tree, sections too, in order."""
-    return tuple(dict.fromkeys(_keys(RunConfig, "")))
-
-
-def keys_of(model: type[Settings]) -> list[str]:
-    """The keys of one section, in order."""
-    return list(model.model_fields)
-
-
-def _keys(model: type[Settings], prefix: str) -> Iterator[str]:
+    keys: dict[str, None] = {}
     for name, field in model.model_fields.items():
-        yield prefix + name
+        keys[name] = None
         for variant in sections(field).values():
-            yield from _keys(variant, f"{prefix}{name}.")
+            keys |= {f"{name}.{key}": None for key in all_keys(variant)}
+    return tuple(keys)
 
 
 def either(words: list[str]) -> str:
@@ -106,29 +98,20 @@ def _words(kind: Kind, whole_too: bool) -> list[str]:
         return named
     if kind.type is Literal:
         return [written(kind.value)]
-    if kind.type is bool:
-        return ["true", "false"]
-    if kind.type is NoneType:
-        return ["null"]
     if kind.type is int:
         return ["a whole number" + _range(kind.limits)]
     if kind.type is float:
         return [("a number with a decimal point" if whole_too else "a number") + _range(kind.limits)]
-    if kind.type is str:
-        return ["text"]
-    return ["a list of texts"] if get_origin(kind.type) is list else ["a section"]
+    plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"], list: ["a list of texts"]}
+    return plain.get(get_origin(kind.type) or kind.type, ["a section"])
 
 
 def _range(limits: tuple[Any, ...]) -> str:
-    bounds = {
-        name: f"{getattr(limit, name):,}" if isinstance(getattr(limit, name), int) else f"{getattr(limit, name)}"
-        for limit in limits
-        for name in ("ge", "gt", "le", "lt")
-        if getattr(limit, name, None) is not None
-    }
-    low = f"{bounds['ge']} or more" if "ge" in bounds else f"above {bounds['gt']}" if "gt" in bounds else ""
-    high = f"{bounds['le']} or less" if "le" in bounds else f"below {bounds['lt']}" if "lt" in bounds else ""
-    if "ge" in bounds and "le" in bounds:
-        return f" (from {bounds['ge']} to {bounds['le']})"
-    both = ", ".join(filter(None, [low, high]))
-    return f" ({both})" if both else ""
+    """` (1 or more)`, for the limits of a number."""
+    words = {"ge": "{:,} or more", "gt": "above {:,}", "le": "{:,} or less", "lt": "below {:,}"}
+    bounds = {name: getattr(limit, name) for name in words for limit in limits if hasattr(limit, name)}
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    if bounds.keys() == {"ge", "le"}:
+        return f" (from {bounds['ge']:,} to {bounds['le']:,})"
+    said = ", ".join(words[name].format(bound) for name, bound in bounds.items())
+    return f" ({said})" if said else ""

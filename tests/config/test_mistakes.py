@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jingu.config.explain import _ELSEWHERE, _VALUES, nearest
+from jingu.config.explain import OUR_KEYS, OUR_VALUES, nearest
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
 from jingu.config.strict_yaml import dump
@@ -123,9 +123,9 @@ def test_the_file_is_not_utf_8() -> None:
 # The names of others
 
 
-@pytest.mark.parametrize("name", _ELSEWHERE)
+@pytest.mark.parametrize("name", OUR_KEYS)
 def test_names_of_other_tools_lead_to_settings_of_ours(name: str) -> None:
-    assert _ELSEWHERE[name] in all_keys()
+    assert OUR_KEYS[name] in all_keys()
     assert name not in {key.rsplit(".", 1)[-1] for key in all_keys()}
 
 
@@ -134,7 +134,7 @@ def test_values_of_other_tools_lead_to_values_of_ours() -> None:
     said = mistake_in()
     for value in ("cuda", "bf16", "warmup-stable-decay"):
         assert f"Did you mean {value}?" in said
-        assert value in _VALUES.values()
+        assert value in OUR_VALUES.values()
 
 
 def test_no_guess_where_two_are_as_near() -> None:
