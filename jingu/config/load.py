@@ -48,9 +48,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump_yaml(config: RunConfig) -> str:
     """The whole tree, defaults too, as a file that `load_config` reads back as the same settings."""
-    tree = config.model_dump(mode="python")
-    tagged = {key: item["type"] for key, item in tree.items() if isinstance(item, dict) and "type" in item}
-    return dump(tree | {key: {"type": tag} | tree[key] for key, tag in tagged.items()})
+    return dump(config.model_dump())
 
 
 def _read(path: Path) -> str:
@@ -84,11 +82,11 @@ def _beside(path: Path) -> str:
     if not folder.is_dir():
         return f"There is no folder {folder} either."
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
-    if close := get_close_matches(path.name, names, n=1, cutoff=0.7):
-        return f"Did you mean {folder / close[0]}?"
     here = "this folder" if folder == Path() else str(folder)
     if not names:
         return f"There are no YAML files in {here}."
+    if close := get_close_matches(path.name, names, n=1, cutoff=0.7):
+        return f"Did you mean {folder / close[0]}?"
     return f"In {here} there {'is' if len(names) == 1 else 'are'} {', '.join(names[:5])}."
 
 
@@ -115,10 +113,8 @@ def _apply(override: str, document: Document) -> None:
             return  # The file's own mistake, which the check tells.
         parent = parent[part]
     given = _parse_value(text, override, find(path))
-    for old in [old for old in document.origins if old[: len(path)] == path]:
-        del document.origins[old]
-    for inner, origin in given.origins.items():
-        document.origins[(*path, *inner)] = origin
+    kept = {old: origin for old, origin in document.origins.items() if old[: len(path)] != path}
+    document.origins = kept | {(*path, *inner): origin for inner, origin in given.origins.items()}
     parent[path[-1]] = given.value
     if given.problems:
         raise given.problems[0]
@@ -138,11 +134,8 @@ def _settle(value: dict[str, Any], model: type[Settings], path: KeyPath, documen
 
     that takes text takes unquoted letters as written, though they would be a number elsewhere (`name: 007`).
     """
-    for key, item in list(value.items()):
-        field = model.model_fields.get(key)
-        if field is None:
-            continue
-        here = (*path, key)
+    for key in value.keys() & model.model_fields.keys():
+        field, item, here = model.model_fields[key], value[key], (*path, key)
         variants = sections(field)
         if variants and item is None:
             del value[key]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
@@ -43,11 +43,9 @@ class Settings(BaseModel):
     )
 
 
-def _tagged(default: str) -> Discriminator:
-    """Choose a variant by its `type:`; without one, `default`."""
-    return Discriminator(
-        lambda value: value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-    )
+def _type_or(default: str) -> BeforeValidator:
+    """Give a section that has no `type:` the default one."""
+    return BeforeValidator(lambda value: {"type": default, **value} if isinstance(value, dict) else value)
 
 
 class TokenizerSettings(Settings):
@@ -156,7 +154,7 @@ class LionSettings(Settings):
     """Decoupled decay a unit of learning rate; never on norms and biases."""
 
 
-Optimizer = Annotated[Annotated[AdamWSettings, Tag("adamw")] | Annotated[LionSettings, Tag("lion")], _tagged("adamw")]
+Optimizer = Annotated[AdamWSettings | LionSettings, Discriminator("type"), _type_or("adamw")]
 
 
 def in_steps(length: int | float, steps: int) -> int:
@@ -167,6 +165,7 @@ def in_steps(length: int | float, steps: int) -> int:
 class ScheduleBase(Settings):
     """Warm-up and floor, common to every schedule."""
 
+    type: str
     warmup: NotNegative | Fraction = 0.02
     """Linear warm-up: steps (a whole number) or a fraction of the run (with a decimal point)."""
     minimum: Annotated[float, Field(ge=0)] = 0.0
@@ -214,13 +213,9 @@ class WarmupStableDecaySettings(ScheduleBase):
 
 
 Schedule = Annotated[
-    Annotated[ConstantSettings, Tag("constant")]
-    | Annotated[LinearSettings, Tag("linear")]
-    | Annotated[CosineSettings, Tag("cosine")]
-    | Annotated[NoamSettings, Tag("noam")]
-    | Annotated[ExponentialSettings, Tag("exponential")]
-    | Annotated[WarmupStableDecaySettings, Tag("warmup-stable-decay")],
-    _tagged("cosine"),
+    ConstantSettings | LinearSettings | CosineSettings | NoamSettings | ExponentialSettings | WarmupStableDecaySettings,
+    Discriminator("type"),
+    _type_or("cosine"),
 ]
 
 
@@ -272,7 +267,7 @@ class EvaluationSettings(Settings):
     sequences: Positive | Literal["all"] = 64
     """Held-out sequences an evaluation reads; all: every one."""
     sequences_at_end: Positive | Literal["all"] | None = None
-    """Held-out sequences the evaluation at the run's end reads; None: as many as the others."""
+    """Held-out sequences the evaluation at the run's end reads; null: as many as the others."""
     prompts: list[str] = []
     """Texts continued at each evaluation, to see how the model writes."""
     prompt_tokens: Positive = 48

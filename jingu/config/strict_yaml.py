@@ -21,7 +21,11 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     # kind: letters a plain scalar of it can begin with, its form, and how it is read
     "null": ("~nN", r"~|null|", lambda _: None),
     "bool": ("tf", r"true|false", lambda text: text == "true"),
-    "int": ("-+0123456789", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", lambda text: _integer(text)),
+    "int": (
+        "-+0123456789",
+        r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+        lambda text: int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)),
+    ),
     "float": (
         "-+.0123456789",
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
@@ -128,9 +132,8 @@ def parse(text: str, name: str, *, lines: bool = True) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         where = f"{name}:{line}" if lines else name
-        raise JinguError(
-            f"this line holds a control character (code {error.character}); remove it.", where=where
-        ) from None
+        what = f"this line holds a control character (code {error.character}); remove it."
+        raise JinguError(what, where=where) from None
     except RecursionError:
         raise JinguError("the settings are nested too deeply to be read.", where=name) from None
     return reader.document
@@ -141,19 +144,12 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
 
 
-def _integer(text: str) -> int:
-    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-    return int(text, base)
-
-
 def _explain(error: yaml.MarkedYAMLError) -> str:
     said = f"{error.context or ''} {error.problem or ''}".strip()
     if "expected a single document" in said:
         return "a second document begins here (---). One file is one run."
-    for words, meaning in _PLAIN_WORDS.items():
-        if words in said:
-            return f"this is not YAML: {meaning}"
-    return f"this is not YAML: {said}."
+    meaning = next((meaning for words, meaning in _PLAIN_WORDS.items() if words in said), f"{said}.")
+    return f"this is not YAML: {meaning}"
 
 
 class _Reader:
@@ -194,21 +190,18 @@ class _Reader:
             key = key_node.value
             if not isinstance(key, str):
                 self.problem(key_node, "a key is a list or a section.", "Write keys as plain words.")
-                continue
-            if key == "<<":
+            elif key == "<<":
                 self.problem(key_node, "merge keys (<<) are not read.", "Write the settings out.")
-                continue
-            if key in first:
+            elif key in first:
                 dotted = ".".join([*map(str, path), key])
-                line = first[key].start_mark.line + 1
-                earlier = f", first on line {line}" if self.lines else ""
+                earlier = f", first on line {first[key].start_mark.line + 1}" if self.lines else ""
                 self.problem(key_node, f"{dotted} is given twice{earlier}.", "Keep one of them.")
-                continue
-            first[key] = key_node
-            self.document.origins[(*path, key)] = Origin(self.where(key_node), self.lines)
-            value = self.value(value_node, (*path, key))
-            if value is not self.nothing:
-                result[key] = value
+            else:
+                first[key] = key_node
+                self.document.origins[(*path, key)] = Origin(self.where(key_node), self.lines)
+                value = self.value(value_node, (*path, key))
+                if value is not self.nothing:
+                    result[key] = value
         return result
 
     def scalar(self, node: yaml.Node, path: KeyPath) -> Any:
@@ -225,8 +218,7 @@ class _Reader:
         try:
             value = _SCALARS[kind][2](text)
         except ValueError:
-            return self.problem(
-                node, f"{text[:40]} cannot be read as a number.", "Write plain digits, and at most 4,000."
-            )
+            what = f"{text[:40]} cannot be read as a number."
+            return self.problem(node, what, "Write plain digits, and at most 4,000.")
         self.document.origins[path] = replace(self.document.origins[path], written=text)
         return value
