@@ -76,13 +76,15 @@ def _handing_on_signals(children: list[Child]) -> Iterator[None]:
 def _watch(children: list[Child]) -> list[int | None]:
     """Wait until all ranks have ended, or until one has failed and the grace of the others is over."""
     deadline: float | None = None
-    while any(child.poll() is None for child in children):
-        if deadline is None and any(child.returncode not in (None, 0, STOPPED) for child in children):
+    while True:
+        codes = [child.poll() for child in children]
+        if None not in codes:
+            return codes
+        if deadline is None and any(code not in (None, 0, STOPPED) for code in codes):
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
-            break
+            return codes
         time.sleep(_WATCH_SECONDS)
-    return [child.returncode for child in children]
 
 
 def _kill(children: list[Child]) -> None:

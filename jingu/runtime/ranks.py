@@ -112,11 +112,17 @@ def from_first(value: int) -> int:
 
 
 def first_to_fail(ranks: Ranks) -> bool:
-    """Whether this rank is the first that asks. It does not wait for the others, so that a failing rank can ask."""
+    """Whether this rank is the first that asks. A failing rank can ask: it does not depend on the others."""
     if ranks.world == 1:
         return True
     try:
         store = dist.distributed_c10d._get_default_store()
-        return bool(store.compare_set("jingu/first-to-fail", "", str(ranks.rank)) == str(ranks.rank).encode())
-    except RuntimeError:  # whoever held the store is gone
+        if ranks.is_first:
+            store.set("jingu/first-rank-fails", "")
+        first = bool(store.compare_set("jingu/first-to-fail", "", str(ranks.rank)) == str(ranks.rank).encode())
+        if first and not ranks.is_first:
+            # Where the first rank fails as well, its progress bar is closed by then.
+            store.wait(["jingu/first-rank-fails"], timedelta(seconds=2))
+        return first
+    except RuntimeError:  # the first rank goes on, or whoever held the store is gone
         return True
