@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +18,7 @@ from jingu.checkpoint.store import read_state
 from jingu.config.compare import harmful_differences
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
+from jingu.data.batches import BatchSource
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
@@ -32,7 +34,7 @@ class Run:
     folder: Path
     spec: ModelSpec
     tokenizer: Tokenizer
-    train: TokenDataset
+    source: BatchSource
     held_out: TokenDataset | None
 
     @property
@@ -42,7 +44,7 @@ class Run:
     @property
     def data_receipt(self) -> list[str]:
         """What the training data is: checksums of its shards, in order."""
-        return [shard.bin_xxh3 for shard in self.train.manifest.train.shards]
+        return [shard.bin_xxh3 for shard in self.source.dataset.manifest.train.shards]
 
 
 def open_run(config: RunConfig) -> Run:
@@ -56,7 +58,9 @@ def open_run(config: RunConfig) -> Run:
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     train = open_dataset(Path(config.data.path), "train")
     check_tokenizer(train, tokenizer)
-    spec = spec_from_settings(config.model, tokenizer.vocabulary, config.batch.sequence_length)
+    batch = config.batch
+    source = BatchSource(train, batch.sequence_length, batch.global_size, config.seed)
+    spec = spec_from_settings(config.model, tokenizer.vocabulary, batch.sequence_length)
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = open_dataset(Path(config.data.path), "held_out")
@@ -66,7 +70,7 @@ def open_run(config: RunConfig) -> Run:
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    run = Run(config, folder, spec, tokenizer, train, held_out)
+    run = Run(config, folder, spec, tokenizer, source, held_out)
     _check_checkpoints(run)
     return run
 
@@ -113,7 +117,7 @@ def _check_checkpoints(run: Run) -> None:
             continue  # a damaged one is passed over when the run resumes
         if state["data"] != run.data_receipt:
             raise JinguError(
-                f"the run was trained until step {step} on another data set than the one in {run.train.path}.",
+                f"the run was trained until step {step} on another data set than the one in {run.source.dataset.path}.",
                 where=run.folder,
                 fix="Put that data set back, or start a new run (name=...).",
             )
@@ -183,10 +187,15 @@ def _copy_tokenizer(run: Run) -> None:
 
 def cannot_write(error: OSError, where: Path) -> JinguError:
     """The words for a run's file or folder that cannot be written."""
+    place = Path(error.filename or where)
+    other = "choose another folder for runs (runs=...)."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return JinguError("the disk is full.", where=place, fix=f"Make room, or {other}")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        file = next(path for path in (place, *place.parents) if path.exists())
+        return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {other}")
     return JinguError(
-        f"this cannot be written ({error.strerror}).",
-        where=error.filename or where,
-        fix="Make room on the disk, mend its permissions, or choose another folder for runs (runs=...).",
+        f"this cannot be written ({error.strerror}).", where=place, fix=f"Mend its permissions, or {other}"
     )
 
 

@@ -15,7 +15,6 @@ from jingu.checkpoint.resume import find_latest, prune, step_folder
 from jingu.checkpoint.store import load, read_state, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
-from jingu.data.batches import BatchSource
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
@@ -120,10 +119,8 @@ def _from_compiler(error: BaseException) -> bool:
 
 
 def _pretraining(run: Run, compiles: bool) -> Task:
-    batch = run.config.batch
-    source = BatchSource(run.train, batch.sequence_length, batch.global_size, run.config.seed)
-    rows = None if run.held_out is None else HeldOut(run.held_out, batch.sequence_length)
-    return Pretraining(source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
+    rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length)
+    return Pretraining(run.source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
 
 
 def _build(
@@ -243,10 +240,11 @@ def _decide_compile(config: RunConfig, device: torch.device, training_seconds: f
 def _summary(run: Run, plan: BatchPlan, ranks: Ranks, precision: Precision, compiles: bool, parameters: int) -> str:
     steps = run.config.train.steps
     tokens = steps * plan.tokens_per_step
+    epochs = tokens / run.source.dataset.tokens
     return (
         f"{run.config.name}: {run.spec.family}, {parameters / 1e6:.1f}M parameters, {ranks.world} rank(s) on "
         f"{ranks.device.type} in {precision.name}{', compiled' if compiles else ''}; {steps} steps of "
-        f"{plan.tokens_per_step:,} tokens, {tokens / 1e6:.1f}M in all ({tokens / run.train.tokens:.2f} epochs)."
+        f"{plan.tokens_per_step:,} tokens, {tokens / 1e6:.1f}M in all ({epochs:.2f} epochs)."
     )
 
 
