@@ -24,23 +24,30 @@ def slow(*values: Any) -> Any:
     [("llama", 2), ("llama", 4), ("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
 )
 def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on, done):
-    """Losses, norms of the gradient (clipped at some steps) and weights of 20 steps; 2 micro-batches a step and rank.
+    """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 20 steps.
 
-    One process cuts the same global batch into 8 micro-batches.
+    Each rank accumulates over 2 micro-batches; one process cuts the same global batch into 8. The 5 held-out
+    sequences leave some ranks without any.
     """
-    alone = tiny_run(MODELS[model], name="alone")
+    changes = {**MODELS[model], "evaluation.every": 10, "evaluation.sequences": 5}
+    changes |= {"evaluation.prompts": ["def ", ""], "evaluation.prompt_tokens": 4}
+    alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
     losses, norms, weights = one.column("loss"), one.column("grad_norm"), one.tensors()
+    assert len(one.column("text", "sample")) == 4
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
     layout = {"batch.micro_size": 8 // world // 2}
-    configs = [tiny_run({**MODELS[model], **layout, "parallel.zero": zero}, name=f"zero-{zero}") for zero in range(4)]
+    configs = [tiny_run({**changes, **layout, "parallel.zero": zero}, name=f"zero-{zero}") for zero in range(4)]
     train_on(world, *configs)
     for config in configs:
         many = done(config)
         assert many.lines("start")[0]["ranks"] == world
         assert many.column("loss") == pytest.approx(losses, rel=1e-9), config.name
         assert many.column("grad_norm") == pytest.approx(norms, rel=1e-9), config.name
+        for name in ("loss", "bits_per_byte", "tokens", "bytes"):
+            assert many.column(name, "evaluation") == pytest.approx(one.column(name, "evaluation"), rel=1e-9)
+        assert many.column("text", "sample") == one.column("text", "sample")
         theirs = many.tensors()
         assert theirs.keys() == weights.keys()
         for name, tensor in weights.items():
@@ -82,13 +89,12 @@ def train_quietly(rank: int, world: int, config: Any) -> None:
 def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):
     """The first micro-batch is also seen by the dry run, before step 0."""
     from jingu.config.batch import plan_batch
-    from jingu.data.batches import BatchSource
     from jingu.train.run import open_run
 
     changes = {"train.steps": 3, "batch.global_size": 20, "batch.micro_size": 1}
     config = tiny_run(changes)
     run = open_run(config)
-    source = BatchSource(run.train, 33, 20, config.seed)
+    source = run.source
     expected = [source.batch(step, 0, 20).tokens.tolist() for step in range(3)]
     for world in (2, 4):
         plan = plan_batch(config.batch, world)

@@ -1,0 +1,335 @@
+"""What goes wrong for a new user while running, in exact words: exit code 2, no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jingu
+from jingu.checkpoint import shards
+from jingu.cli import main
+from jingu.config.load import dump_yaml
+from jingu.data.build import build
+from jingu.text.verbs import train as train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def said(tiny_run, tmp_path, capsys) -> Callable[..., str]:
+    """What `jingu train` says of a mistake, where it leaves the runs as they are."""
+
+    def say(changes: dict[str, Any] | None = None, *words: str, runs: str = "runs", untouched: bool = True) -> str:
+        config = tiny_run({"train.steps": 2, **(changes or {})}).model_copy(update={"runs": runs})
+        Path("run.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        before = content(Path(runs))
+        capsys.readouterr()
+        code = main(["train", "run.yaml", *words])
+        output = capsys.readouterr()
+        assert (code, output.out) == (2, "")
+        assert content(Path(runs)) == before or not untouched
+        assert [path for path in Path(runs).rglob("*") if path.name.endswith(".partial")] == []
+        return output.err.replace(str(tmp_path), "HERE").removesuffix("\n")
+
+    return say
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def library_in(text: str, library: Any) -> str:
+    for part in ("text", "tokenizer", "data"):
+        text = text.replace(str(getattr(library, part)), part.upper())
+    return text
+
+
+# What is missing, or belongs to something else
+
+
+def test_missing_tokenizer_and_data(said):
+    fix = "Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
+    assert said({"tokenizer.path": "none"}) == f"jingu: none: there is no tokenizer folder here. {fix}"
+    assert said({"data.path": "none"}) == "jingu: none: there is no data set here. Run `jingu data build` first."
+    Path("empty").mkdir()
+    assert said({"tokenizer.path": "empty"}) == f"jingu: empty: the tokenizer's folder has no tokenizer.json. {fix}"
+
+
+def test_data_set_of_another_tokenizer(said, tiny_run, library):
+    other = {"tokenizer.path": "other", "tokenizer.vocabulary": 300}
+    train_tokenizer(tiny_run(other))
+    from jingu.text.tokenizer import Tokenizer
+
+    first, second = (Tokenizer.load(path).fingerprint()[:12] for path in (library.tokenizer, Path("other")))
+    assert library_in(said(other), library) == (
+        f"jingu: DATA: the data set was built with another tokenizer ({first}, 389 entries) than the run's "
+        f"({second}, 300 entries). Set tokenizer.path to the tokenizer it was built with, or build a data set with "
+        "this one."
+    )
+
+
+def test_nothing_held_out(said, tiny_run):
+    whole = {"data.path": "data", "data.held_out": 0.0}
+    build(tiny_run(whole))
+    assert said({**whole, "data.held_out": 0.2, "evaluation.every": 1}) == (
+        "jingu: data: the data set holds nothing out for evaluation. Build it with data.held_out above 0, or set "
+        "evaluation.every to 0."
+    )
+
+
+def test_a_data_set_that_is_cut_short(said, library):
+    shutil.copytree(library.data, "data")
+    file = Path("data/train-00000.bin")
+    file.write_bytes(file.read_bytes()[:-10])
+    size = file.stat().st_size
+    assert said({"data.path": "data"}) == (
+        f"jingu: data/train-00000.bin: the file has {size:,} bytes; the manifest says {size + 10:,} bytes. Copy the "
+        "file anew, or delete the folder and build the data set anew."
+    )
+
+
+# What does not fit
+
+
+def test_sizes_that_do_not_fit(said, library):
+    assert said({"model.vocabulary": 300}) == (
+        "jingu: model.vocabulary: The model has 300 embedding rows, but the tokenizer has 389 entries. Use auto, or "
+        "at least 389."
+    )
+    assert said({"model.context": 16}) == (
+        "jingu: model.context: The model is made for 16 tokens, but the batch has sequences of 33. Raise "
+        "model.context to 33 or more, or shorten batch.sequence_length."
+    )
+    assert library_in(said({"batch.sequence_length": 50_000}), library) == (
+        "jingu: DATA: the data set has 22,881 tokens for training, but one sequence of 50,000 needs 50,001. Give more "
+        "text, or set batch.sequence_length lower."
+    )
+
+
+def test_batches_that_cannot_be_divided(said):
+    assert said({"batch.micro_size": 3}) == (
+        "jingu: batch.micro_size 3 does not divide batch.global_size 8: take 2 or 4, or auto."
+    )
+    assert said({}, "--processes", "3") == ("jingu: batch.global_size 8 cannot be divided over 3 ranks: take 6 or 9.")
+    assert said({"batch.micro_size": 4}, "--processes", "4") == (
+        "jingu: batch.micro_size 4 does not divide the 2 sequences of a rank (batch.global_size 8 over 4 ranks): take "
+        "2, or auto."
+    )
+
+
+def test_prompts_that_do_not_fit_are_found_before_training(said):
+    evaluation = {"evaluation.every": 1, "evaluation.prompts": ["def ", "x" * 40], "evaluation.prompt_tokens": 8}
+    assert said(evaluation) == (
+        "jingu: evaluation.prompts[1]: the prompt has 40 tokens and 8 more (evaluation.prompt_tokens) follow, but the "
+        "model's context is 33 tokens. Shorten the prompt, lower evaluation.prompt_tokens, or raise model.context."
+    )
+    assert main(["train", "run.yaml", "model.context=48"]) == 0
+
+
+def test_tensorboard_that_is_not_installed(said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert said({"train.tensorboard": True}) == (
+        "jingu: train.tensorboard is on, but the tensorboard package is not installed. Install it (`pip install "
+        "tensorboard`), or set train.tensorboard=false."
+    )
+
+
+def test_a_card_that_is_not_there(said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert said({"device.type": "cuda"}) == (
+        "jingu: local rank 0 needs a CUDA card of its own, and this machine has 0. Start fewer processes, or set "
+        "device.type=cpu."
+    )
+
+
+# The run's folder
+
+
+def test_a_run_of_another_configuration(said):
+    assert main(["train", run_yaml(said)]) == 0
+    assert said({"optimizer.lr": 0.5}) == (
+        "jingu: runs/run: this run was started with another configuration: optimizer.lr: 0.01 → 0.5. Going on would "
+        "mix two runs. Choose another name (name=...), or delete the folder to start over."
+    )
+
+
+def run_yaml(said: Callable[..., str]) -> str:
+    """A good run.yaml, by way of a mistake on the command line."""
+    assert "there is no option --proceses" in said({}, "--proceses", "2")
+    return "run.yaml"
+
+
+def test_a_file_where_a_folder_should_be(said):
+    Path("runs").write_text("not a folder")
+    words = "there is a file where a folder should be. Move it away, or choose another folder for runs (runs=...)."
+    assert said() == f"jingu: runs: {words}"
+    Path("runs").unlink()
+    Path("runs").mkdir()
+    Path("runs/run").write_text("not a folder")
+    assert said() == f"jingu: runs/run: {words}"
+
+
+def test_a_folder_that_may_not_be_written(said, monkeypatch):
+    """The tests may run as a user for whom nothing is forbidden, so the refusal is made up."""
+    real = Path.mkdir
+
+    def refusing(self: Path, *arguments: Any, **keywords: Any) -> None:
+        if self.parts[0] == "runs":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        real(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "mkdir", refusing)
+    assert said() == (
+        "jingu: runs/run/checkpoints: this cannot be written (Permission denied). Mend its permissions, or choose "
+        "another folder for runs (runs=...)."
+    )
+
+
+def test_the_same_run_twice_at_once(said):
+    Path("runs/run/checkpoints").mkdir(parents=True)
+    other = os.open("runs/run", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        assert said() == (
+            "jingu: runs/run: another process is training this run now. Wait for it, stop it, or choose another name "
+            "(name=...)."
+        )
+    finally:
+        os.close(other)
+
+
+def test_only_damaged_checkpoints(said):
+    assert main(["train", run_yaml(said)]) == 0
+    for file in Path("runs/run/checkpoints").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert said(untouched=False) == (
+        "Passing over step-00000002: shard-00000-of-00001.safetensors has 100 bytes, not "
+        f"{written_bytes('runs/run/checkpoints/step-00000002')}.\n"
+        "jingu: runs/run/checkpoints: the run has checkpoints, and none of them is good. Restore one from a copy, or "
+        "delete the folder to start the run over."
+    )
+
+
+def written_bytes(checkpoint: str) -> int:
+    from jingu.checkpoint.manifest import read_manifest
+
+    return read_manifest(Path(checkpoint) / "manifest.json").files["shard-00000-of-00001.safetensors"].bytes
+
+
+# A full disk
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
+    """The last good checkpoint stays, and with room again the same command goes on from it."""
+    changes = {"train.steps": 6, "checkpoint.every": 2}
+    real, saves = shards.write_all, []
+
+    def filling_up(*arguments: Any) -> None:
+        saves.append(1)
+        if len(saves) > calls_of_a_save:
+            raise FULL
+        real(*arguments)
+
+    calls_of_a_save = 10**9
+    monkeypatch.setattr(shards, "write_all", filling_up)
+    assert main(["train", run_yaml(said), "train.steps=2", "name=counting"]) == 0
+    calls_of_a_save, saves[:] = len(saves), []
+    words = said(changes, untouched=False)
+    assert words.endswith(
+        "jingu: runs/run/checkpoints/step-00000004: the checkpoint could not be saved (rank 0: No space left on "
+        "device). Earlier checkpoints are untouched. Make room or mend the disk, and go on with `resume: auto`."
+    )
+    assert "Traceback" not in words
+    assert [path.name for path in Path("runs/run/checkpoints").iterdir()] == ["step-00000002"]
+    assert main(["checkpoint", "verify", "runs/run"]) == 0
+    monkeypatch.setattr(shards, "write_all", real)
+    assert main(["train", "run.yaml"]) == 0
+    assert sorted(path.name for path in Path("runs/run/checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_the_disk_is_full_for_metrics(said, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise FULL
+
+    real = Path.open
+
+    def opening(self: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        return Full() if self.name == "metrics.jsonl" and mode == "a" else real(self, mode, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", opening)
+    assert said(untouched=False).endswith(
+        "jingu: runs/run/metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs=...)."
+    )
+
+
+def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "config.yaml" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise FULL
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert said(untouched=False) == (
+        "jingu: runs/run: the disk is full. Make room, or choose another folder for runs (runs=...)."
+    )
+    assert list(content(Path("runs"))) == ["runs/run", "runs/run/checkpoints"]
+
+
+# Several ranks speak with one voice
+
+
+def test_a_mistake_that_ranks_meet_is_told_once(tiny_run, tmp_path):
+    """One that shows only once they run: their shared disk is full."""
+    config = tiny_run({"train.steps": 2, "batch.micro_size": 4})
+    Path("run.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    runs = Path(config.runs)
+    checkpoint = runs / "run" / "checkpoints" / "step-00000002"
+    result = run_with_failing_writes(["train", "run.yaml", "--processes", "2"])
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.count("jingu: ") == 1
+    assert result.stderr.replace(str(checkpoint), "STEP").endswith(
+        "jingu: STEP: the checkpoint could not be saved (rank 0: No space left on device; rank 1: No space left on "
+        "device). Earlier checkpoints are untouched. Make room or mend the disk, and go on with `resume: auto`.\n"
+    )
+    assert "Traceback" not in result.stderr and "torch" not in result.stderr
+    assert list(checkpoint.parent.iterdir()) == []
+    for rank in range(2):
+        log = (runs / "run" / "log" / f"rank-{rank:05d}.log").read_text(encoding="utf-8")
+        assert "ERROR" in log and "No space left on device" in log
+
+
+def run_with_failing_writes(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """`jingu WORDS` where no tensor can be written: a `sitecustomize` on the path sees to it, in every rank."""
+    Path("full").mkdir()
+    Path("full/sitecustomize.py").write_text(
+        "import sys\n"
+        "def full(event, arguments):\n"
+        "    if event == 'open' and str(arguments[0]).endswith('.safetensors') and '.partial' in str(arguments[0]):\n"
+        "        raise OSError(28, 'No space left on device')\n"
+        "sys.addaudithook(full)\n"
+    )
+    path = os.pathsep.join([str(Path("full").absolute()), str(Path(jingu.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "jingu", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)

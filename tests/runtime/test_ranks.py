@@ -1,0 +1,180 @@
+"""Ranks: who one is, agreeing, stopping together, and speaking with one voice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.errors import JinguError
+from jingu.runtime.log import LOGGER, logging_to, one_voice, say
+from jingu.runtime.ranks import Ranks, all_agree, choose_device, from_first, joined, usable_cores
+from jingu.runtime.signals import SharedStop, StopRequest, listening
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
+
+
+def me(rank: int, world: int) -> Ranks:
+    return Ranks(rank, world, rank, world, torch.device("cpu"))
+
+
+def test_one_process_is_a_group_of_its_own(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    try:
+        for _ in range(2):  # one after another in one process
+            with joined("auto", 1) as ranks:
+                assert (ranks.rank, ranks.world, ranks.is_first) == (0, 1, True)
+                assert torch.get_num_threads() == 1
+                assert all_agree(True) and not all_agree(False)
+                assert from_first(7) == 7
+        with joined("cpu", None):
+            assert torch.get_num_threads() == usable_cores()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_environment_that_makes_no_sense(monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(JinguError) as raised, joined("cpu", 1):
+        pass
+    assert str(raised.value) == (
+        "the environment variable RANK is 'first', which is not a whole number. It is set by torchrun; start the run "
+        "with `jingu train run.yaml --processes N` or torchrun."
+    )
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    assert choose_device("cpu", 1) == torch.device("cpu")
+    with pytest.raises(JinguError, match="local rank 2 needs a CUDA card of its own, and this machine has 2"):
+        choose_device("auto", 2)
+
+
+def agreeing(rank: int, world: int) -> tuple[list[bool], int]:
+    return [all_agree(True), all_agree(rank != 1), all_agree(rank == 1)], from_first(rank + 40)
+
+
+def test_agreement(ranks):
+    assert ranks.run(agreeing, 3) == [([True, False, False], 40)] * 3
+
+
+# Stopping
+
+
+def stopping(rank: int, world: int, asked_at: int, who: int) -> int:
+    """The step at which this rank stops, where one rank is asked to at some step."""
+    request = StopRequest()
+    stop = SharedStop(request, world)
+    for step in range(10):
+        if step == asked_at and rank == who:
+            request.signal = signal.SIGTERM
+        if stop.asked():
+            stop.settle()
+            return step
+    stop.settle()
+    return -1
+
+
+def test_all_ranks_stop_at_the_same_step(ranks):
+    assert ranks.run(stopping, 3, 4, 2) == [5] * 3
+    assert ranks.run(stopping, 2, 0, 0) == [1] * 2
+    assert ranks.run(stopping, 2, 9, 0) == [-1] * 2
+    assert stopping(0, 1, 4, 0) == 4
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_request_and_a_second_one_acts(kind, capfd):
+    before = signal.getsignal(kind)
+    with listening(tell=True) as request:
+        assert request.signal is None
+        os.kill(os.getpid(), kind)
+        assert request.signal == kind
+        expected = signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL
+        assert signal.getsignal(kind) == expected
+    assert signal.getsignal(kind) == before
+    assert capfd.readouterr().err == "\nSaving after this step, then leaving; a second time leaves at once.\n"
+
+
+def test_only_the_first_rank_tells_that_the_signal_came(capfd):
+    with listening() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert request.signal == signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+# Words
+
+
+def test_words_go_to_the_terminal_and_to_a_file_a_rank(tmp_path, capsys):
+    with logging_to(tmp_path, ALONE):
+        say("Growing.")
+    with logging_to(tmp_path, me(1, 2)):
+        say("Growing elsewhere.")
+    say("Heard by no one.")
+    assert capsys.readouterr().err == "Growing.\n"
+    assert (tmp_path / "rank-00000.log").read_text().endswith(" INFO Growing.\n")
+    assert (tmp_path / "rank-00001.log").read_text().endswith(" INFO Growing elsewhere.\n")
+    assert LOGGER.handlers == []
+
+
+def test_how_a_rank_ended_is_in_its_log_only(tmp_path, capsys):
+    with pytest.raises(JinguError), logging_to(tmp_path, ALONE):
+        raise JinguError("a mistake.", where="somewhere")
+    with pytest.raises(ZeroDivisionError), logging_to(tmp_path, ALONE):
+        raise ZeroDivisionError
+    log = (tmp_path / "rank-00000.log").read_text()
+    assert " ERROR somewhere: a mistake.\n" in log and "Traceback" in log and "ZeroDivisionError" in log
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with logging_to(tmp_path, ALONE):
+        (handler,) = [handler for handler in LOGGER.handlers if isinstance(handler, logging.FileHandler)]
+        monkeypatch.setattr(handler.stream, "flush", full, raising=False)
+        monkeypatch.setattr(logging.FileHandler, "flush", full)
+        say("Growing.")
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "Growing.\n"
+
+
+def failing(rank: int, world: int, kinds: list[str]) -> str:
+    """How each rank's failure looks from outside."""
+    try:
+        with one_voice(me(rank, world)):
+            all_agree(True)
+            if kinds[rank] == "mistake":
+                raise JinguError(f"of rank {rank}.")
+            if kinds[rank] == "bug":
+                raise ZeroDivisionError
+    except SystemExit as leaving:
+        return f"left {leaving.code}"
+    except JinguError as error:
+        return f"told {error}"
+    except ZeroDivisionError:
+        return "showed its traceback"
+    return "went on"
+
+
+def test_one_rank_tells(ranks):
+    told = ranks.run(failing, 3, ["mistake"] * 3)
+    assert sorted(text.split()[0] for text in told) == ["left", "left", "told"]
+    assert {text for text in told if text.startswith("left")} == {"left 2"}
+    assert ranks.run(failing, 2, ["none", "mistake"]) == ["went on", "told of rank 1."]
+    told = ranks.run(failing, 2, ["bug", "bug"])
+    assert sorted(told) == ["left 1", "showed its traceback"]
+
+
+def test_one_process_speaks_for_itself():
+    with pytest.raises(JinguError), one_voice(ALONE):
+        raise JinguError("a mistake.")
