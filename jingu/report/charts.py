@@ -9,12 +9,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from statistics import median
 from typing import Literal
 
 from jingu.report.words import plain, safe, short
 
 Point = tuple[int, float]  # step, value
+value_of = itemgetter(1)
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 544, 14, 216  # the frame, in the drawing's units
@@ -75,14 +77,10 @@ def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
     for bucket in range(buckets):
         part = points[len(points) * bucket // buckets : len(points) * (bucket + 1) // buckets]
         finite = [point for point in part if drawable(point[1])]
-        chosen = {min(finite, key=_value), max(finite, key=_value)} if finite else set()
+        chosen = {min(finite, key=value_of), max(finite, key=value_of)} if finite else set()
         gap = next((point for point in part if not drawable(point[1])), None)
-        kept += sorted(chosen | {gap} if gap else chosen, key=lambda point: point[0])
+        kept += sorted(chosen | {gap} if gap else chosen)
     return [*kept, points[-1]]
-
-
-def _value(point: Point) -> float:
-    return point[1]
 
 
 def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -100,7 +98,7 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 def scale_for(chart: Chart) -> tuple[Scale, list[float]]:
     """The vertical scale and its ticks; logarithmic where that is allowed and peaks would flatten the rest."""
     values = [value for series in chart.series for _, value in series.points if drawable(value)]
-    values += [value for _, value in chart.levels if drawable(value)]
+    values += [value for _, value in chart.levels]
     low, high = min(values), max(values)
     if low > 0 and high > chart.logarithmic_beyond * median(values):
         low, high = low / 1.04, high * 1.04
@@ -112,9 +110,8 @@ def scale_for(chart: Chart) -> tuple[Scale, list[float]]:
 def _powers(low: float, high: float) -> list[float]:
     """Ticks of a logarithmic scale: powers of ten, and round numbers between where there are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits: tuple[float, ...] = (1,)
-    if high / low < 1000:
-        digits = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5)
+    ratio = high / low
+    digits = (1, 1.5, 2, 3, 4, 5, 7) if ratio < 10 else (1, 2, 5) if ratio < 1000 else (1,)
     chosen = decades[:: max(1, len(decades) // 6)]
     ticks = [float(f"{digit}e{decade}") for decade in chosen for digit in digits]
     return [tick for tick in ticks if low <= tick <= high]
@@ -188,18 +185,14 @@ def _curve(series: Series, scale: Scale, last_step: int) -> str:
 
 def _levels(chart: Chart, scale: Scale) -> str:
     marks = []
-    levels = sorted((level for level in chart.levels if drawable(level[1])), key=_level_value, reverse=True)
-    for index, (label, value) in enumerate(levels):
+    for index, (label, value) in enumerate(sorted(chart.levels, key=value_of, reverse=True)):
         y = round(scale.place(value), 1)
-        # The highest is named above its line, the others below theirs and apart, so that close ones do not collide.
-        x, dy = RIGHT - 2 - 130 * max(0, index - 1), -5 if index == 0 else 14
+        # The highest is named above its line, the others below theirs and apart, so that close ones do not collide;
+        # one that lies low is named above its line, too, so that its name does not stand on the axis.
+        x, dy = RIGHT - 2 - 130 * max(0, index - 1), -5 if index == 0 or y + 18 > BOTTOM else 14
         marks.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y}" y2="{y}"/>')
         marks.append(f'<text x="{x}" y="{y + dy}" text-anchor="end">{safe(label)} {plain(value)}</text>')
     return f'<g class="levels">{"".join(marks)}</g>' if marks else ""
-
-
-def _level_value(level: tuple[str, float]) -> float:
-    return level[1]
 
 
 def _keys(chart: Chart) -> str:
@@ -218,7 +211,7 @@ def _described(chart: Chart) -> str:
         points = [point for point in series.points if drawable(point[1])]
         if points:
             (first, start), (last, end) = points[0], points[-1]
-            low, high = min(points, key=_value)[1], max(points, key=_value)[1]
+            low, high = min(map(value_of, points)), max(map(value_of, points))
             sentences.append(
                 f"{series.label}: {plain(start)} at step {first:,}, {plain(end)} at step {last:,}, "
                 f"between {plain(low)} and {plain(high)} ({chart.unit})."
@@ -242,13 +235,6 @@ def _for_script(shown: list[Series], scale: Scale, last_step: int) -> str:
         [[step, plain(value), round(scale.place(value), 1)] for step, value in series.points if drawable(value)]
         for series in shown
     ]
-    frame = {
-        "left": LEFT,
-        "right": RIGHT,
-        "top": TOP,
-        "bottom": BOTTOM,
-        "last": last_step,
-        "series": points,
-        "colours": [series.colour for series in shown],
-    }
-    return json.dumps(frame, separators=(",", ":"))
+    frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": last_step}
+    drawn = {"series": points, "colours": [series.colour for series in shown]}
+    return json.dumps(frame | drawn, separators=(",", ":"))

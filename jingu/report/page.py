@@ -11,7 +11,7 @@ from statistics import median
 from typing import TypeVar
 
 from jingu import __version__
-from jingu.report.charts import Chart, Point, Series, draw
+from jingu.report.charts import Chart, Point, Series, draw, drawable
 from jingu.report.read import Record, Row, number
 from jingu.report.words import ABSENT, duration, memory_unit, plain, rounded, safe
 
@@ -74,9 +74,9 @@ def summary(record: Record) -> str:
     """The run in one sentence."""
     start = record.starts[-1] if record.starts else {}
     parameters, ranks = number(start, "parameters"), number(start, "ranks")
-    model = (
-        f"{rounded(parameters)}-parameter {record.family or 'model'}" if parameters > 0 else record.family or "A model"
-    )
+    model = record.family or "A model"
+    if parameters > 0:
+        model = f"{rounded(parameters)}-parameter {record.family or 'model'}"
     if not record.train:
         return f"{model}: no step has been logged yet."
     last = _last(record.train)
@@ -99,19 +99,13 @@ def _tiles(record: Record) -> str:
     size, unit = memory_unit(memory)
     peak = number(start, "peak_flops")
     held_out, seconds = number(evaluation, "loss"), number(last, "seconds")
+    beside = f"held-out {plain(held_out)}" if evaluation else "on training text"
+    share = f"{median(shares):.0%}" if shares else ABSENT
     tiles = [
-        (
-            "Final loss",
-            plain(number(last, "loss")),
-            f"held-out {plain(held_out)}" if evaluation else "on training text",
-        ),
+        ("Final loss", plain(number(last, "loss")), beside),
         ("Bits per byte", plain(number(evaluation, "bits_per_byte")), _best(record)),
         ("Tokens a second", rounded(median(rates)) if rates else ABSENT, "median"),
-        (
-            "Share of peak",
-            f"{median(shares):.0%}" if shares else ABSENT,
-            f"of {_flops(peak)}" if peak > 0 else "of the machine's arithmetic",
-        ),
+        ("Share of peak", share, f"of {_flops(peak)}" if peak > 0 else "of the machine's arithmetic"),
         ("Peak memory", f"{plain(memory / size)} {unit}" if math.isfinite(memory) else ABSENT, "of one rank"),
         ("Training time", duration(seconds), _count(max(record.train, default=0), "step")),
     ]
@@ -123,11 +117,15 @@ def _tiles(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    values = [(value, step) for step, value in _points(record.evaluations, "bits_per_byte") if math.isfinite(value)]
+    """The last evaluation among those that compare with it."""
+    groups = record.alike or [{}]
+    values = [(value, step) for step, value in _points(groups[-1], "bits_per_byte") if math.isfinite(value)]
     if not values:
         return "no evaluation yet"
+    if len(groups) > 1 and len(groups[-1]) == 1:
+        return f"of {_read(groups[-1])} held out"
     best, step = min(values)
-    return "held-out, its best" if step == max(record.evaluations) else f"best {plain(best)}, step {step:,}"
+    return "held-out, its best" if step == max(groups[-1]) else f"best {plain(best)}, step {step:,}"
 
 
 def _flops(value: float) -> str:
@@ -143,20 +141,18 @@ def _notes(record: Record) -> str:
 def _charts(record: Record) -> str:
     if not record.train and not record.evaluations:
         return ""
-    train, held_out = record.train, record.evaluations
+    train = record.train
     size, unit = memory_unit(max(_finite(train.values(), "memory_bytes"), default=0.0))
     memory = [(step, value / size) for step, value in _points(train, "memory_bytes")]
     levels = [(name, number(row, "bits_per_byte")) for name, row in record.baselines.items()]
-    losses = [Series("training", _points(train, "loss"))]
-    if held_out:
-        losses.append(Series("held-out", _points(held_out, "loss"), "dots", 1))
-    bits = [Series("held-out", _points(held_out, "bits_per_byte"), "dots", 1)]
+    levels = [(name, value) for name, value in levels if drawable(value)]
+    losses = [Series("training", _points(train, "loss")), *_held_out(record, "loss")]
     rate = [Series("rate", _points(train, "lr"))]
     norm = [Series("norm", _points(train, "grad_norm"))]
     speed = [Series("rate", _points(train, "tokens_per_second"))]
     charts = [
         Chart("Loss", "nats a token", losses, logarithmic_beyond=3),
-        Chart("Bits per byte", "held-out text", bits, levels=levels),
+        Chart("Bits per byte", "held-out text", _held_out(record, "bits_per_byte"), levels=levels),
         Chart("Learning rate", "", rate, from_zero=True),
         Chart("Gradient norm", "before clipping", norm, from_zero=True, logarithmic_beyond=10),
         Chart("Throughput", "tokens a second", speed, from_zero=True),
@@ -164,10 +160,29 @@ def _charts(record: Record) -> str:
     ]
     at = ", ".join(f"{step:,}" for step in _spread(record.resumes, 12))
     hint = f"<p>Thin dotted lines: the run was resumed from step {at}.</p>" if at else ""
-    return (
-        f'<section aria-labelledby="learning"><h2 id="learning">How it learned</h2>{hint}'
-        f'<div class="charts">{"".join(draw(chart, record.resumes) for chart in charts)}</div></section>'
-    )
+    if len(record.alike) > 1:
+        hint += "<p>Not all evaluations read the same amount of held-out text; only those that did compare.</p>"
+    drawings = "".join(draw(chart, record.resumes) for chart in charts)
+    return _section("learning", "How it learned", f'{hint}<div class="charts">{drawings}</div>')
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>{body}</section>'
+
+
+def _held_out(record: Record, key: str) -> list[Series]:
+    """A series for each group of evaluations that compare."""
+    groups = record.alike
+    names = [f"held-out, {_read(rows)}" if len(groups) > 1 else "held-out" for rows in groups]
+    return [
+        Series(name, _points(rows, key), "dots", min(colour, 2))
+        for colour, (name, rows) in enumerate(zip(names, groups, strict=True), 1)
+    ]
+
+
+def _read(rows: dict[int, Row]) -> str:
+    """How much the evaluations of a group read."""
+    return f"{rounded(number(_last(rows), 'tokens'))} tokens"
 
 
 def _comparison(record: Record) -> str:
@@ -183,12 +198,13 @@ def _comparison(record: Record) -> str:
         f'<rect width="{value / most * 100:.1f}" height="8"/></svg></td></tr>'
         for name, value, own in sorted(rows, key=lambda row: -row[1])
     )
-    return (
-        '<section class="whole" aria-labelledby="compared"><h2 id="compared">Beside compressors</h2>'
+    return _section(
+        "compared",
+        "Beside compressors",
         "<p>A model that predicts well compresses well: what the held-out text would take, were it stored with "
         "the help of each.</p>"
         '<table class="compared"><thead><tr><th scope="col">Coder</th><th scope="col">bits per byte</th>'
-        f'<th scope="col">of its size</th><td class="bar"></td></tr></thead><tbody>{body}</tbody></table></section>'
+        f'<th scope="col">of its size</th><td class="bar"></td></tr></thead><tbody>{body}</tbody></table>',
     )
 
 
@@ -209,17 +225,13 @@ def _samples(record: Record) -> str:
     for prompt, steps in list(steps_by_prompt.items())[:PROMPTS]:
         chosen = _spread(steps, SAMPLES_OF_A_PROMPT)
         items = "".join(_sample(step, prompt, str(record.samples[step, prompt].get("text", ""))) for step in chosen)
-        left_out = (
-            f'<p class="gap">{len(chosen)} of {len(steps):,} evaluations shown.</p>' if len(chosen) < len(steps) else ""
-        )
-        blocks.append(f'<ol class="samples">{items}</ol>{left_out}')
-    more = len(steps_by_prompt) - len(blocks)
-    rest = f'<p class="gap">{_count(more, "further prompt")} not shown.</p>' if more else ""
-    return (
-        '<section aria-labelledby="writing"><h2 id="writing">How its writing changed</h2>'
-        '<p>Text written at evaluations: <span class="prompt">the prompt</span>, then the model\'s continuation.</p>'
-        f"{''.join(blocks)}{rest}</section>"
-    )
+        blocks.append(f'<ol class="samples">{items}</ol>')
+        if len(chosen) < len(steps):
+            blocks.append(f'<p class="gap">{len(chosen)} of {len(steps):,} evaluations shown.</p>')
+    more = len(steps_by_prompt) - PROMPTS
+    rest = f'<p class="gap">{_count(more, "further prompt")} not shown.</p>' if more > 0 else ""
+    lead = "<p>Text written at evaluations: <span class='prompt'>the prompt</span>, then the model's continuation.</p>"
+    return _section("writing", "How its writing changed", lead + "".join(blocks) + rest)
 
 
 def _sample(step: int, prompt: str, text: str) -> str:
@@ -238,21 +250,23 @@ def _table(record: Record) -> str:
     measured = sorted(record.evaluations)
     steps = _spread(measured if len(measured) >= 5 else every, TABLE_ROWS)
     size, unit = memory_unit(max(_finite(record.train.values(), "memory_bytes"), default=0.0))
-    heads = ["step", "tokens", "time", "loss", "held-out loss", "bits per byte", "learning rate", "gradient norm"]
-    heads += ["tokens/s", f"memory, {unit}"]
+    heads = ["step", "tokens", "time", "loss", "held-out tokens", "held-out loss", "bits per byte", "learning rate"]
+    heads += ["gradient norm", "tokens/s", f"memory, {unit}"]
     body = []
     for step in sorted({every[0], *steps, every[-1]}):
         train, held_out = record.train.get(step), record.evaluations.get(step)
         cells = [rounded(number(train, "tokens")), duration(number(train, "seconds")), plain(number(train, "loss"))]
+        cells.append(rounded(number(held_out, "tokens")))
         cells += [plain(number(held_out, key)) for key in ("loss", "bits_per_byte")]
         cells += [plain(number(train, key)) for key in ("lr", "grad_norm", "tokens_per_second")]
         cells.append(plain(number(train, "memory_bytes") / size))
         body.append(f'<tr><th scope="row">{step:,}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     columns = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    return (
-        '<section aria-labelledby="figures"><h2 id="figures">Figures</h2>'
+    return _section(
+        "figures",
+        "Figures",
         '<div class="scroll" tabindex="0" role="region" aria-labelledby="figures"><table class="figures">'
-        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div></section>"
+        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>",
     )
 
 

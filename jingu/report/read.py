@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError
+from jingu.runtime.files import unreadable
 
 Row = dict[str, Any]
 
@@ -39,6 +40,15 @@ class Record:
         """Steps at which the run went on after a stop."""
         return [start["step"] for start in self.starts[1:]]
 
+    @property
+    def alike(self) -> list[dict[int, Row]]:
+        """The evaluations in groups that read equally much, and so compare; the group of the last one last."""
+        groups: dict[str, dict[int, Row]] = {}
+        for step, row in sorted(self.evaluations.items()):
+            read = str(row.get("tokens"))
+            groups[read] = groups.pop(read, {}) | {step: row}
+        return list(groups.values())
+
 
 def number(row: Row | None, key: str) -> float:
     """The value as a float; NaN where it is missing, null, or not a number."""
@@ -57,11 +67,8 @@ def read_run(run: Path) -> Record:
     """Read a run's folder. Raises JinguError where there is no run, or none that has trained."""
     metrics = run / "metrics.jsonl"
     if not run.is_dir():
-        raise JinguError(
-            "there is no run here.",
-            where=run,
-            fix="Give the folder of a run, such as runs/NAME; `jingu train` makes it.",
-        )
+        fix = "Give the folder of a run, such as runs/NAME; `jingu train` makes it."
+        raise JinguError("there is no run here.", where=run, fix=fix)
     if not metrics.is_file():
         raise JinguError(
             "this folder holds no metrics.jsonl, so there is nothing to report.",
@@ -72,9 +79,7 @@ def read_run(run: Path) -> Record:
     try:
         _read_metrics(metrics, record)
     except OSError as error:
-        raise JinguError(
-            f"cannot be read ({error.strerror}).", where=metrics, fix="Check the disk and the file's permissions."
-        ) from error
+        raise unreadable(metrics, error) from error
     record.config = _read_text(run / "config.yaml", record)
     record.model = _read_text(run / "model.json", record)
     model = _parse(record.model)

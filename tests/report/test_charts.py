@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.report.charts import Chart, Series, draw, round_ticks, thin
+from jingu.report.charts import BOTTOM, Chart, Series, draw, round_ticks, thin
 from jingu.report.words import duration, plain, rounded, safe, short
 
 finite = st.floats(min_value=-1e99, max_value=1e99, allow_nan=False)
@@ -84,6 +84,16 @@ def test_peaks_turn_the_scale_logarithmic() -> None:
     series = [Series("norm", list(enumerate(values)))]
     assert "log scale" in draw(Chart("Norm", "", series, from_zero=True, logarithmic_beyond=10))
     assert "log scale" not in draw(Chart("Norm", "", series, from_zero=True))
+
+
+@given(st.lists(st.floats(0.5, 8), min_size=1, max_size=4), st.lists(st.floats(0.5, 8), min_size=1, max_size=4))
+def test_names_of_levels_stay_off_the_axis(values: list[float], levels: list[float]) -> None:
+    chart = Chart(
+        "Bits", "", [Series("held-out", list(enumerate(values)))], levels=[("gzip", value) for value in levels]
+    )
+    names = re.findall(r'y="([\d.]+)" text-anchor="end">gzip', draw(chart))
+    assert len(names) == len(levels)
+    assert all(float(y) <= BOTTOM - 4 for y in names)
 
 
 def test_numbers_as_people_read_them() -> None:

@@ -171,6 +171,23 @@ def test_before_the_first_step_the_page_says_so(make_run: MakeRun, rows: Rows) -
     assert "no step has been logged yet" in seen
 
 
+def test_evaluations_that_read_different_amounts_do_not_compare(make_run: MakeRun, realistic: Rows) -> None:
+    source, seen = written(make_run(realistic))
+    assert "read the same amount" not in seen and "held-out, " not in seen.split("Loss")[1]
+    last = [row for row in realistic if row["type"] == "evaluation"][-1]
+    last |= {"tokens": 2_300_000, "bits_per_byte": 1.6}
+    run = make_run(realistic, name="whole")
+    source, seen = written(run)
+    assert "Not all evaluations read the same amount of held-out text; only those that did compare." in seen
+    assert "held-out, 120k tokens" in seen and "held-out, 2.3M tokens" in seen
+    assert "<dt>Bits per byte</dt><dd>1.6</dd><dd>of 2.3M tokens held out</dd>" in source
+    _, sampled, whole = _charts(source)[0]["series"]
+    assert [step for step, *_ in whole] == [1200] and len(sampled) == 11
+    with (run / "metrics.jsonl").open("a") as file:  # another like the last, and worse
+        file.write(json.dumps(last | {"step": 1300, "bits_per_byte": 1.7}) + "\n")
+    assert "<dd>1.7</dd><dd>best 1.6, step 1,200</dd>" in written(run)[0]
+
+
 def test_a_single_step(make_run: MakeRun) -> None:
     source, seen = written(make_run([{"type": "train", "step": 1, "loss": 8.25, "lr": 1e-5}]))
     assert "model.json" in seen and "1 step" in seen and "8.25" in seen
