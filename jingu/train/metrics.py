@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jingu.train.run import cannot_write, replace_text
+from jingu.runtime.files import replace_text
+from jingu.train.run import cannot_write
 
 
 class MetricsFile:

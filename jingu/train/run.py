@@ -23,6 +23,7 @@ from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.spec import ModelSpec
+from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
 
 
@@ -173,16 +174,12 @@ def write_run(run: Run) -> None:
 
 
 def _copy_tokenizer(run: Run) -> None:
-    tokenizer, partial = run.folder / "tokenizer", run.folder / ".tokenizer.partial"
+    tokenizer = run.folder / "tokenizer"
     if tokenizer.exists() and Tokenizer.load(tokenizer).fingerprint() == run.tokenizer.fingerprint():
         return
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(tokenizer) as partial:
         run.tokenizer.save(partial)
         shutil.rmtree(tokenizer, ignore_errors=True)
-        partial.replace(tokenizer)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def cannot_write(error: OSError, where: Path) -> JinguError:
@@ -197,16 +194,3 @@ def cannot_write(error: OSError, where: Path) -> JinguError:
     return JinguError(
         f"this cannot be written ({error.strerror}).", where=place, fix=f"Mend its permissions, or {other}"
     )
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file under its final name only when it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
