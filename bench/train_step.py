@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 LAYERS, WIDTH, HEADS, FEED_FORWARD, VOCABULARY = 6, 384, 6, 1024, 16384
-SEQUENCE, BATCH, THREADS = 512, 4, 2
+SEQUENCE, BATCH, THREADS, WARMUP = 512, 4, 2, 1
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Measured:
 
 
 def measure(side: str, precision: str, steps: int) -> None:
-    """Child process: run `steps` steps after two of warm-up, and print the figures as JSON."""
+    """Child process: run `steps` steps after one of warm-up, and print the figures as JSON."""
     import torch
 
     from jingu.runtime.device import peak_memory
@@ -35,7 +35,7 @@ def measure(side: str, precision: str, steps: int) -> None:
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1))
     device = torch.device("cpu")
     start_bytes = peak_memory(device)
-    for _ in range(2):
+    for _ in range(WARMUP):
         step(tokens)
     seconds = []
     for _ in range(steps):
@@ -154,7 +154,7 @@ def compare(precision: str, rounds: int, steps: int) -> list[str]:
 
 def run() -> str:
     """The table, as Markdown."""
-    rows = [*compare("fp32", rounds=3, steps=8), *compare("bf16", rounds=3, steps=3)]
+    rows = [*compare("fp32", rounds=2, steps=6), *compare("bf16", rounds=2, steps=2)]
     return "\n".join(["| | tokens/s | × transformers | peak memory, MiB |", "|---|---|---|---|", *rows])
 
 

@@ -33,10 +33,10 @@ from jingu.train.precision import Precision, choose_precision
 from jingu.train.run import Run
 from jingu.train.task import HeldOut, Pretraining, Task, to_device
 
-COMPILE_SECONDS = 60.0
-"""Compiling a model's blocks and loss takes about this long on CPU; docs/benchmarks.md has the figures."""
-COMPILE_GAIN = 0.15
-"""Share of a run's time that compiled blocks save."""
+COMPILE_SECONDS = 30.0
+"""Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
+COMPILE_GAIN = 0.05
+"""Share of a run's time that compiled blocks save, at least."""
 NONE, NO_GOOD_ONE = -1, -2
 """In place of a step: the run has no checkpoint, or only damaged ones."""
 
