@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
+import pkgutil
 import select
 import sys
 import textwrap
@@ -33,9 +33,8 @@ class Verb:
     """Whether it takes RUN.yaml and overrides; its function's first argument is then the configuration."""
 
     def function(self) -> Callable[..., int | None]:
-        """Import the function."""
-        module, name = self.target.split(":")
-        found: Callable[..., int | None] = getattr(importlib.import_module(module), name)
+        """The function, imported."""
+        found: Callable[..., int | None] = pkgutil.resolve_name(self.target)
         return found
 
 
@@ -78,21 +77,21 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return convert
 
 
-def _option(metavar: str, convert: Callable[[str], Any], words: str, default: Any = None) -> dict[str, Any]:
+def _place(name: str, metavar: str, words: str) -> Argument:
+    return name, {"metavar": metavar, "type": _path, "help": words}
+
+
+def _option(flag: str, metavar: str, convert: Callable[[str], Any], words: str, default: Any = None) -> Argument:
     shown = "" if default is None else f" ({default})"
-    return {"metavar": metavar, "type": convert, "help": words + shown, "default": default}
+    return flag, {"metavar": metavar, "type": convert, "help": words + shown, "default": default}
 
 
 _from_0 = _number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = _number(lambda value: 0 < value < math.inf, "above 0")
 _share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
-_MODEL: Argument = ("model", {"metavar": "MODEL", "type": _path, "help": "a run, a step of it, or an exported folder"})
-_RUN: Argument = ("run", {"metavar": "RUN", "type": _path, "help": "the folder of the run"})
-_FOLDER: Argument = ("path", {"metavar": "PATH", "type": _path, "help": "a run, or a step of it"})
-_PROCESSES: Argument = (
-    "--processes",
-    {"metavar": "N", "type": _whole(1), "help": "ranks on this machine (1 where not given)"},
-)
+_MODEL = _place("model", "MODEL", "a run, a step of it, or an exported folder")
+_CHECKPOINTS = _place("path", "PATH", "a run, or a step of it")
+_PROCESSES = _option("--processes", "N", _whole(1), "ranks on this machine (1 where not given)")
 
 VERBS = {
     "tokenizer train": Verb("train a tokenizer on the corpus", "jingu.text.verbs:train", run_file=True),
@@ -100,16 +99,14 @@ VERBS = {
         "show a tokenizer, and how it splits a line",
         "jingu.text.verbs:inspect",
         (
-            ("folder", {"metavar": "FOLDER", "type": _path, "help": "the folder with tokenizer.json"}),
-            ("--text", _option("TEXT", str, "a line to split")),
-            ("--file", _option("FILE", _path, "a file to measure bytes per token on")),
+            _place("folder", "FOLDER", "the folder with tokenizer.json"),
+            _option("--text", "TEXT", str, "a line to split"),
+            _option("--file", "FILE", _path, "a file to measure bytes per token on"),
         ),
     ),
     "data build": Verb("make the data set of the corpus", "jingu.data.build:build", run_file=True),
     "data inspect": Verb(
-        "show a data set",
-        "jingu.data.build:inspect",
-        (("path", {"metavar": "FOLDER", "type": _path, "help": "the folder of the data set"}),),
+        "show a data set", "jingu.data.build:inspect", (_place("path", "FOLDER", "the folder of the data set"),)
     ),
     "train": Verb("train a model, or go on training it", "jingu.train.verbs:train", (_PROCESSES,), run_file=True),
     "generate": Verb(
@@ -118,18 +115,15 @@ VERBS = {
         (
             _MODEL,
             ("prompt", {"metavar": "PROMPT", "help": "the text to continue"}),
-            ("--max-tokens", _option("N", _whole(1), "tokens to write at most", 128)),
-            ("--temperature", _option("T", _from_0, "0 takes the likeliest token each time", 0.0)),
-            ("--top-k", _option("K", _whole(1), "choose among the K likeliest tokens")),
-            ("--top-p", _option("P", _share, "choose among the likeliest that have this probability together")),
-            ("--repetition-penalty", _option("R", _above_0, "above 1, tokens there already are less likely", 1.0)),
+            _option("--max-tokens", "N", _whole(1), "tokens to write at most", 128),
+            _option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.0),
+            _option("--top-k", "K", _whole(1), "choose among the K likeliest tokens"),
+            _option("--top-p", "P", _share, "choose among the likeliest that have this probability together"),
+            _option("--repetition-penalty", "R", _above_0, "above 1, tokens there already are less likely", 1.0),
             ("--stop", {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given again"}),
-            ("--seed", _option("N", _whole(0), "seed of the choice", 0)),
-            (
-                "--precision",
-                _option("TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "compute in fp32, bf16 or fp64", "auto"),
-            ),
-            ("--device", _option("TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto")),
+            _option("--seed", "N", _whole(0), "seed of the choice", 0),
+            _option("--precision", "TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "fp32, bf16 or fp64", "auto"),
+            _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
         ),
     ),
     "export": Verb(
@@ -137,33 +131,34 @@ VERBS = {
         "jingu.checkpoint.verbs:export",
         (
             _MODEL,
-            ("--to", _option("FOLDER", _path, "the folder to write") | {"required": True}),
-            (
-                "--dtype",
-                _option("TYPE", _one_of("fp32", "bf16", "fp16"), "write weights in fp32, bf16 or fp16", "fp32"),
-            ),
+            ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
+            _option("--dtype", "TYPE", _one_of("fp32", "bf16", "fp16"), "weights in fp32, bf16 or fp16", "fp32"),
         ),
     ),
     "report": Verb(
         "write a run's report, one HTML file",
         "jingu.report.verbs:report",
         (
-            _RUN,
-            ("--to", _option("FILE", _path, "the file to write (RUN/report.html)")),
+            _place("run", "RUN", "the folder of the run"),
+            _option("--to", "FILE", _path, "the file to write (RUN/report.html)"),
         ),
     ),
     "config show": Verb(
         "print every setting of a run, and what follows from them", "jingu.config.verbs:show", (_PROCESSES,), True
     ),
     "config schema": Verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
-    "checkpoint list": Verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", (_FOLDER,)),
-    "checkpoint verify": Verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", (_FOLDER,)),
+    "checkpoint list": Verb(
+        "list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", (_CHECKPOINTS,)
+    ),
+    "checkpoint verify": Verb(
+        "read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", (_CHECKPOINTS,)
+    ),
     "checkpoint diff": Verb(
         "tell in what two checkpoints differ",
         "jingu.checkpoint.verbs:diff",
         (
-            ("first", {"metavar": "FIRST", "type": _path, "help": "a checkpoint, or a run for its newest one"}),
-            ("second", {"metavar": "SECOND", "type": _path, "help": "another"}),
+            _place("first", "FIRST", "a checkpoint, or a run for its newest one"),
+            _place("second", "SECOND", "another"),
         ),
     ),
 }
@@ -267,18 +262,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(name: str, verb: Verb, words: list[str]) -> dict[str, Any] | None:
     """The arguments of a verb by the names of its function's parameters; None when its help was printed."""
-    parser = _Parser(
-        prog=f"jingu {name}",
-        description=verb.help[0].upper() + verb.help[1:] + ".",
-        allow_abbrev=False,
-        add_help=False,
-    )
+    told = verb.help[0].upper() + verb.help[1:] + "."
+    parser = _Parser(prog=f"jingu {name}", description=told, allow_abbrev=False, add_help=False)
     if verb.run_file:
         parser.add_argument("file", metavar="RUN.yaml", type=_path, help="the file of the run")
         text = "settings to change, such as optimizer.lr=3e-4"
         parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
-    for flag, told in verb.arguments:
-        parser.add_argument(flag, **told)
+    for flag, known in verb.arguments:
+        parser.add_argument(flag, **known)
     parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         parser.print_help()
@@ -294,31 +285,25 @@ def _parse(name: str, verb: Verb, words: list[str]) -> dict[str, Any] | None:
 
 
 def _unknown(word: str, name: str, verb: Verb) -> JinguError:
-    flag = word.split("=")[0]
-    help_line = f"`jingu {name} --help` tells what it takes."
+    fix = f"`jingu {name} --help` tells what it takes."
     if not word.startswith("-"):
-        return JinguError(f"there is a word too many: {word}.", fix=help_line)
-    near = get_close_matches(flag, [known for known, _ in verb.arguments if known.startswith("-")], n=1)
-    if near:
-        return JinguError(f"there is no option {flag}.", fix=f"Did you mean {near[0]}?")
-    if verb.run_file:
-        setting = word.lstrip("-") if "=" in word else f"{word.lstrip('-')}=value"
-        return JinguError(f"there is no option {flag}.", fix=f"A setting is written without dashes: {setting}.")
-    return JinguError(f"there is no option {flag}.", fix=help_line)
+        return JinguError(f"there is a word too many: {word}.", fix=fix)
+    flag, sign, value = word.partition("=")
+    if near := get_close_matches(flag, [known for known, _ in verb.arguments if known.startswith("-")], n=1):
+        fix = f"Did you mean {near[0]}?"
+    elif verb.run_file:
+        fix = f"A setting is written without dashes: {flag.lstrip('-')}={value if sign else 'value'}."
+    return JinguError(f"there is no option {flag}.", fix=fix)
 
 
 def _overview(names: list[str]) -> str:
     width = max(map(len, names))
-    lines = [f"  {name:<{width}}  {VERBS[name].help}" for name in names]
-    return "\n".join(
-        [
-            "From raw text to a served language model with one tool, one file and one training loop.",
-            "",
-            *lines,
-            "",
-            "`jingu VERB --help` tells what a verb takes. A run is one YAML file; words like",
-            "optimizer.lr=3e-4 after it change single settings.",
-        ]
+    lines = "\n".join(f"  {name:<{width}}  {VERBS[name].help}" for name in names)
+    return (
+        "From raw text to a served language model with one tool, one file and one training loop.\n\n"
+        f"{lines}\n\n"
+        "`jingu VERB --help` tells what a verb takes. A run is one YAML file; words like\n"
+        "optimizer.lr=3e-4 after it change single settings."
     )
 
 
