@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -68,7 +68,8 @@ def build(config: RunConfig) -> None:
     workers = min(_cores() if config.data.workers == "auto" else config.data.workers, max(len(units), 1))
     began = time.monotonic()
     with new_folder(path) as place:
-        encode = partial(_encode_all, units, config.data, tokenizer, tokenizer_path, workers)
+        job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), config.data)
+        encode = partial(_encode_all, job, units, workers)
         manifest = _write(place, encode, settings, tokenizer, config.data)
         manifest.save(place)
     print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
@@ -154,11 +155,8 @@ def _write(
 
 def _refuse_empty(tally: Tally, one: bool, data: DataSettings) -> None:
     if tally.documents == 0:
-        raise JinguError(
-            f"the corpus has no text: {tally.empty} documents are empty, {tally.invalid} are not UTF-8.",
-            where="data.input",
-            fix="Name files with text in them.",
-        )
+        what = f"the corpus has no text: {tally.empty} documents are empty, {tally.invalid} are not UTF-8."
+        raise JinguError(what, where="data.input", fix="Name files with text in them.")
     if one and data.held_out > 0:
         raise JinguError(
             "the corpus has only one document (or copies of one), so none can be held out for evaluation.",
@@ -208,20 +206,14 @@ class SplitWriter:
             self._writer.stream.close()
 
 
-def _encode_all(
-    units: list[Unit], data: DataSettings, tokenizer: Tokenizer, tokenizer_path: Path, workers: int
-) -> Generator[Encoded, None, None]:
+def _encode_all(job: Callable[[Unit], Encoded], units: list[Unit], workers: int) -> Generator[Encoded, None, None]:
     """The units encoded, in order, by so many processes (1: this one), with a progress bar."""
-    total = sum(span.end - span.start for unit in units for span in unit)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="data", disable=None) as bar, ExitStack() as stack:
-        if workers == 1:
-            results: Iterator[Encoded] = (_encode(tokenizer, data, unit) for unit in units)
-        else:
-            job = partial(_encode_apart, tokenizer_path, tokenizer.fingerprint(), data)
-            results = stack.enter_context(closing(_in_processes(job, units, workers)))
-        for unit, result in zip(units, results, strict=True):
+    sizes = [sum(span.end - span.start for span in unit) for unit in units]
+    results = (job(unit) for unit in units) if workers == 1 else _in_processes(job, units, workers)
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="data", disable=None) as bar, closing(results):
+        for size, result in zip(sizes, results, strict=True):
             yield result
-            bar.update(sum(span.end - span.start for span in unit))
+            bar.update(size)
 
 
 def _in_processes(job: Callable[[Unit], Encoded], units: list[Unit], workers: int) -> Generator[Encoded, None, None]:
@@ -250,31 +242,27 @@ def _follow_parent() -> None:
     """In a worker: leave Ctrl-C to the parent, and end when the parent ends, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
+    assert parent is not None
 
     def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+        parent.join()
+        os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 @lru_cache(maxsize=1)
 def _load_once(path: Path, fingerprint: str) -> Tokenizer:
-    """A worker's tokenizer, read at its first unit."""
+    """A process's tokenizer, read at its first unit."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint() != fingerprint:
         raise JinguError("the tokenizer changed during the build.", where=path, fix="Run `jingu data build` again.")
     return tokenizer
 
 
-def _encode_apart(path: Path, fingerprint: str, data: DataSettings, unit: Unit) -> Encoded:
-    """`_encode` in a worker."""
-    return _encode(_load_once(path, fingerprint), data, unit)
-
-
-def _encode(tokenizer: Tokenizer, data: DataSettings, unit: Unit) -> Encoded:
-    """Read and encode the documents of one unit; each gets the end token."""
+def _encode(path: Path, fingerprint: str, data: DataSettings, unit: Unit) -> Encoded:
+    """Read and encode the documents of one unit with the tokenizer in `path`; each gets the end token."""
+    tokenizer = _load_once(path, fingerprint)
     tally = Tally()
     dtype = best_dtype(tokenizer.vocabulary)
     end = np.array([tokenizer.end_id], dtype=dtype)
