@@ -154,7 +154,8 @@ def train_on(ranks: RankPool) -> Callable[..., None]:
             with peak_unmeasured():
                 assert [train_here(config) for config in configs] == [0] * len(configs)
         else:
-            assert ranks.run(train_all, world, list(configs)) == [[0] * len(configs)] * world
+            for config in configs:
+                assert ranks.run(train_all, world, [config]) == [[0]] * world
 
     return train
 

@@ -24,7 +24,7 @@ class RankPool:
     thread each, and returns the results by rank. The function must be importable (defined in a module).
     """
 
-    def __init__(self, size: int, timeout: float = 120.0) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         self.size = size
         self._timeout = timeout
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []

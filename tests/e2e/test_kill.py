@@ -16,6 +16,7 @@ import torch
 import jingu
 
 LONG = {"train.steps": 60, "train.log_every": 4, "checkpoint.every": 5, "precision.type": "fp32"}
+SHORT = {**LONG, "train.steps": 30}
 TIMES = ("time", "seconds", "tokens_per_second", "peak_share", "memory_bytes")
 
 
@@ -88,20 +89,20 @@ def test_killed_before_every_touch_of_a_file(warm, run_file, tiny_run, done, ass
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_saves_and_leaves(kind, warm, run_file, tiny_run, done, assert_undisturbed):
-    file = run_file(LONG, name="stopped")
-    folder = done(tiny_run(LONG, name="stopped")).folder
+    file = run_file(SHORT, name="stopped")
+    folder = done(tiny_run(SHORT, name="stopped")).folder
     ended = warm.run("train", file, send=kind, at_event=60, under=folder)
     assert ended.code == 130, ended.err
     steps = [path.name for path in (folder / "checkpoints").iterdir()]
     step = int(max(steps).removeprefix("step-"))
-    assert 0 < step < 60
+    assert 0 < step < 30
     assert "\nSaving after this step, then leaving; a second time leaves at once.\n" in ended.err
-    assert f"Stopped at step {step} of 60, and saved. The same command goes on from here.\n" in ended.err
+    assert f"Stopped at step {step} of 30, and saved. The same command goes on from here.\n" in ended.err
     assert "Traceback" not in ended.err
     ended = warm.run("train", file)
     assert ended.code == 0
     assert f"Going on from step {step}.\n" in ended.err
-    assert_undisturbed(LONG, "stopped")
+    assert_undisturbed(SHORT, "stopped")
 
 
 def jingu_process(*words: str, **options: Any) -> subprocess.Popen[str]:

@@ -1,0 +1,109 @@
+"""The loop against one written by hand around the same model: torch's loss, clipping and AdamW on whole batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from jingu.model.decoder import Decoder
+from jingu.model.initialise import initialise
+from jingu.train.run import Run, open_run
+from jingu.train.schedule import learning_rate
+
+STEPS = 7
+
+
+def bare_loop(run: Run) -> tuple[Decoder, list[float], list[float]]:
+    """The trained model, and loss and gradient norm of each step."""
+    config = run.config
+    model = Decoder(run.spec).double()
+    initialise(model, run.spec, config.seed)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = run.source.batch(step, 0, config.batch.global_size)
+        logits = model.logits(model(batch.tokens))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.schedule, config.optimizer.lr, step, STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses, norms
+
+
+@pytest.mark.parametrize("family", [{}, {"model.family": "gpt2", "model.kv_heads": None}], ids=["llama", "gpt2"])
+def test_equals_a_bare_loop(family, tiny_run, train_on, done):
+    changes = {**family, "train.steps": STEPS, "evaluation.every": 100, "evaluation.sequences": "all"}
+    config = tiny_run(changes)
+    train_on(1, config)
+    run = open_run(config)
+    model, losses, norms = bare_loop(run)
+    assert done(config).column("loss") == pytest.approx(losses, rel=1e-10)
+    assert done(config).column("grad_norm") == pytest.approx(norms, rel=1e-10)
+    assert max(norms) > 1.0
+    tensors = done(config).tensors()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(tensors[f"model/{name}"], parameter.detach(), rtol=1e-9, atol=1e-12)
+    (measured,) = done(config).lines("evaluation")
+    assert measured["step"] == STEPS
+    for name, value in held_out(model, run).items():
+        assert measured[name] == pytest.approx(value, rel=1e-10), name
+
+
+def held_out(model: Decoder, run: Run) -> dict[str, Any]:
+    """Each held-out token predicted once, window by window, each after the token before it."""
+    assert run.held_out is not None
+    ids = [run.tokenizer.end_id, *run.held_out.gather(torch.tensor([0]).numpy(), run.held_out.tokens)[0].tolist()]
+    length, total = run.config.batch.sequence_length, 0.0
+    for start in range(0, len(ids) - 1, length):
+        window = torch.tensor(ids[start : start + length + 1])
+        with torch.no_grad():
+            logits = model.logits(model(window[None, :-1]))
+        total += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
+    size = sum(shard.text_bytes for shard in run.held_out.manifest.held_out.shards)
+    tokens = len(ids) - 1
+    return {"loss": total / tokens, "bits_per_byte": total / math.log(2) / size, "tokens": tokens, "bytes": size}
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_line(tiny_run, train_on, done):
+    each, some = (tiny_run({"train.steps": 7, "train.log_every": every}, name=str(every)) for every in (1, 3))
+    train_on(1, each, some)
+    losses = done(each).column("loss")
+    means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
+    assert done(some).column("step") == [3, 6, 7]
+    assert done(some).column("loss") == pytest.approx(means, rel=1e-12)
+    assert done(some).column("grad_norm") == [done(each).column("grad_norm")[step - 1] for step in (3, 6, 7)]
+    assert done(some).column("tokens") == [3 * 8 * 33, 6 * 8 * 33, 7 * 8 * 33]
+
+
+def test_what_metrics_say_of_the_run(tiny_run, train_on, done):
+    evaluation = {"evaluation.every": 1, "evaluation.prompts": ["def "], "evaluation.prompt_tokens": 3}
+    config = tiny_run({"train.steps": 2, **evaluation})
+    train_on(1, config)
+    kinds = [line["type"] for line in done(config).lines()]
+    assert kinds == ["start", "train", "evaluation", "sample", "train", "evaluation", "sample"]
+    (start,) = done(config).lines("start")
+    expected = {"step": 0, "ranks": 1, "device": "cpu", "precision": "fp64", "compile": False, "resumed_from": None}
+    assert {key: start[key] for key in expected} == expected
+    stored = done(config).tensors()
+    parameters = sum(tensor.numel() for name, tensor in stored.items() if name.startswith("model/"))
+    assert (start["parameters"], start["tokens_per_step"]) == (parameters, 8 * 33)
+    assert all(line["memory_bytes"] > 0 and line["tokens_per_second"] > 0 for line in done(config).lines("train"))
+
+
+def test_a_loss_that_is_no_number_is_told(tiny_run, train_on, done, capsys):
+    """The run goes on: a checkpoint from before may be wanted, and the person decides."""
+    config = tiny_run({"train.steps": 3, "optimizer.lr": 1e300, "train.clip_norm": None, "schedule.warmup": 0})
+    train_on(1, config)
+    assert done(config).column("loss")[-1] == "nan"
+    assert "The loss is nan at step " in capsys.readouterr().err
