@@ -64,7 +64,6 @@ def test_names_are_different() -> None:
 
 def test_script_and_file_mean_the_same_places(quickstart: ModuleType) -> None:
     config = load_config(EXAMPLES.parent / quickstart.CONFIG)
-    assert Path(config.runs, config.name) == quickstart.RUN
     assert config.data.input == str(quickstart.PLACE / "text")
     assert config.tokenizer.path == str(quickstart.PLACE / "tokenizer")
     assert config.data.path == str(quickstart.PLACE / "data")
