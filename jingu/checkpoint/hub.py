@@ -25,6 +25,7 @@ from jingu.checkpoint.store import read_tensor
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
+from jingu.model.families.family import exported_config
 from jingu.model.families.names import Entry, entries, to_ours, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder
@@ -330,7 +331,7 @@ def export_hf(
     end = Tokenizer.load(tokenizer_folder).end_id
     config = {
         "architectures": [family.architectures[0]],
-        **family.hf_config(spec),
+        **exported_config(family, spec),
         "bos_token_id": end,
         "eos_token_id": end,
         # Releases of transformers before 5 know the first name, later ones the second.

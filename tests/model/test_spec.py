@@ -62,7 +62,7 @@ def test_settings_override_the_habits() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"family": "lama"},
-        "model.family: There is no model family 'lama'. Did you mean 'llama'? Known are gpt2, llama.",
+        "model.family: There is no model family 'lama'. Did you mean 'llama'? Known are " + ", ".join(FAMILIES) + ".",
     ),
     (
         {"width": 100, "heads": 6},

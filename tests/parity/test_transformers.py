@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from jingu.checkpoint.hub import export_hf, load_model, open_hf, parameter_shapes
+from jingu.errors import JinguError
 from jingu.infer.cache import StaticCache
 from jingu.infer.generate import generate, next_logits
 from jingu.infer.sampling import Sampling
+from jingu.model.attention import alibi_slopes
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import entries, to_ours, to_theirs
@@ -29,7 +34,7 @@ class Case:
     tokens: int = 17
 
 
-def llama_case(name: str, **settings: Any) -> Case:
+def llama_case(name: str, kind: Callable[..., Any] = LlamaConfig, tokens: int = 17, **settings: Any) -> Case:
     base = {
         "vocab_size": 317,
         "hidden_size": 48,
@@ -41,7 +46,13 @@ def llama_case(name: str, **settings: Any) -> Case:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return Case(name, LlamaConfig(**{**base, **settings}))
+    return Case(name, kind(**{**base, **settings}), tokens)
+
+
+def rope_case(kind: str, **settings: Any) -> Case:
+    """Scaled positions, in fp32 and fp64, up to twice an original context that generation stays within."""
+    parameters = {"rope_type": kind, "rope_theta": 531.0, "factor": 2.5, **settings}
+    return llama_case(f"llama-{kind}", tokens=61, max_position_embeddings=30, rope_parameters=parameters, head_dim=22)
 
 
 def gpt2_case(name: str, **settings: Any) -> Case:
@@ -61,6 +72,22 @@ def gpt2_case(name: str, **settings: Any) -> Case:
     return Case(name, GPT2Config(**{**base, **settings}))
 
 
+def bloom_case(name: str, **settings: Any) -> Case:
+    base = {
+        "vocab_size": 303,
+        "hidden_size": 48,
+        "n_layer": 3,
+        "n_head": 3,
+        "seq_length": 64,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return Case(name, BloomConfig(**{**base, **settings}))
+
+
+LLAMA3 = {"original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 CASES = [
     llama_case("llama-3-heads-odd-vocabulary"),
     llama_case("llama-1-kv-head-tied", num_key_value_heads=1, tie_word_embeddings=True),
@@ -72,49 +99,79 @@ CASES = [
         rope_parameters={"rope_type": "default", "rope_theta": 531.0},
     ),
     llama_case("llama-wide-heads-gelu", head_dim=22, hidden_act="gelu", num_hidden_layers=1),
+    rope_case("linear"),
+    rope_case("dynamic"),
+    rope_case("yarn", original_max_position_embeddings=16),
+    rope_case("yarn", factor=4.0, beta_fast=8.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=0.9, truncate=False),
+    rope_case("llama3", **LLAMA3),
+    llama_case("mistral-window", MistralConfig, sliding_window=5, num_key_value_heads=1),
+    llama_case("mistral-no-window", MistralConfig, sliding_window=None, num_key_value_heads=3, head_dim=10),
+    llama_case("qwen2-tied", Qwen2Config, num_key_value_heads=1, tie_word_embeddings=True),
+    llama_case(
+        "qwen2-window",
+        Qwen2Config,
+        num_key_value_heads=3,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=0,
+    ),
+    llama_case("qwen3-wide-heads", Qwen3Config, num_key_value_heads=1, head_dim=22),
+    llama_case(
+        "qwen3-tied-biases",
+        Qwen3Config,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        head_dim=16,
+    ),
+    bloom_case("bloom-3-heads"),
+    bloom_case("bloom-6-heads-untied", n_head=6, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
     gpt2_case("gpt2-3-heads"),
     gpt2_case("gpt2-untied-inner-relu", tie_word_embeddings=False, n_inner=50, activation_function="relu"),
     gpt2_case("gpt2-1-head-gelu", n_head=1, activation_function="gelu", n_layer=1, layer_norm_epsilon=1e-3),
 ]
 
 
+def named(*names: str) -> list[Case]:
+    return [case for case in CASES if case.name in names]
+
+
 def reference(case: Case, dtype: torch.dtype) -> Any:
     """transformers' model with every parameter random, biases and norms too."""
     torch.manual_seed(len(case.name))
-    kind = LlamaForCausalLM if isinstance(case.config, LlamaConfig) else GPT2LMHeadModel
-    model = kind._from_config(case.config, attn_implementation="sdpa")
+    # BLOOM has no other than its own attention.
+    attention = "eager" if isinstance(case.config, BloomConfig) else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(case.config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model = model.to(dtype).eval()
-    if dtype == torch.float64 and isinstance(case.config, LlamaConfig):
-        _compute_in_fp64(model)
-    return model
+    return model.to(dtype).eval()
 
 
-def _compute_in_fp64(model: Any) -> None:
-    """transformers' Llama computes its norms and rotary tables in fp32 whatever the model's dtype. To compare in
-    fp64, these two are given the same formulas without the casts."""
+class InFp64(ModuleType):
+    """torch, whose fp32 is fp64."""
 
-    def norm(module: Any) -> Any:
-        def forward(x: Tensor) -> Tensor:
-            return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    float = float32 = torch.float64
 
-        return forward
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
-    def tables(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        config = model.config
-        size, base = config.head_dim, config.rope_parameters["rope_theta"]
-        powers = torch.arange(0, size, 2, dtype=torch.float64) / size
-        angles = position_ids[..., None].double() / base**powers
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos(), both.sin()
 
-    for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            module.forward = norm(module)
-        if type(module).__name__ == "LlamaRotaryEmbedding":
-            module.forward = tables
+@pytest.fixture
+def computing_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers computes norms, rotary tables and ALiBi in fp32 whatever the model's dtype. To compare in fp64,
+    its own formulas are run with every such fp32 read as fp64; and BLOOM's GELU, whose constants are cut after eight
+    digits, is torch's."""
+    if dtype == torch.float64:
+        for name in ("llama", "mistral", "qwen2", "qwen3", "bloom"):
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            monkeypatch.setattr(module, "torch", InFp64("torch"))
+        monkeypatch.setattr(transformers.modeling_rope_utils, "torch", InFp64("torch"))
+        bloom = transformers.models.bloom.modeling_bloom
+        monkeypatch.setattr(bloom, "BloomGelu", lambda: nn.GELU(approximate="tanh"))
+        torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def converted(model: Any, dtype: torch.dtype) -> Decoder:
@@ -152,6 +209,7 @@ def sample_tokens(case: Case, rows: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.usefixtures("computing_in")
 def test_logits_loss_and_gradients_equal(case: Case, dtype: torch.dtype) -> None:
     limit = 1e-5 if dtype == torch.float32 else 1e-10
     theirs = reference(case, dtype)
@@ -209,7 +267,11 @@ def test_cached_generation_equals_uncached_and_transformers(case: Case, tokenize
     assert cached == ids[5:] == expected
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    named("llama-1-kv-head-tied", "llama-6-heads-2-kv", "mistral-window", "bloom-3-heads", "gpt2-3-heads"),
+    ids=lambda case: case.name,
+)
 def test_cache_in_uneven_pieces_equals_one_forward(case: Case) -> None:
     ours = converted(reference(case, torch.float64), torch.float64)
     tokens = sample_tokens(case)
@@ -268,7 +330,11 @@ def test_exported_then_opened_is_bitwise(case: Case, tokenizer_folder: Path, tmp
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[6]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    named("llama-1-kv-head-tied", "bloom-3-heads", "gpt2-3-heads", "gpt2-untied-inner-relu"),
+    ids=lambda case: case.name,
+)
 def test_what_transformers_saves_is_opened(case: Case, tmp_path: Path) -> None:
     theirs = reference(case, torch.float32)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
@@ -276,3 +342,29 @@ def test_what_transformers_saves_is_opened(case: Case, tmp_path: Path) -> None:
     tokens = sample_tokens(case)
     with torch.no_grad():
         assert relative(ours.logits(ours(tokens)), theirs(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case", named("llama-linear", "llama-dynamic", "llama-yarn", "llama-llama3"), ids=lambda case: case.name
+)
+def test_older_spelling_of_scaled_positions(case: Case) -> None:
+    """Up to release 4 transformers kept the base by itself, and the kind first under `type`."""
+    config = case.config.to_dict()
+    expected = FAMILIES["llama"].spec_from_hf(config)
+    scaling = config.pop("rope_parameters")
+    for kind in ("type", "rope_type"):
+        older = {key: value for key, value in scaling.items() if key not in ("rope_theta", "rope_type")}
+        older[kind] = scaling["rope_type"]
+        assert FAMILIES["llama"].spec_from_hf({**config, "rope_theta": 531.0, "rope_scaling": older}) == expected
+
+
+def test_alibi_slopes_equal() -> None:
+    for heads in range(1, 130):
+        theirs = transformers.models.bloom.modeling_bloom._get_alibi_slopes(heads, torch.device("cpu"))
+        torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs)
+
+
+def test_windows_on_some_layers_only_are_refused() -> None:
+    config = Qwen2Config(use_sliding_window=True, num_hidden_layers=4, max_window_layers=2).to_dict()
+    with pytest.raises(JinguError, match="either all layers have the window, or none"):
+        FAMILIES["qwen2"].spec_from_hf(config)
