@@ -160,17 +160,17 @@ def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str
 
 def _family(config: Mapping[str, Any], folder: Path) -> Family:
     where = folder / "config.json"
-    if config.get("auto_map"):
+    names = [str(name) for name in config.get("architectures") or []]
+    known = {name: family for family in FAMILIES.values() for name in family.architectures}
+    found = next((known[name] for name in names if name in known), None)
+    if config.get("auto_map") and not (found and found.replaces_code):
         raise JinguError(
             "The model asks to run Python code that came with it (auto_map). jingu never runs such code.",
             where=where,
             fix="Use a release of the model for an architecture built into transformers.",
         )
-    names = [str(name) for name in config.get("architectures") or []]
-    known = {name: family for family in FAMILIES.values() for name in family.architectures}
-    for name in names:
-        if name in known:
-            return known[name]
+    if found:
+        return found
     if not names and config.get("model_type") in FAMILIES:
         return FAMILIES[config["model_type"]]
     asked = names[0] if names else str(config.get("model_type"))

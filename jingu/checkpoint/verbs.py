@@ -16,6 +16,7 @@ from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
 from jingu.checkpoint.store import names, read_state, read_tensor
 from jingu.checkpoint.store import verify as problems_of
 from jingu.errors import JinguError
+from jingu.model.families import FAMILIES
 
 _ELEMENTS = 1 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +32,9 @@ def export(model: Path, to: Path, dtype: str = "fp32") -> None:
     if opened.tokenizer_folder is None:
         raise JinguError("The model has no tokenizer.", where=model, fix="Copy its tokenizer.json into the folder.")
     export_hf(opened.spec, opened.read, opened.tokenizer_folder, to, _DTYPES[dtype])
-    print(f"Wrote {to} in {dtype}; transformers loads it as it is.")
+    replaces_code = FAMILIES[opened.spec.family].replaces_code
+    loader = "the code that its makers publish" if replaces_code else "transformers"
+    print(f"Wrote {to} in {dtype}; {loader} loads it as it is.")
 
 
 def list_checkpoints(path: Path) -> None:

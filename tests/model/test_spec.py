@@ -119,7 +119,7 @@ def test_json_round_trip(family: str, kv_heads: int, group: int, half: int, laye
         layers=layers,
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        width=kv_heads * group * half * 2,
+        width=kv_heads * group * half * 4,
         initial_std=std,
     )
     spec = spec_from_settings(settings, vocabulary=10, context=20)
