@@ -147,6 +147,17 @@ def open_hf(folder: Path) -> OpenModel:
     return OpenModel(spec, read, folder if has_tokenizer else None, _end_ids(folder, config), folder)
 
 
+def described_model(path: Path) -> ModelSpec | None:
+    """What a run's model.json or a config.json says, whatever the weights are; None where there is neither."""
+    for folder in (path, path.absolute().parent.parent):
+        if (folder / "model.json").is_file():
+            return ModelSpec.from_json((folder / "model.json").read_bytes(), folder / "model.json")
+    if not (path / "config.json").is_file():
+        return None
+    config = _read_json(path / "config.json")
+    return _family(config, path).spec_from_hf(config)
+
+
 def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """The model with its weights, cast to `dtype`, ready to compute."""
     with torch.device("meta"):

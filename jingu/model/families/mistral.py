@@ -18,7 +18,9 @@ def _hf_config(spec: ModelSpec) -> dict[str, Any]:
     return llama_config(spec, "mistral", sliding_window=spec.attention.window)
 
 
-_TEMPLATE = replaced(LLAMA.template, family="mistral")
+_TEMPLATE = replaced(
+    LLAMA.template, family="mistral", attention=LLAMA.template.attention.model_copy(update={"window": 4096})
+)
 
 MISTRAL = replace(
     LLAMA,
