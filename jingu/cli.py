@@ -126,6 +126,12 @@ VERBS = {
             _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
         ),
     ),
+    "model list": Verb("show the families and the presets", "jingu.checkpoint.models:list_models"),
+    "model inspect": Verb(
+        "show what a model is, and what it lacks",
+        "jingu.checkpoint.models:inspect",
+        (_MODEL, ("--json", {"dest": "as_json", "action": "store_true", "help": "as JSON, for programs"})),
+    ),
     "export": Verb(
         "write a model as a Hugging Face folder",
         "jingu.checkpoint.verbs:export",

@@ -23,6 +23,8 @@ LEAST = {
     "tokenizer inspect": ["folder"],
     "data inspect": ["folder"],
     "generate": ["model", "prompt"],
+    "model list": [],
+    "model inspect": ["model"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],
     "config schema": [],

@@ -46,7 +46,7 @@ def test_example_can_be_laid_out(file: Path) -> None:
         plan = plan_batch(config.batch, ranks)
         assert plan.micro_size * plan.accumulation * ranks == config.batch.global_size
     spec = spec_from_settings(config.model, config.tokenizer.vocabulary, config.batch.sequence_length)
-    assert spec.layers == config.model.layers
+    assert config.model.layers in (None, spec.layers)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

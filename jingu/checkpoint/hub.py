@@ -25,6 +25,7 @@ from jingu.checkpoint.store import read_tensor
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
+from jingu.model.families.family import exported_config
 from jingu.model.families.names import Entry, entries, to_ours, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder
@@ -146,6 +147,17 @@ def open_hf(folder: Path) -> OpenModel:
     return OpenModel(spec, read, folder if has_tokenizer else None, _end_ids(folder, config), folder)
 
 
+def described_model(path: Path) -> ModelSpec | None:
+    """What a run's model.json or a config.json says, whatever the weights are; None where there is neither."""
+    for folder in (path, path.absolute().parent.parent):
+        if (folder / "model.json").is_file():
+            return ModelSpec.from_json((folder / "model.json").read_bytes(), folder / "model.json")
+    if not (path / "config.json").is_file():
+        return None
+    config = _read_json(path / "config.json")
+    return _family(config, path).spec_from_hf(config)
+
+
 def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """The model with its weights, cast to `dtype`, ready to compute."""
     with torch.device("meta"):
@@ -159,17 +171,17 @@ def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str
 
 def _family(config: Mapping[str, Any], folder: Path) -> Family:
     where = folder / "config.json"
-    if config.get("auto_map"):
+    names = [str(name) for name in config.get("architectures") or []]
+    known = {name: family for family in FAMILIES.values() for name in family.architectures}
+    found = next((known[name] for name in names if name in known), None)
+    if config.get("auto_map") and not (found and found.replaces_code):
         raise JinguError(
             "The model asks to run Python code that came with it (auto_map). jingu never runs such code.",
             where=where,
             fix="Use a release of the model for an architecture built into transformers.",
         )
-    names = [str(name) for name in config.get("architectures") or []]
-    known = {name: family for family in FAMILIES.values() for name in family.architectures}
-    for name in names:
-        if name in known:
-            return known[name]
+    if found:
+        return found
     if not names and config.get("model_type") in FAMILIES:
         return FAMILIES[config["model_type"]]
     asked = names[0] if names else str(config.get("model_type"))
@@ -330,7 +342,7 @@ def export_hf(
     end = Tokenizer.load(tokenizer_folder).end_id
     config = {
         "architectures": [family.architectures[0]],
-        **family.hf_config(spec),
+        **exported_config(family, spec),
         "bos_token_id": end,
         "eos_token_id": end,
         # Releases of transformers before 5 know the first name, later ones the second.

@@ -16,6 +16,7 @@ from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
 from jingu.checkpoint.store import names, read_state, read_tensor
 from jingu.checkpoint.store import verify as problems_of
 from jingu.errors import JinguError
+from jingu.model.families import FAMILIES
 
 _ELEMENTS = 1 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +32,9 @@ def export(model: Path, to: Path, dtype: str = "fp32") -> None:
     if opened.tokenizer_folder is None:
         raise JinguError("The model has no tokenizer.", where=model, fix="Copy its tokenizer.json into the folder.")
     export_hf(opened.spec, opened.read, opened.tokenizer_folder, to, _DTYPES[dtype])
-    print(f"Wrote {to} in {dtype}; transformers loads it as it is.")
+    replaces_code = FAMILIES[opened.spec.family].replaces_code
+    loader = "the code that its makers publish" if replaces_code else "transformers"
+    print(f"Wrote {to} in {dtype}; {loader} loads it as it is.")
 
 
 def list_checkpoints(path: Path) -> None:
@@ -39,22 +42,28 @@ def list_checkpoints(path: Path) -> None:
     checkpoints = _checkpoints_of(path)
     rows = [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)]
     rows += [
-        (path.name, _size(_bytes_under(path)), "", "", "unfinished: being written, or left by a run that was killed")
+        (
+            path.name,
+            size_in_words(_bytes_under(path)),
+            "",
+            "",
+            "unfinished: being written, or left by a run that was killed",
+        )
         for path in sorted(checkpoints.glob(".step-*.partial"))
     ]
     if not rows:
         raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
-    _print_table(("checkpoint", "size", "tensors", "ranks", "state"), rows, right=(1, 2, 3))
+    print_table(("checkpoint", "size", "tensors", "ranks", "state"), rows, right=(1, 2, 3))
 
 
 def _row(folder: Path) -> tuple[str, ...]:
     try:
         manifest = read_manifest(folder / MANIFEST)
     except CheckpointError as error:
-        return folder.name, _size(_bytes_under(folder)), "", "", f"not usable: {error.what}"
+        return folder.name, size_in_words(_bytes_under(folder)), "", "", f"not usable: {error.what}"
     short = [name for name, record in manifest.files.items() if _length(folder / name) != record.bytes]
     state = f"damaged: {', '.join(short)} missing or cut short" if short else "complete"
-    return folder.name, _size(_bytes_under(folder)), str(len(manifest.tensors)), str(manifest.ranks), state
+    return folder.name, size_in_words(_bytes_under(folder)), str(len(manifest.tensors)), str(manifest.ranks), state
 
 
 def verify(path: Path) -> None:
@@ -74,7 +83,7 @@ def verify(path: Path) -> None:
                 print(f"  {problem}")
         else:
             manifest = read_manifest(folder / MANIFEST)
-            size = _size(sum(record.bytes for record in manifest.files.values()))
+            size = size_in_words(sum(record.bytes for record in manifest.files.values()))
             tensors, files = len(manifest.tensors), len(manifest.files) + 1
             print(f"{folder.name}: good ({tensors} tensors in {files} files, {size}; every byte matches its checksum)")
     if damaged:
@@ -125,7 +134,7 @@ def diff(first: Path, second: Path) -> None:
             figures = (f"{value:.6g}" for value in (found.largest, found.norm_a, found.norm_b))
             rows.append((name, _kind(tensor_a), *figures))
     if rows:
-        _print_table(("tensor", "kind", "largest difference", "norm in first", "norm in second"), rows, right=(2, 3, 4))
+        print_table(("tensor", "kind", "largest difference", "norm in first", "norm in second"), rows, right=(2, 3, 4))
         print()
     for which, only in (("the first", set(names_a) - set(names_b)), ("the second", set(names_b) - set(names_a))):
         for name in sorted(only):
@@ -210,7 +219,8 @@ def _bytes_under(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
-def _size(count: float) -> str:
+def size_in_words(count: float) -> str:
+    """Bytes in the unit that fits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -218,7 +228,8 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> None:
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> None:
+    """Print columns under a header; those numbered in `right` end at the same place."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:

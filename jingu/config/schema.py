@@ -83,32 +83,34 @@ class DataSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """A model to train from scratch: a family, and the dimensions in which it differs from the family's defaults."""
+    """A model to train from scratch: a family or a preset, and the dimensions in which it differs from it."""
 
-    family: str = "llama"
-    """Model family; `gpt2` or `llama`."""
-    layers: Positive = 6
-    """Number of blocks."""
-    width: Positive = 384
-    """Size of the hidden state."""
-    heads: Positive = 6
-    """Attention (query) heads."""
+    family: str | None = None
+    """Model family; `jingu model list` shows them; null: the preset's, or llama."""
+    preset: str | None = None
+    """A published model, such as `llama-2-7b`; every setting that is given besides takes its value's place."""
+    layers: Positive | None = None
+    """Number of blocks; null: the preset's, or 6."""
+    width: Positive | None = None
+    """Size of the hidden state; null: the preset's, or 384."""
+    heads: Positive | None = None
+    """Attention (query) heads; null: the preset's, or 6."""
     kv_heads: Positive | None = None
-    """Key and value heads; null: as many as heads."""
+    """Key and value heads; null: the preset's, or as many as heads."""
     head_size: Positive | None = None
-    """Size of a head; null: width / heads."""
+    """Size of a head; null: the preset's, or width / heads."""
     feed_forward: Positive | None = None
-    """Inner size of the feed-forward; null: the family's rule."""
+    """Inner size of the feed-forward; null: the preset's, or the family's rule."""
     vocabulary: Positive | Literal["auto"] = "auto"
-    """Rows of the embedding; auto: the tokenizer's size."""
+    """Rows of the embedding; auto: the preset's, or the tokenizer's size where that is larger or there is none."""
     context: Positive | None = None
-    """Longest sequence the model is made for; null: the batch's sequence length."""
+    """Longest sequence the model is made for; null: the preset's, or the batch's sequence length."""
     tied_embeddings: bool | None = None
-    """Whether the head shares the embedding's weights; null: the family's habit."""
+    """Whether the head shares the embedding's weights; null: the preset's, or the family's habit."""
     rope_base: Annotated[float, Field(gt=0)] | None = None
-    """Base of the rotary frequencies; null: the family's."""
+    """Base of the rotary frequencies; null: the preset's, or the family's."""
     norm_epsilon: Annotated[float, Field(gt=0)] | None = None
-    """Added to the variance in norms; null: the family's."""
+    """Added to the variance in norms; null: the preset's, or the family's."""
     initial_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of the initial weights."""
 

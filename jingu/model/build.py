@@ -3,49 +3,77 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import TypeVar
 
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES, Family
-from jingu.model.spec import ModelSpec, Position, RotaryPositions, replaced
+from jingu.model.spec import Attention, Component, ModelSpec, Position, RotaryPositions, replaced
+
+Part = TypeVar("Part", bound=Component)
 
 
 def spec_from_settings(settings: ModelSettings, vocabulary: int, context: int) -> ModelSpec:
-    """The family's habits, with the dimensions of the settings.
+    """The preset, or else the family's habits, with the dimensions that the settings give.
+
+    What follows from a dimension (the size of a head, say, from the width) follows from the given one again.
 
     Args:
         vocabulary: entries of the run's tokenizer.
         context: tokens a sequence of the run's batches.
 
     Raises:
-        JinguError: an unknown family, dimensions that do not fit together, or a model smaller than the tokenizer or
-            the sequences.
+        JinguError: an unknown family or preset, dimensions that do not fit together, or a model smaller than the
+            tokenizer or the sequences.
     """
-    family = find_family(settings.family)
-    template = family.template
-    tied = settings.tied_embeddings
-    epsilon = template.norm.epsilon if settings.norm_epsilon is None else settings.norm_epsilon
+    preset = _preset(settings)
+    family = find_family(settings.family or (preset.family if preset else "llama"))
+    start = preset or family.template
+    if preset and preset.family != family.name:
+        raise JinguError(
+            f"The preset {settings.preset!r} is of the family {preset.family!r}, not {family.name!r}.",
+            where="model.family",
+            fix="Leave it out: a preset says its family.",
+        )
+    changes = {
+        "width": settings.width,
+        "layers": settings.layers,
+        "tied_embeddings": settings.tied_embeddings,
+        "initial_std": settings.initial_std,
+    }
+    feed_forward = settings.feed_forward
+    if feed_forward is None and settings.width is not None:
+        feed_forward = family.feed_forward_size(settings.width)
     return replaced(
-        template,
-        vocabulary=_vocabulary(settings, vocabulary),
-        width=settings.width,
-        layers=settings.layers,
-        context=_context(settings, context),
-        norm=template.norm.model_copy(update={"epsilon": epsilon}),
-        position=_position(settings, family),
-        attention=template.attention.model_copy(
-            update={
-                "heads": settings.heads,
-                "kv_heads": settings.kv_heads or settings.heads,
-                "head_size": _head_size(settings),
-            }
-        ),
-        feed_forward=template.feed_forward.model_copy(
-            update={"size": settings.feed_forward or family.feed_forward_size(settings.width)}
-        ),
-        tied_embeddings=template.tied_embeddings if tied is None else tied,
-        initial_std=settings.initial_std,
+        start,
+        vocabulary=_vocabulary(settings, vocabulary, preset),
+        context=_context(settings, context, preset),
+        norm=_changed(start.norm, epsilon=settings.norm_epsilon),
+        position=_position(settings, start),
+        attention=_attention(settings, start),
+        feed_forward=_changed(start.feed_forward, size=feed_forward),
+        **{name: value for name, value in changes.items() if value is not None},
     )
+
+
+def _changed(part: Part, **values: object) -> Part:
+    """A copy with those of the values that are not None."""
+    return part.model_copy(update={name: value for name, value in values.items() if value is not None})
+
+
+def _preset(settings: ModelSettings) -> ModelSpec | None:
+    if settings.preset is None:
+        return None
+    presets = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
+    if settings.preset not in presets:
+        near = get_close_matches(settings.preset, presets, n=3)
+        hint = f"The nearest are {', '.join(near)}; " if near else ""
+        raise JinguError(
+            f"There is no preset {settings.preset!r}.",
+            where="model.preset",
+            fix=f"{hint}`jingu model list` shows all.",
+        )
+    return presets[settings.preset]
 
 
 def find_family(name: str) -> Family:
@@ -61,9 +89,9 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _vocabulary(settings: ModelSettings, tokenizer: int) -> int:
+def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | None) -> int:
     if settings.vocabulary == "auto":
-        return tokenizer
+        return max(tokenizer, preset.vocabulary) if preset else tokenizer
     if settings.vocabulary < tokenizer:
         raise JinguError(
             f"The model has {settings.vocabulary} embedding rows, but the tokenizer has {tokenizer} entries.",
@@ -73,38 +101,43 @@ def _vocabulary(settings: ModelSettings, tokenizer: int) -> int:
     return settings.vocabulary
 
 
-def _context(settings: ModelSettings, sequence: int) -> int:
-    if settings.context is not None and settings.context < sequence:
+def _context(settings: ModelSettings, sequence: int, preset: ModelSpec | None) -> int:
+    context = settings.context or (preset.context if preset else sequence)
+    if context < sequence:
         raise JinguError(
-            f"The model is made for {settings.context} tokens, but the batch has sequences of {sequence}.",
+            f"The model is made for {context} tokens, but the batch has sequences of {sequence}.",
             where="model.context",
             fix=f"Raise model.context to {sequence} or more, or shorten batch.sequence_length.",
         )
-    return settings.context or sequence
+    return context
 
 
-def _head_size(settings: ModelSettings) -> int:
-    if settings.head_size is not None:
-        return settings.head_size
-    if settings.width % settings.heads:
-        below = settings.width // settings.heads * settings.heads
-        near = " or ".join(str(width) for width in (below, below + settings.heads) if width)
+def _attention(settings: ModelSettings, start: ModelSpec) -> Attention:
+    heads = settings.heads or start.attention.heads
+    kv_heads = settings.kv_heads or (settings.heads or start.attention.kv_heads)
+    head_size = settings.head_size
+    if head_size is None and (settings.width or settings.heads):
+        head_size = _head_size(settings.width or start.width, heads)
+    return _changed(start.attention, heads=heads, kv_heads=kv_heads, head_size=head_size)
+
+
+def _head_size(width: int, heads: int) -> int:
+    if width % heads:
+        below = width // heads * heads
+        near = " or ".join(str(width) for width in (below, below + heads) if width)
         raise JinguError(
-            f"A width of {settings.width} cannot be divided among {settings.heads} heads.",
+            f"A width of {width} cannot be divided among {heads} heads.",
             where="model.heads",
             fix=f"Use a width of {near}, another number of heads, or set model.head_size.",
         )
-    return settings.width // settings.heads
+    return width // heads
 
 
-def _position(settings: ModelSettings, family: Family) -> Position:
-    position = family.template.position
-    if settings.rope_base is None:
-        return position
-    if not isinstance(position, RotaryPositions):
+def _position(settings: ModelSettings, start: ModelSpec) -> Position:
+    if settings.rope_base is not None and not isinstance(start.position, RotaryPositions):
         raise JinguError(
-            f"The family {family.name!r} has no rotary positions.",
+            f"The family {start.family!r} has no rotary positions.",
             where="model.rope_base",
             fix="Leave it out, or choose a family that has them (llama).",
         )
-    return position.model_copy(update={"base": settings.rope_base})
+    return _changed(start.position, base=settings.rope_base)

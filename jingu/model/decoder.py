@@ -9,18 +9,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-from jingu.model.attention import (
-    Cache,
-    LayerCache,
-    Rotary,
-    SelfAttention,
-    causal_mask,
-    document_mask,
-    rotary_tables,
-)
+from jingu.model.attention import Cache, LayerCache, SelfAttention, attention_mask
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.products import linear
+from jingu.model.rotary import Rotary, rotary_tables
 from jingu.model.spec import LearnedPositions, ModelSpec, RotaryPositions
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -32,7 +26,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec.norm, spec.width)
-        self.attention = SelfAttention(spec.attention, spec.width)
+        self.attention = SelfAttention(spec)
         self.feed_forward_norm = make_norm(spec.norm, spec.width)
         self.feed_forward = FeedForwardLayer(spec.feed_forward, spec.width)
 
@@ -50,6 +44,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(spec.vocabulary, spec.width)
         learned = isinstance(spec.position, LearnedPositions)
         self.positions = Embedding(spec.context, spec.width) if learned else None
+        self.embedding_norm = make_norm(spec.norm, spec.width) if spec.embedding_norm else None
         self.blocks = nn.ModuleList([Block(spec) for _ in range(spec.layers)])
         self.norm = make_norm(spec.norm, spec.width)
         self.head = None if spec.tied_embeddings else Linear(spec.width, spec.vocabulary, bias=False)
@@ -79,8 +74,14 @@ class Decoder(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(positions_BT)
-        rotary = self._rotary(positions_BT, x_BTD.dtype)
-        mask = _mask(tokens, past, documents_BT, tokens_BT.device)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
+        if documents_BT is not None and past:
+            raise ValueError("documents are not kept in a cache")
+        # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        rotary = self._rotary(positions_BT, wide)
+        mask = attention_mask(self.spec, tokens, past, documents_BT, tokens_BT.device, wide)
         for number, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number))
         if cache is not None:
@@ -94,21 +95,11 @@ class Decoder(nn.Module):
 
     def head_weight(self) -> Tensor:
         """Weight [V, D] of the head: its own, or the embedding's."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return normalize(weight) if self.spec.normalised_head else weight
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
-        """Tables in fp32 at least: they are made once a forward and shared by the blocks."""
         position = self.spec.position
         if not isinstance(position, RotaryPositions):
             return None
-        wide = torch.promote_types(dtype, torch.float32)
-        return rotary_tables(position.base, self.spec.attention.head_size, positions, wide)
-
-
-def _mask(tokens: int, past: int, documents_BT: Tensor | None, device: torch.device) -> Tensor | None:
-    """What a causal kernel cannot say by itself: documents, or several tokens after a past."""
-    if documents_BT is not None:
-        if past:
-            raise ValueError("documents are not kept in a cache")
-        return document_mask(documents_BT)
-    return causal_mask(tokens, past, device) if past and tokens > 1 else None
+        return rotary_tables(position, self.spec.attention.head_size, positions, dtype)

@@ -50,11 +50,14 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, 
     """Scaled dot-product attention; G key-value heads serve H query heads in groups of H / G.
 
     Args:
-        mask: true where a query may look, broadcast to [B, H, T, S]; None for all (or `causal`).
+        mask: true where a query may look, or what is added to its scores, broadcast to [B, H, T, S]; None for all
+            (or `causal`).
     """
     dtype = q_BHTK.dtype
     if computes_wide(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q_BHTK.dtype)
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
     y = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return y.to(dtype)

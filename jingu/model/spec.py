@@ -39,11 +39,64 @@ class LearnedPositions(Component):
     type: Literal["learned"] = "learned"
 
 
+class LinearScaling(Component):
+    """Positions divided by a factor."""
+
+    type: Literal["linear"] = "linear"
+    factor: Positive
+
+
+class DynamicScaling(Component):
+    """A base that grows with the sequence beyond the original context (dynamic NTK)."""
+
+    type: Literal["dynamic"] = "dynamic"
+    factor: Positive
+    original_context: Size
+
+
+class YarnScaling(Component):
+    """Low frequencies divided by a factor, high ones kept, a ramp between (Peng et al., 2023)."""
+
+    type: Literal["yarn"] = "yarn"
+    factor: Positive
+    original_context: Size
+    attention_factor: Positive
+    """Multiplies cosines and sines, and so the scores by its square."""
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole dimensions."""
+
+
+class Llama3Scaling(Component):
+    """As yarn, with the ramp over wavelengths relative to the original context (Llama 3.1)."""
+
+    type: Literal["llama3"] = "llama3"
+    factor: Positive
+    original_context: Size
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+
+
+RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
+
+
 class RotaryPositions(Component):
     """Rotary embedding (Su et al., 2021) of queries and keys; the two halves of a head rotate against each other."""
 
     type: Literal["rope"] = "rope"
     base: Positive = 10000.0
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head that is turned: its first dimensions."""
+    interleaved: bool = False
+    """Whether neighbours make a pair, instead of the two halves."""
+    scaling: RopeScaling | None = None
+
+
+class AlibiPositions(Component):
+    """Scores fall with the distance, for each head at its own slope (Press et al., 2022)."""
+
+    type: Literal["alibi"] = "alibi"
 
 
 class Attention(Component):
@@ -54,6 +107,10 @@ class Attention(Component):
     head_size: Size
     qkv_bias: bool = False
     output_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised."""
+    window: Size | None = None
+    """How many tokens a token sees, itself among them; None: all before it."""
 
 
 class PlainFeedForward(Component):
@@ -75,7 +132,7 @@ class GatedFeedForward(Component):
 
 
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
-Position = Annotated[LearnedPositions | RotaryPositions, Field(discriminator="type")]
+Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions, Field(discriminator="type")]
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward, Field(discriminator="type")]
 
 
@@ -97,6 +154,10 @@ class ModelSpec(Component):
     feed_forward: FeedForward
     tied_embeddings: bool = False
     """Whether the head uses the embedding's weight."""
+    embedding_norm: bool = False
+    """Whether the embedding is normalised before the first block."""
+    normalised_head: bool = False
+    """Whether each row of the head's weight is divided by its length."""
     initial_std: Positive = 0.02
     """Standard deviation of the initial matrices."""
 
@@ -109,7 +170,7 @@ class ModelSpec(Component):
                 where="model.kv_heads",
                 fix=f"Choose a divisor of {part.heads}: {_divisors(part.heads)}.",
             )
-        if isinstance(self.position, RotaryPositions) and part.head_size % 2:
+        if isinstance(self.position, RotaryPositions) and rotary_size(self.position, part.head_size) % 2:
             raise JinguError(
                 f"Rotary positions turn pairs, so the head size must be even; it is {part.head_size}.",
                 where="model.head_size",
@@ -133,6 +194,11 @@ class ModelSpec(Component):
                 where=where,
                 fix="Restore the file; it is written when a run starts.",
             ) from error
+
+
+def rotary_size(position: RotaryPositions, head_size: int) -> int:
+    """Dimensions of a head that are turned."""
+    return int(head_size * position.share)
 
 
 def replaced(spec: ModelSpec, **changes: Any) -> ModelSpec:

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
-from jingu.checkpoint.hub import Shapes, parameter_shapes
+from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.resume import find_latest, prune, step_folder
 from jingu.checkpoint.store import load, read_state, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.model.count import flops_per_token
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
-from jingu.model.spec import LearnedPositions, ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import build_mesh, data_rank
 from jingu.runtime.device import has_compiler, measured_peak
@@ -213,16 +213,6 @@ def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict
     tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
     tensors.update((f"optimizer/{name}", tensor) for name, tensor in named_state(optimizer, model))
     return tensors
-
-
-def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int) -> float:
-    """Operations a token of forward and backward: 6 a weight that is multiplied, and the causal half of attention."""
-    weights = sum(shape.numel() for shape in shapes.values() if len(shape) >= 2)
-    if not spec.tied_embeddings:
-        weights -= spec.vocabulary * spec.width
-    if isinstance(spec.position, LearnedPositions):
-        weights -= spec.context * spec.width
-    return 6.0 * weights + 6.0 * spec.layers * spec.attention.heads * spec.attention.head_size * sequence
 
 
 def _decide_compile(config: RunConfig, device: torch.device, training_seconds: float) -> bool:

@@ -24,7 +24,7 @@ def test_the_same_run_has_no_differences() -> None:
     ("override", "told"),
     [
         ("seed=1", "seed: 0 → 1"),
-        ("model.width=64", "model.width: 384 → 64"),
+        ("model.width=64", "model.width: null → 64"),
         ("model.kv_heads=2", "model.kv_heads: null → 2"),
         ("model.tied_embeddings=true", "model.tied_embeddings: null → true"),
         ("batch.global_size=64", "batch.global_size: 32 → 64"),

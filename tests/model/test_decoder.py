@@ -13,11 +13,17 @@ from jingu.infer.cache import StaticCache
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
+from jingu.model.spec import replaced
 
 
 def tiny_decoder(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: object) -> Decoder:
-    numbers = {"width": 24, "heads": 4, "kv_heads": 2 if family == "llama" else 4, "layers": 2, "initial_std": 0.3}
-    spec = spec_from_settings(ModelSettings(family=family, **{**numbers, **changes}), 43, 32)  # type: ignore[arg-type]
+    grouped = family not in ("gpt2", "bloom")
+    size = 8 if family == "chatglm3" else 6
+    numbers = {"width": 24, "heads": 4, "kv_heads": 2 if grouped else 4, "head_size": size, "initial_std": 0.3}
+    settings = ModelSettings(family=family, **{"layers": 2, **numbers, **changes})  # type: ignore[arg-type]
+    spec = spec_from_settings(settings, 43, 32)
+    if family == "mistral":
+        spec = replaced(spec, attention=spec.attention.model_copy(update={"window": 3}))
     model = Decoder(spec).to(dtype)
     initialise(model, spec, 5)
     return model
@@ -27,7 +33,7 @@ def ids(rows: int, tokens: int) -> Tensor:
     return torch.randint(43, (rows, tokens), generator=torch.Generator().manual_seed(rows * 100 + tokens))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mistral"])
 @settings(max_examples=10, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_documents_equal_separate_runs(family: str, lengths: list[int]) -> None:
@@ -75,7 +81,9 @@ def test_meta_forward_gives_shape_and_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)], ids=["llama-bf16", "gpt2-fp32"]
+    ("family", "dtype"),
+    [("llama", torch.bfloat16), ("gpt2", torch.float32), ("bloom", torch.bfloat16), ("chatglm3", torch.float32)],
+    ids=["llama-bf16", "gpt2-fp32", "bloom-bf16", "chatglm3-fp32"],
 )
 def test_blocks_compile_without_a_graph_break(family: str, dtype: torch.dtype) -> None:
     model, tokens = tiny_decoder(family, dtype, layers=1, tied_embeddings=True), ids(2, 8)
@@ -97,6 +105,14 @@ def test_bf16_stays_near_fp32() -> None:
     assert hidden.dtype == torch.bfloat16
     expected = wide(ids(2, 16)).detach()
     assert float((hidden.detach().float() - expected).norm() / expected.norm()) < 0.05
+
+
+def test_a_window_hides_what_is_further_back() -> None:
+    model, tokens = tiny_decoder("mistral", layers=1), ids(1, 9)
+    changed = tokens.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % 43
+    differs = (model(tokens) != model(changed)).any(-1)[0]
+    assert differs.tolist() == [2 <= number < 5 for number in range(9)]
 
 
 def test_documents_and_a_filled_cache_are_refused() -> None:

@@ -1,9 +1,17 @@
 """The families jingu knows, by name."""
 
+from jingu.model.families.baichuan2 import BAICHUAN2
+from jingu.model.families.bloom import BLOOM
+from jingu.model.families.chatglm3 import CHATGLM3
 from jingu.model.families.family import Family
 from jingu.model.families.gpt2 import GPT2
 from jingu.model.families.llama import LLAMA
+from jingu.model.families.mistral import MISTRAL
+from jingu.model.families.qwen2 import QWEN2
+from jingu.model.families.qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (BAICHUAN2, BLOOM, CHATGLM3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+}
 
 __all__ = ["FAMILIES", "Family"]

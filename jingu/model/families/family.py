@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jingu.errors import JinguError
 from jingu.model.families.names import Rule
-from jingu.model.spec import Activation, ModelSpec
+from jingu.model.spec import Activation, ModelSpec, replaced
 
 Config = Mapping[str, Any]
 
@@ -27,6 +27,8 @@ class Family:
         rules: the name map.
         base: prefix of their names that some checkpoints leave out.
         ignored: ends of their names that hold no parameters (masks, tables).
+        presets: models that were published, by name.
+        replaces_code: whether the family stands in for code that comes with the models (`auto_map`) and is never run.
     """
 
     name: str
@@ -38,6 +40,51 @@ class Family:
     rules: tuple[Rule, ...]
     base: str = ""
     ignored: tuple[str, ...] = ()
+    presets: Mapping[str, ModelSpec] = field(default_factory=dict)
+    replaces_code: bool = False
+
+
+def sized(
+    template: ModelSpec,
+    layers: int,
+    width: int,
+    heads: int,
+    feed_forward: int,
+    *,
+    kv_heads: int | None = None,
+    head_size: int | None = None,
+    window: int | None = None,
+    **changes: Any,
+) -> ModelSpec:
+    """A published model: the family's habits at these dimensions."""
+    parts = {
+        "heads": heads,
+        "kv_heads": kv_heads or heads,
+        "head_size": head_size or width // heads,
+        "window": window,
+    }
+    return replaced(
+        template,
+        layers=layers,
+        width=width,
+        attention=template.attention.model_copy(update=parts),
+        feed_forward=template.feed_forward.model_copy(update={"size": feed_forward}),
+        **changes,
+    )
+
+
+def exported_config(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    """The family's config of a spec. Raises JinguError where it cannot say all that the spec does."""
+    config = family.hf_config(spec)
+    back = family.spec_from_hf(config)
+    if back != spec:
+        lost = [name for name in ModelSpec.model_fields if getattr(back, name) != getattr(spec, name)]
+        raise JinguError(
+            f"Hugging Face's {family.architectures[0]} has no way to say this model's {', '.join(lost)}.",
+            where="model",
+            fix="Leave out of the run's file what is not a habit of the family, or choose another family.",
+        )
+    return config
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -52,11 +99,13 @@ ACTIVATIONS: dict[str, Activation] = {
 HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 
 
-def required(config: Config, key: str) -> Any:
-    """A value the config must have."""
-    value = config.get(key)
+def required(config: Config, *keys: str) -> Any:
+    """A value the config must have, under the first of several names for it."""
+    value = next((config[key] for key in keys if config.get(key) is not None), None)
     if value is None:
-        raise JinguError(f"The model's config lacks {key!r}.", where="config.json", fix="Restore the original file.")
+        raise JinguError(
+            f"The model's config lacks {keys[0]!r}.", where="config.json", fix="Restore the original file."
+        )
     return value
 
 

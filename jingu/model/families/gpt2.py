@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jingu.errors import JinguError
-from jingu.model.families.family import HF_ACTIVATIONS, Config, Family, activation, expect, required
+from jingu.model.families.family import HF_ACTIVATIONS, Config, Family, activation, expect, required, sized
 from jingu.model.families.names import TRANSPOSED, Rule, rule
 from jingu.model.spec import Attention, LayerNorm, LearnedPositions, ModelSpec, PlainFeedForward
 
@@ -49,13 +48,6 @@ def _spec_from_hf(config: Config) -> ModelSpec:
 
 def _hf_config(spec: ModelSpec) -> dict[str, Any]:
     heads = spec.attention
-    if heads.kv_heads != heads.heads or heads.heads * heads.head_size != spec.width:
-        raise JinguError(
-            f"GPT-2 has as many key-value heads as heads, and together they make the width; this model has "
-            f"{heads.heads} heads of {heads.head_size}, {heads.kv_heads} key-value heads, and width {spec.width}.",
-            where="model",
-            fix="Leave model.kv_heads and model.head_size out for this family.",
-        )
     return {
         "model_type": "gpt2",
         "vocab_size": spec.vocabulary,
@@ -87,21 +79,23 @@ def _pair(theirs: str, *ours: str) -> list[Rule]:
 
 _LAYER, _BLOCK = "transformer.h.{layer}.", "blocks.{layer}."
 
+_TEMPLATE = ModelSpec(
+    family="gpt2",
+    vocabulary=50257,
+    width=384,
+    layers=6,
+    context=1024,
+    norm=LayerNorm(epsilon=1e-5),
+    position=LearnedPositions(),
+    attention=Attention(heads=6, kv_heads=6, head_size=64, qkv_bias=True, output_bias=True),
+    feed_forward=PlainFeedForward(size=1536, activation="gelu_tanh", bias=True),
+    tied_embeddings=True,
+)
+
 GPT2 = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
-    template=ModelSpec(
-        family="gpt2",
-        vocabulary=50257,
-        width=768,
-        layers=12,
-        context=1024,
-        norm=LayerNorm(epsilon=1e-5),
-        position=LearnedPositions(),
-        attention=Attention(heads=12, kv_heads=12, head_size=64, qkv_bias=True, output_bias=True),
-        feed_forward=PlainFeedForward(size=3072, activation="gelu_tanh", bias=True),
-        tied_embeddings=True,
-    ),
+    template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
     spec_from_hf=_spec_from_hf,
     hf_config=_hf_config,
@@ -125,4 +119,10 @@ GPT2 = Family(
     ),
     base="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
+    presets={
+        "gpt2": sized(_TEMPLATE, 12, 768, 12, 3072),
+        "gpt2-medium": sized(_TEMPLATE, 24, 1024, 16, 4096),
+        "gpt2-large": sized(_TEMPLATE, 36, 1280, 20, 5120),
+        "gpt2-xl": sized(_TEMPLATE, 48, 1600, 25, 6400),
+    },
 )

@@ -1,4 +1,5 @@
-"""Llama (Touvron et al., 2023): RMS norm, rotary positions, grouped heads, gated feed-forward."""
+"""Llama 1 to 3 (Touvron et al., 2023; Grattafiori et al., 2024): RMS norm, rotary positions, grouped heads, gated
+feed-forward. Several families are this one with other habits, and share what is here."""
 
 from __future__ import annotations
 
@@ -12,10 +13,18 @@ from jingu.model.families.family import (
     activation,
     expect,
     required,
-    unsupported,
+    sized,
 )
 from jingu.model.families.names import rule
-from jingu.model.spec import Attention, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions
+from jingu.model.families.rope import rope_from_hf, rope_to_hf
+from jingu.model.spec import (
+    Attention,
+    GatedFeedForward,
+    Llama3Scaling,
+    ModelSpec,
+    RmsNorm,
+    RotaryPositions,
+)
 
 
 def _feed_forward_size(width: int) -> int:
@@ -23,36 +32,26 @@ def _feed_forward_size(width: int) -> int:
     return -(-8 * width // (3 * 64)) * 64
 
 
-def _rope(config: Config) -> RotaryPositions:
-    """The base, wherever this release of transformers keeps it; any scaling is refused."""
-    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise unsupported("rope_scaling", kind, "only plain rotary positions are")
-    expect({**config, **parameters}, {"partial_rotary_factor": (1, 1.0, None)})
-    base = parameters.get("rope_theta", config.get("rope_theta"))
-    return RotaryPositions(base=10000.0 if base is None else float(base))
-
-
-def _spec_from_hf(config: Config) -> ModelSpec:
+def llama_spec(config: Config, family: str, **attention: Any) -> ModelSpec:
+    """The spec of a config with Llama's keys; `attention` gives what the family decides otherwise."""
     expect(config, {"pretraining_tp": (1, None), "quantization_config": (None,)})
     heads, width = required(config, "num_attention_heads"), required(config, "hidden_size")
-    bias = bool(config.get("attention_bias", False))
+    position, context = rope_from_hf(config, config.get("max_position_embeddings") or 2048)
+    expect({"partial_rotary_factor": position.share}, {"partial_rotary_factor": (1.0,)})
+    parts = {
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_size": config.get("head_dim") or width // heads,
+    }
     return ModelSpec(
-        family="llama",
+        family=family,
         vocabulary=required(config, "vocab_size"),
         width=width,
         layers=required(config, "num_hidden_layers"),
-        context=config.get("max_position_embeddings") or 2048,
+        context=context,
         norm=RmsNorm(epsilon=config.get("rms_norm_eps", 1e-6)),
-        position=_rope(config),
-        attention=Attention(
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or width // heads,
-            qkv_bias=bias,
-            output_bias=bias,
-        ),
+        position=position,
+        attention=Attention.model_validate({**parts, **attention}),
         feed_forward=GatedFeedForward(
             size=required(config, "intermediate_size"),
             activation=activation(config, "hidden_act", "silu"),
@@ -63,16 +62,12 @@ def _spec_from_hf(config: Config) -> ModelSpec:
     )
 
 
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
+def llama_config(spec: ModelSpec, model_type: str, **more: Any) -> dict[str, Any]:
+    """The config's keys that Llama and those after it share, and `more`."""
     heads = spec.attention
     assert isinstance(spec.position, RotaryPositions)
-    if spec.width % heads.heads:
-        raise JinguError(
-            f"Hugging Face's Llama wants a width that {heads.heads} heads divide; it is {spec.width}.",
-            where="model.width",
-        )
     return {
-        "model_type": "llama",
+        "model_type": model_type,
         "vocab_size": spec.vocabulary,
         "hidden_size": spec.width,
         "intermediate_size": spec.feed_forward.size,
@@ -81,19 +76,28 @@ def _hf_config(spec: ModelSpec) -> dict[str, Any]:
         "num_key_value_heads": heads.kv_heads,
         "head_dim": heads.head_size,
         "hidden_act": HF_ACTIVATIONS[spec.feed_forward.activation],
-        "max_position_embeddings": spec.context,
         "initializer_range": spec.initial_std,
         "rms_norm_eps": spec.norm.epsilon,
-        "rope_theta": spec.position.base,
-        "rope_scaling": None,
-        # Releases of transformers from 5 on keep both in here.
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.position.base},
-        "attention_bias": heads.qkv_bias,
+        **rope_to_hf(spec.position, spec.context),
         "attention_dropout": 0.0,
-        "mlp_bias": spec.feed_forward.bias,
         "tie_word_embeddings": spec.tied_embeddings,
         "use_cache": True,
+        **more,
     }
+
+
+def _spec_from_hf(config: Config) -> ModelSpec:
+    bias = bool(config.get("attention_bias", False))
+    return llama_spec(config, "llama", qkv_bias=bias, output_bias=bias)
+
+
+def _hf_config(spec: ModelSpec) -> dict[str, Any]:
+    if spec.width % spec.attention.heads:
+        raise JinguError(
+            f"Hugging Face's Llama wants a width that {spec.attention.heads} heads divide; it is {spec.width}.",
+            where="model.width",
+        )
+    return llama_config(spec, "llama", attention_bias=spec.attention.qkv_bias, mlp_bias=spec.feed_forward.bias)
 
 
 _LAYER, _BLOCK = "model.layers.{layer}.", "blocks.{layer}."
@@ -103,27 +107,43 @@ _PARTS = {
     "self_attn.k_proj": "attention.k",
     "self_attn.v_proj": "attention.v",
     "self_attn.o_proj": "attention.output",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
     "post_attention_layernorm": "feed_forward_norm",
     "mlp.gate_proj": "feed_forward.gate",
     "mlp.up_proj": "feed_forward.up",
     "mlp.down_proj": "feed_forward.down",
 }
 
+_TEMPLATE = ModelSpec(
+    family="llama",
+    vocabulary=32000,
+    width=384,
+    layers=6,
+    context=2048,
+    norm=RmsNorm(epsilon=1e-5),
+    position=RotaryPositions(base=10000.0),
+    attention=Attention(heads=6, kv_heads=6, head_size=64),
+    feed_forward=GatedFeedForward(size=1024, activation="silu"),
+    tied_embeddings=False,
+)
+
+
+def _llama3(factor: float) -> RotaryPositions:
+    scaling = Llama3Scaling(factor=factor, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    return RotaryPositions(base=500000.0, scaling=scaling)
+
+
+_V1: dict[str, Any] = {"context": 2048, "norm": RmsNorm(epsilon=1e-6)}
+_V2: dict[str, Any] = {"context": 4096}
+_V3: dict[str, Any] = {"kv_heads": 8, "vocabulary": 128256, "context": 8192, "position": RotaryPositions(base=500000.0)}
+_V31: dict[str, Any] = {**_V3, "context": 131072, "position": _llama3(8.0)}
+_V32: dict[str, Any] = {**_V31, "position": _llama3(32.0), "tied_embeddings": True}
+
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
-    template=ModelSpec(
-        family="llama",
-        vocabulary=32000,
-        width=384,
-        layers=6,
-        context=2048,
-        norm=RmsNorm(epsilon=1e-5),
-        position=RotaryPositions(base=10000.0),
-        attention=Attention(heads=6, kv_heads=6, head_size=64),
-        feed_forward=GatedFeedForward(size=1024, activation="silu"),
-        tied_embeddings=False,
-    ),
+    template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
     spec_from_hf=_spec_from_hf,
     hf_config=_hf_config,
@@ -138,4 +158,21 @@ LLAMA = Family(
         rule("lm_head.weight", "head.weight"),
     ),
     ignored=(".rotary_emb.inv_freq",),
+    # Layers, width, heads, feed-forward.
+    presets={
+        "llama-7b": sized(_TEMPLATE, 32, 4096, 32, 11008, **_V1),
+        "llama-13b": sized(_TEMPLATE, 40, 5120, 40, 13824, **_V1),
+        "llama-33b": sized(_TEMPLATE, 60, 6656, 52, 17920, **_V1),
+        "llama-65b": sized(_TEMPLATE, 80, 8192, 64, 22016, **_V1),
+        "llama-2-7b": sized(_TEMPLATE, 32, 4096, 32, 11008, **_V2),
+        "llama-2-13b": sized(_TEMPLATE, 40, 5120, 40, 13824, **_V2),
+        "llama-2-70b": sized(_TEMPLATE, 80, 8192, 64, 28672, kv_heads=8, **_V2),
+        "llama-3-8b": sized(_TEMPLATE, 32, 4096, 32, 14336, **_V3),
+        "llama-3-70b": sized(_TEMPLATE, 80, 8192, 64, 28672, **_V3),
+        "llama-3.1-8b": sized(_TEMPLATE, 32, 4096, 32, 14336, **_V31),
+        "llama-3.1-70b": sized(_TEMPLATE, 80, 8192, 64, 28672, **_V31),
+        "llama-3.1-405b": sized(_TEMPLATE, 126, 16384, 128, 53248, **_V31),
+        "llama-3.2-1b": sized(_TEMPLATE, 16, 2048, 32, 8192, **_V32),
+        "llama-3.2-3b": sized(_TEMPLATE, 28, 3072, 24, 8192, **_V32),
+    },
 )

@@ -1,0 +1,80 @@
+"""Rotary positions in a Hugging Face config: `rope_theta`, `rope_scaling` up to release 4, `rope_parameters` since."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+from jingu.model.families.family import Config, unsupported
+from jingu.model.spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RotaryPositions,
+    YarnScaling,
+)
+
+SCALINGS: dict[str, type[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling]] = {
+    "linear": LinearScaling,
+    "dynamic": DynamicScaling,
+    "yarn": YarnScaling,
+    "llama3": Llama3Scaling,
+}
+
+
+def rope_from_hf(config: Config, context: int) -> tuple[RotaryPositions, int]:
+    """The positions, and the context they reach, where `context` is the config's `max_position_embeddings`."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    base = given.get("rope_theta") or config.get("rope_theta") or 10000.0
+    share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", *SCALINGS):
+        raise unsupported("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
+    scaling = None if kind == "default" else _scaling(kind, given, config, context)
+    if isinstance(scaling, DynamicScaling):
+        context = int(scaling.factor * context)
+    return RotaryPositions(base=float(base), share=share, scaling=scaling), context
+
+
+def _scaling(kind: str, given: Config, config: Config, context: int) -> RopeScaling:
+    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    values = {
+        **given,
+        # A dynamic base grows from the context of the config; transformers looks at no other.
+        "original_context": (original if kind != "dynamic" else None) or context,
+    }
+    if kind == "yarn":
+        values["factor"] = factor = given.get("factor") or context / values["original_context"]
+        values["attention_factor"] = given.get("attention_factor") or _attention_factor(factor, given)
+    cls = SCALINGS[kind]
+    return cls.model_validate({name: values[name] for name in cls.model_fields if values.get(name) is not None})
+
+
+def _attention_factor(factor: float, given: Config) -> float:
+    """0.1·ln(factor) + 1 (Peng et al., 2023), or the quotient of two such."""
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
+
+    top, bottom = given.get("mscale"), given.get("mscale_all_dim")
+    return grown(top) / grown(bottom) if top and bottom else grown(1.0)
+
+
+def rope_to_hf(position: RotaryPositions, context: int) -> dict[str, Any]:
+    """The keys of a config, in both spellings, `max_position_embeddings` among them."""
+    scaling: dict[str, Any] = {}
+    if position.scaling is not None:
+        values = position.scaling.model_dump()
+        scaling = {"rope_type": values.pop("type"), **values}
+        original = scaling.pop("original_context", None)
+        if isinstance(position.scaling, DynamicScaling):
+            context = position.scaling.original_context
+        elif original is not None:
+            scaling["original_max_position_embeddings"] = original
+    return {
+        "max_position_embeddings": context,
+        "rope_theta": position.base,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": position.base},
+    }

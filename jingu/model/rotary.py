@@ -1,0 +1,91 @@
+"""Rotary positions (Su et al., 2021): their frequencies, scaled to longer contexts in four ways, and the turning.
+
+Shapes: B rows, T tokens, H heads, K head size.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor, log, pi
+
+import torch
+from torch import Tensor
+
+from jingu.model.spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryPositions,
+    YarnScaling,
+    rotary_size,
+)
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def rotary_tables(spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines [..., T, 1, K/2] of position times frequency, in `dtype`; fewer where a part is turned."""
+    angles = positions.to(dtype)[..., None] * frequencies(spec, rotary_size(spec, head_size), positions, dtype)
+    cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+    if isinstance(spec.scaling, YarnScaling):
+        return cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
+    return cos, sin
+
+
+def frequencies(spec: RotaryPositions, size: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """base^(-2i/size), scaled. In this order of operations the fp32 numbers are bitwise those of transformers."""
+    steps = torch.arange(0, size, 2, device=positions.device).to(dtype) / size
+    scaling = spec.scaling
+    if isinstance(scaling, DynamicScaling):
+        return 1.0 / _stretched_base(spec.base, scaling, size, positions, dtype) ** steps
+    plain = 1.0 / spec.base**steps
+    if scaling is None:
+        return plain
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor
+    kept = (
+        _kept_by_wavelength(plain, scaling) if isinstance(scaling, Llama3Scaling) else _kept(spec.base, size, scaling)
+    )
+    kept = kept.to(plain)
+    return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def _stretched_base(base: float, scaling: DynamicScaling, size: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The base grows with the longest position at hand, once that is beyond the original context."""
+    length = (positions.max() + 1).clamp(min=scaling.original_context).to(dtype)
+    stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
+    return base * stretch ** (size / (size - 2))
+
+
+def _kept_by_wavelength(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """The share of each frequency that stays: all of the short waves, none of the long ones."""
+    turns = scaling.original_context / (2 * pi / plain)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def _kept(base: float, size: int, scaling: YarnScaling) -> Tensor:
+    """The share of each frequency that stays, a ramp over those that turn between beta_fast and beta_slow times."""
+
+    def place(turns: float) -> float:
+        return size * log(scaling.original_context / (turns * 2 * pi)) / (2 * log(base))
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 if low == high else 0
+    return 1 - ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+
+
+def rotate(x_BTHK: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tensor:
+    """Turn pairs of each head's first dimensions, in the tables' dtype, rounded once; the rest stays as it is.
+
+    Args:
+        interleaved: the pairs are (x_2i, x_2i+1), not (x_i, x_{i+K/2}).
+    """
+    cos, sin = rotary
+    x, rest = x_BTHK.split((2 * cos.shape[-1], x_BTHK.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    y = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return y.to(x.dtype) if rest.shape[-1] == 0 else torch.cat((y.to(x.dtype), rest), dim=-1)

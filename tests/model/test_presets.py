@@ -1,0 +1,129 @@
+"""Presets: as many parameters as were published, counted without making them; settings that take a value's place."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.model.build import spec_from_settings
+from jingu.model.decoder import Decoder
+from jingu.model.families import FAMILIES
+from jingu.model.spec import AlibiPositions, ModelSpec
+
+# As the models' cards, papers or the sizes of their files tell. Tied heads count once; of ChatGLM3's files, 32 more
+# numbers are rotary tables.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "bloom-560m": 559_214_592,
+    "bloom-1b1": 1_065_314_304,
+    "bloom-1b7": 1_722_408_960,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b1": 7_069_016_064,
+    "bloom": 176_247_271_424,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "baichuan2-7b": 7_505_973_248,
+    "baichuan2-13b": 13_896_668_160,
+    "chatglm3-6b": 12_487_168_064 // 2 - 32,
+}
+
+
+def preset_spec(preset: str, **settings: Any) -> ModelSpec:
+    return spec_from_settings(ModelSettings(preset=preset, **settings), vocabulary=300, context=64)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_as_many_parameters_as_published(preset: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(preset_spec(preset))
+    assert sum(prod(parameter.shape) for parameter in model.parameters()) == PUBLISHED[preset]
+
+
+def test_presets_have_names_of_their_own() -> None:
+    names = [name for family in FAMILIES.values() for name in family.presets]
+    assert len(names) == len(set(names))
+    assert all(spec.family == family.name for family in FAMILIES.values() for spec in family.presets.values())
+
+
+def test_a_preset_alone_is_the_published_model() -> None:
+    for name, spec in {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}.items():
+        assert preset_spec(name) == spec
+
+
+def test_given_settings_take_the_place_of_the_presets() -> None:
+    spec = preset_spec("llama-3.1-8b", layers=3, rope_base=1e4, vocabulary=512, context=128, norm_epsilon=1e-6)
+    assert (spec.layers, spec.vocabulary, spec.context, spec.norm.epsilon) == (3, 512, 128, 1e-6)
+    assert spec.width == 4096 and spec.attention.kv_heads == 8
+    published = FAMILIES["llama"].presets["llama-3.1-8b"].position
+    assert spec.position == published.model_copy(update={"base": 1e4})
+
+
+def test_what_follows_from_a_dimension_follows_again() -> None:
+    spec = preset_spec("baichuan2-13b", width=640, heads=4)
+    assert (spec.attention.head_size, spec.attention.kv_heads) == (160, 4)
+    assert spec.feed_forward.size == FAMILIES["baichuan2"].feed_forward_size(640)
+    assert spec.position == AlibiPositions()
+
+
+def test_a_larger_tokenizer_makes_a_larger_embedding() -> None:
+    assert spec_from_settings(ModelSettings(preset="llama-7b"), vocabulary=32100, context=64).vocabulary == 32100
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"preset": "lama-2-7b"},
+        "model.preset: There is no preset 'lama-2-7b'. The nearest are llama-2-7b, llama-2-70b, llama-7b; `jingu "
+        "model list` shows all.",
+    ),
+    (
+        {"preset": "gpt2-xl", "family": "llama"},
+        "model.family: The preset 'gpt2-xl' is of the family 'gpt2', not 'llama'. Leave it out: a preset says its "
+        "family.",
+    ),
+    (
+        {"preset": "gpt2", "context": 32},
+        "model.context: The model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
+        "64 or more, or shorten batch.sequence_length.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), MISTAKES, ids=["near", "family", "context"])
+def test_mistaken_presets_are_told_in_words(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(JinguError) as error:
+        preset_spec(**settings)
+    assert str(error.value) == words
