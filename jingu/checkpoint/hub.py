@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jingu.checkpoint.manifest import MANIFEST, read_manifest
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.checkpoint.store import read_tensor
+from jingu.checkpoint.stream import Header, read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
@@ -42,6 +42,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 Shapes = Mapping[str, torch.Size]
@@ -56,7 +57,11 @@ class OpenModel:
         read: one parameter by jingu's name, whole, on CPU, in the dtype it is stored in.
         tokenizer_folder: where its tokenizer lies; None where it has none.
         end_ids: tokens that end a text, where the model says so; empty: the tokenizer's end token.
-        where: the folder, for messages.
+        where: the folder or file, for messages.
+        dtype: that most of its weights are stored in.
+        special_ids: bos_token_id and the like, as the model's config has them; empty where it has none.
+        generation: its generation_config.json; None where it has none.
+        no_tokenizer: why it has none.
     """
 
     spec: ModelSpec
@@ -64,6 +69,30 @@ class OpenModel:
     tokenizer_folder: Path | None
     end_ids: tuple[int, ...]
     where: Path
+    dtype: torch.dtype = torch.float32
+    special_ids: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] | None = None
+    no_tokenizer: str = "The model has no tokenizer."
+
+    def tokenizer(self) -> Path:
+        """The tokenizer's folder. Raises JinguError where there is none."""
+        if self.tokenizer_folder is None:
+            raise JinguError(
+                self.no_tokenizer, where=self.where, fix="Put its tokenizer.json beside weights in safetensors."
+            )
+        return self.tokenizer_folder
+
+
+class Weights(Protocol):
+    """Stored weights, by the full names that the family's rules have."""
+
+    dtype: torch.dtype
+
+    def shapes(self) -> Shapes:
+        """What is stored, in the shapes of Hugging Face."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as Hugging Face arranges it."""
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
@@ -77,12 +106,17 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def open_model(path: Path) -> OpenModel:
-    """Open a run (its newest checkpoint), a step of a run, or a Hugging Face folder. Raises JinguError."""
+    """Open a run (its newest checkpoint), a step, a Hugging Face folder or a GGUF file. Raises JinguError."""
+    if path.is_file() and path.suffix == ".gguf":
+        from jingu.checkpoint.gguf import open_gguf
+
+        return open_gguf(path)
     if not path.is_dir():
         raise JinguError(
-            "There is no such model folder." if not path.exists() else "A model is a folder; this is a file.",
+            "There is no such model folder." if not path.exists() else "A model is a folder or a .gguf file.",
             where=path,
-            fix="Give a run (runs/NAME), a step of one (runs/NAME/checkpoints/step-00000100) or a Hugging Face folder.",
+            fix="Give a run (runs/NAME), a step of one (runs/NAME/checkpoints/step-00000100), a Hugging Face folder "
+            "or a .gguf file.",
         )
     if (path / MANIFEST).is_file():
         return _open_step(path)
@@ -127,24 +161,52 @@ def open_hf(folder: Path) -> OpenModel:
             pickled, damaged, or not those that the config describes.
     """
     config = _read_json(folder / "config.json", "This is no model: it has neither config.json nor model.json.")
-    family = _family(config, folder)
+    opened = open_described(folder, folder / "config.json", config, lambda *known: _Stored(folder, *known))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        settings = _read_json(generation)
+        ids = {**config, **{key: value for key, value in settings.items() if value is not None}}
+        opened = replace(opened, generation=settings, end_ids=_end_ids(ids))
+    return replace(opened, tokenizer_folder=folder if (folder / "tokenizer.json").is_file() else None)
+
+
+def open_described(
+    where: Path, described: Path, config: Mapping[str, Any], weights: Callable[[Family, Shapes], Weights]
+) -> OpenModel:
+    """A model that a Hugging Face config describes, without its tokenizer.
+
+    Args:
+        where: the model.
+        described: where the config is from, for messages.
+        weights: opens the weights, given the family and the shapes that should be there.
+    """
+    family = _family(config, described)
     try:
         spec = family.spec_from_hf(config)
     except JinguError as error:
-        raise JinguError(error.what, where=f"{folder / 'config.json'}", fix=error.fix) from error
+        raise JinguError(error.what, where=f"{described}", fix=error.fix) from error
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise JinguError(
+            f"This does not describe a model ({error}).", where=f"{described}", fix="Restore the original file."
+        ) from error
     shapes = parameter_shapes(spec)
     mapped = entries(family.rules, spec, shapes)
     expected = {entry.theirs: _their_shape(entry, spec, shapes) for entry in mapped}
-    stored = _Stored(folder, family, expected)
-    _compare(expected, stored.shapes(), folder)
+    stored = weights(family, expected)
+    _compare(expected, stored.shapes(), where)
     holder = {name: entry for entry in mapped for name in entry.ours}
+    # Parts of the last tensor that were not asked for yet: one that holds several is read once.
+    waiting: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
-        entry = holder[name]
-        return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name]
+        if name not in waiting:
+            waiting.clear()
+            entry = holder[name]
+            waiting.update(to_ours(entry, stored.read(entry.theirs), spec, shapes))
+        return waiting.pop(name)
 
-    has_tokenizer = (folder / "tokenizer.json").is_file()
-    return OpenModel(spec, read, folder if has_tokenizer else None, _end_ids(folder, config), folder)
+    ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
+    return OpenModel(spec, read, None, _end_ids(config), where, stored.dtype, ids)
 
 
 def described_model(path: Path) -> ModelSpec | None:
@@ -155,7 +217,7 @@ def described_model(path: Path) -> ModelSpec | None:
     if not (path / "config.json").is_file():
         return None
     config = _read_json(path / "config.json")
-    return _family(config, path).spec_from_hf(config)
+    return _family(config, path / "config.json").spec_from_hf(config)
 
 
 def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
@@ -169,8 +231,7 @@ def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str
     return model.eval()
 
 
-def _family(config: Mapping[str, Any], folder: Path) -> Family:
-    where = folder / "config.json"
+def _family(config: Mapping[str, Any], where: Path) -> Family:
     names = [str(name) for name in config.get("architectures") or []]
     known = {name: family for family in FAMILIES.values() for name in family.architectures}
     found = next((known[name] for name in names if name in known), None)
@@ -197,11 +258,9 @@ def _their_shape(entry: Entry, spec: ModelSpec, shapes: Shapes) -> torch.Size:
     return to_theirs(entry, [torch.empty(shapes[name], device="meta") for name in entry.ours], spec).shape
 
 
-def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json, else of config.json: none, one or several."""
-    path = folder / "generation_config.json"
-    ids = _read_json(path).get("eos_token_id") if path.is_file() else None
-    ids = config.get("eos_token_id") if ids is None else ids
+def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id`: none, one or several."""
+    ids = config.get("eos_token_id")
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
 
@@ -233,41 +292,31 @@ class _Stored:
     """The weight files of a Hugging Face folder, by the family's full names."""
 
     def __init__(self, folder: Path, family: Family, expected: Shapes) -> None:
-        self._files: dict[Path, Any] = {}
-        self._places: dict[str, tuple[Path, str]] = {}
-        places = {key: path for path in _weight_files(folder) for key in self._open(path).keys()}  # noqa: SIM118
-        based = not family.base or any(key.startswith(family.base) for key in places)
-        for key, path in places.items():
+        self._places: dict[str, tuple[Path, str, Header]] = {}
+        found = {
+            key: (path, key, header) for path in _weight_files(folder) for key, header in read_header(path).items()
+        }
+        based = not family.base or any(key.startswith(family.base) for key in found)
+        for key, place in found.items():
             name = key if based or key in expected else family.base + key
             # A tied head may be stored all the same; it is the embedding again.
             if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
-                self._places[name] = (path, key)
+                self._places[name] = place
+        largest = max((header for _, _, header in self._places.values()), key=lambda header: header.bytes, default=None)
+        self.dtype = largest.dtype if largest and largest.dtype in DTYPE_NAMES else torch.float32
 
-    def shapes(self) -> dict[str, torch.Size]:
-        return {
-            name: torch.Size(self._open(path).get_slice(key).get_shape()) for name, (path, key) in self._places.items()
-        }
+    def shapes(self) -> Shapes:
+        return {name: header.shape for name, (_, _, header) in self._places.items()}
 
     def read(self, name: str) -> Tensor:
-        path, key = self._places[name]
-        tensor: Tensor = self._open(path).get_tensor(key)
-        if tensor.dtype not in DTYPE_NAMES:
+        path, key, header = self._places[name]
+        if header.dtype not in DTYPE_NAMES:
             raise JinguError(
-                f"The tensor {key} is stored as {tensor.dtype}: the weights are quantised.",
+                f"The tensor {key} is stored as {header.dtype}: the weights are quantised.",
                 where=path,
                 fix="Use the model's weights in a floating-point format.",
             )
-        return tensor
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            try:
-                self._files[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise JinguError(
-                    f"The weight file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
-                ) from error
-        return self._files[path]
+        return read_at(path, header.begin, header.shape, header.dtype)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -37,7 +37,7 @@ def generate(
     """Print the prompt and its continuation as it grows; then, to stderr, how fast it came.
 
     Args:
-        model: a run, a step of a run, or a Hugging Face folder.
+        model: a run, a step of a run, a Hugging Face folder or a GGUF file.
         prompt: empty to begin a new document.
         max_tokens: most tokens to generate.
         precision: auto computes in bf16 where the device has units for it, else in fp32.
@@ -47,9 +47,7 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed)
     opened = open_model(model)
-    if opened.tokenizer_folder is None:
-        raise JinguError("The model has no tokenizer.", where=model, fix="Copy its tokenizer.json into the folder.")
-    tokenizer = Tokenizer.load(opened.tokenizer_folder)
+    tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(_device(device))
     name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
     decoder = load_model(opened, _DTYPES[name], place)

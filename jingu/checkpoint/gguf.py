@@ -1,0 +1,346 @@
+"""GGUF files: metadata, a tokenizer and weights, often quantised, in one file; read only.
+
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, counts, metadata, tensor infos,
+padding, the tensors. The header is parsed here, with bounds; names and quantisation are the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import mmap
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.hub import OpenModel, Shapes, open_described
+from jingu.checkpoint.stream import read_at
+from jingu.errors import JinguError
+from jingu.text.gguf import write_tokenizer
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_ELEMENTS = 1 << 20
+"""Elements dequantised at a time."""
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What llama.cpp's converter makes of a Hugging Face architecture; ends of names.
+
+    Attributes:
+        permuted: matrices whose rows are reordered, from halves of a head to pairs that rotate together.
+        transposed: matrices that Hugging Face keeps input-first.
+    """
+
+    hugging_face: str
+    permuted: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(
+        "LlamaForCausalLM", permuted=("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+    ),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "gpt2": _Architecture("GPT2LMHeadModel", transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
+}
+
+
+@dataclass(frozen=True)
+class _Info:
+    """A tensor in the file: its shape with the slowest dim first, type by name, and place."""
+
+    shape: torch.Size
+    type: str
+    begin: int
+    bytes: int
+
+
+def open_gguf(path: Path) -> OpenModel:
+    """Open a GGUF file; weights are read when asked for, quantised ones as fp32.
+
+    Raises:
+        JinguError: the `gguf` package is missing, or the file is damaged, or of an architecture or a quantisation
+            that is not known here, or its tensors are not those that its metadata describe.
+    """
+    package = _package()
+    try:
+        metadata, infos = _read_header(path, package)
+        config = _hf_config(metadata, infos, path)
+    except (ValueError, struct.error, OSError) as error:
+        raise JinguError(
+            f"The GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
+        ) from error
+    stored = _Stored(path, package, metadata["general.architecture"], infos, config)
+    opened = open_described(path, path, config, lambda family, expected: stored.named(expected))
+    folder = Path(tempfile.mkdtemp(prefix="jingu-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        write_tokenizer(metadata, opened.spec.context, folder)
+    except JinguError as error:
+        return replace(opened, no_tokenizer=error.what)
+    return replace(opened, tokenizer_folder=folder)
+
+
+def _package() -> ModuleType:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise JinguError(
+            "Reading GGUF files takes the package gguf, which is not installed.",
+            fix="Install it: `pip install gguf`, or jingu[gguf].",
+        ) from error
+
+
+class _Stored:
+    """The weights of a GGUF file, named and arranged as Hugging Face does."""
+
+    def __init__(
+        self, path: Path, package: ModuleType, architecture: str, infos: Mapping[str, _Info], config: Metadata
+    ) -> None:
+        self._path, self._package, self._infos = path, package, infos
+        self._architecture = _ARCHITECTURES[architecture]
+        number = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}[architecture]
+        self._map = package.get_tensor_name_map(number, _layers(config))
+        self._heads = {"q": config.get("num_attention_heads"), "k": config.get("num_key_value_heads")}
+        self._names: dict[str, str] = {}
+        largest = max(infos.values(), key=lambda info: info.bytes)
+        self.dtype = _PLAIN.get(largest.type, torch.float32)
+
+    def named(self, expected: Shapes) -> _Stored:
+        """Give the file's tensors the names that are expected; what nobody expects keeps its own."""
+        for name in expected:
+            theirs = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
+            if theirs in self._infos:
+                self._names[name] = theirs
+        known = set(self._names.values())
+        self._names |= {name: name for name in self._infos if name not in known and name != "rope_freqs.weight"}
+        return self
+
+    def shapes(self) -> Shapes:
+        return {name: self._shape(name, self._infos[held].shape) for name, held in self._names.items()}
+
+    def _shape(self, name: str, shape: torch.Size) -> torch.Size:
+        return torch.Size(reversed(shape)) if name.endswith(self._architecture.transposed) else shape
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._read(self._infos[self._names[name]])
+        if name.endswith(self._architecture.transposed):
+            return tensor.t()
+        if name.endswith(self._architecture.permuted):
+            heads = self._heads["q" if "q_proj" in name else "k"] or self._heads["q"]
+            pairs = tensor.unflatten(0, (heads, -1, 2))
+            return pairs.transpose(1, 2).flatten(0, 2)
+        return tensor
+
+    def _read(self, info: _Info) -> Tensor:
+        """A tensor as it lies in the file, dequantised a few rows at a time."""
+        if info.type in _PLAIN:
+            return read_at(self._path, info.begin, info.shape, _PLAIN[info.type])
+        kind = self._package.GGMLQuantizationType[info.type]
+        whole = torch.empty(info.shape)
+        rows = whole.view(-1, info.shape[-1])
+        width = info.bytes // max(1, len(rows))
+        step = max(1, _ELEMENTS // max(1, info.shape[-1]))
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            raw = read_at(self._path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
+            part.copy_(torch.from_numpy(self._package.quants.dequantize(raw.numpy(), kind)))
+        return whole
+
+
+# The header
+
+
+class _Cursor:
+    """Reads values one after another; ValueError or struct.error where the file ends."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.place = 0
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self._data, self.place)
+        self.place += struct.calcsize(f"<{code}")
+        # 1e-5 was written, not 9.99999974e-06.
+        return float(str(np.float32(value))) if code == "f" else value
+
+    def text(self) -> str:
+        size = self.scalar("Q")
+        self._room(size)
+        self.place += size
+        return self._data[self.place - size : self.place].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"a value of the unknown type {kind}")
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind == _STRING:
+            self._room(8 * count)
+            return [self.text() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"an array of the unknown type {kind}")
+        code = f"<{_SCALARS[kind]}"
+        self._room(struct.calcsize(code) * count)
+        self.place += struct.calcsize(code) * count
+        return np.frombuffer(self._data, code, count, self.place - struct.calcsize(code) * count).tolist()
+
+    def _room(self, size: int) -> None:
+        if size > len(self._data) - self.place:
+            raise ValueError("a value reaches beyond the end")
+
+
+def _read_header(path: Path, package: ModuleType) -> tuple[dict[str, Any], dict[str, _Info]]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor, size = _Cursor(data), len(data)
+        if data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        cursor.place = 4
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"format version {version}, not 2 or 3")
+        tensors, values = cursor.scalar("Q"), cursor.scalar("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(values):
+            key = cursor.text()
+            metadata[key] = cursor.value(cursor.scalar("I"))
+        found = [(cursor.text(), *_read_info(cursor)) for _ in range(tensors)]
+        start = cursor.place
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {alignment}")
+    start += -start % alignment
+    infos: dict[str, _Info] = {}
+    for name, shape, number, offset in found:
+        kind = package.GGMLQuantizationType(number)
+        block, width = package.GGML_QUANT_SIZES[kind]
+        if name in infos or shape[-1] % block:
+            raise ValueError(f"tensor {name} appears twice, or its rows are no whole blocks")
+        infos[name] = _Info(shape, kind.name, start + offset, prod(shape) // block * width)
+        if infos[name].begin + infos[name].bytes > size:
+            raise ValueError(f"tensor {name} reaches beyond the end")
+    _check_types(path, package, infos)
+    return metadata, infos
+
+
+def _read_info(cursor: _Cursor) -> tuple[torch.Size, int, int]:
+    """Shape, type and offset of a tensor."""
+    dims = cursor.scalar("I")
+    if not 1 <= dims <= 4:
+        raise ValueError(f"a tensor of {dims} dims")
+    shape = [cursor.scalar("Q") for _ in range(dims)]
+    if not 0 < prod(shape) < 1 << 60:
+        raise ValueError(f"a tensor of shape {shape}")
+    return torch.Size(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q")
+
+
+def _check_types(path: Path, package: ModuleType, infos: Mapping[str, _Info]) -> None:
+    """Refuse quantisations that the package cannot undo."""
+    unknown = []
+    for name in sorted({info.type for info in infos.values()} - set(_PLAIN)):
+        kind = package.GGMLQuantizationType[name]
+        try:
+            package.quants.dequantize(np.zeros((1, package.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        except NotImplementedError:
+            unknown.append(name)
+    if unknown:
+        raise JinguError(
+            f"The weights are quantised as {', '.join(unknown)}, which cannot be undone here.",
+            where=path,
+            fix="Use a file with another quantisation (Q4_K, Q8_0, F16 and many others are read).",
+        )
+
+
+# The model
+
+
+def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> dict[str, Any]:
+    """The config that Hugging Face would have of this model."""
+    name = str(metadata.get("general.architecture"))
+    if name not in _ARCHITECTURES or metadata.get(f"{name}.expert_count"):
+        near = get_close_matches(name, _ARCHITECTURES, n=3, cutoff=0.4) or list(_ARCHITECTURES)
+        experts = " with experts" if name in _ARCHITECTURES else ""
+        raise JinguError(
+            f"The architecture {name}{experts} is not one that jingu reads from GGUF.",
+            where=path,
+            fix=f"It reads {', '.join(near)}; other models it takes as Hugging Face folders.",
+        )
+    if "token_embd.weight" not in infos:
+        raise ValueError("there is no token_embd.weight")
+
+    def get(key: str) -> Any:
+        return metadata.get(f"{name}.{key}")
+
+    tokens = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    config = {
+        "architectures": [_ARCHITECTURES[name].hugging_face],
+        "vocab_size": infos["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in infos,
+        **{f"{key}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id") for key, theirs in tokens.items()},
+    }
+    if name == "gpt2":
+        config |= {
+            "n_positions": get("context_length"),
+            "n_embd": get("embedding_length"),
+            "n_layer": get("block_count"),
+            "n_head": get("attention.head_count"),
+            "n_inner": get("feed_forward_length"),
+            "layer_norm_epsilon": get("attention.layer_norm_epsilon"),
+        }
+    else:
+        config |= {
+            "max_position_embeddings": get("context_length"),
+            "hidden_size": get("embedding_length"),
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "head_dim": get("attention.key_length") or get("rope.dimension_count"),
+            "intermediate_size": get("feed_forward_length"),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "rope_theta": get("rope.freq_base"),
+            "rope_scaling": _rope_scaling(metadata, name, infos),
+            "attention_bias": "blk.0.attn_q.bias" in infos,
+            "mlp_bias": "blk.0.ffn_up.bias" in infos,
+        }
+    config = {key: value for key, value in config.items() if value is not None}
+    if not isinstance(_layers(config), int) or _layers(config) > len(infos):
+        raise ValueError(f"{_layers(config)} layers in {len(infos)} tensors")
+    return config
+
+
+def _layers(config: Metadata) -> Any:
+    return config.get("num_hidden_layers", config.get("n_layer"))
+
+
+def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, _Info]) -> dict[str, Any] | None:
+    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in infos:
+        kind = "llama3"
+    if kind == "none":
+        return None
+    scaling = {
+        "rope_type": kind,
+        "factor": metadata.get(f"{name}.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get(f"{name}.rope.scaling.original_context_length"),
+    }
+    return {key: value for key, value in scaling.items() if value is not None}

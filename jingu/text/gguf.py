@@ -1,0 +1,95 @@
+"""The tokenizer inside a GGUF file, as a folder that jingu and transformers read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from jingu.errors import JinguError
+from jingu.text.tokenizer import SPLIT
+
+# Names by which llama.cpp knows how a tokenizer splits text before it merges.
+_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3", "smaug-bpe", "dbrx")
+_QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2")
+_CONTROL, _USER = 3, 4
+_TOKENS = ("bos", "eos", "unknown", "padding")
+_HF_NAMES = {"unknown": "unk", "padding": "pad"}
+
+
+def write_tokenizer(metadata: Mapping[str, Any], context: int, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) of a GGUF's metadata.
+
+    Raises:
+        JinguError: there is none, or none of a kind that is known here; `what` says which.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
+        raise JinguError(f"The file's tokenizer is of the kind {kind}; jingu reads byte-level BPE (gpt2) from GGUF.")
+    pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        inner: Any = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA3))
+    except Exception as error:  # the library raises bare Exception for bad content
+        raise JinguError(f"The file's tokenizer is damaged ({error}).") from error
+    inner.pre_tokenizer = _pre_tokenizer(pre)
+    inner.decoder = decoders.ByteLevel()
+    for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
+        if type_ in (_CONTROL, _USER):
+            inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])
+    named = {}
+    for name in _TOKENS:
+        number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            named[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
+    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
+        begin = named["bos_token"]
+        inner.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(
+                    single=f"{begin} $A",
+                    pair=f"{begin} $A {begin}:1 $B:1",
+                    special_tokens=[(begin, inner.token_to_id(begin))],
+                ),
+            ]
+        )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
+    (folder / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
+    text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _pre_tokenizer(name: str) -> Any:
+    """Where merges stop."""
+    if name in _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in _DIGITS:
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if name not in (*_LLAMA3, *_QWEN2):
+        raise JinguError(f"The file's tokenizer splits text by the rule {name!r}, which jingu does not know.")
+    pattern = SPLIT if name in _LLAMA3 else SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
