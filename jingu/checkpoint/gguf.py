@@ -318,7 +318,7 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> di
             "intermediate_size": get("feed_forward_length"),
             "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
             "rope_theta": get("rope.freq_base"),
-            "rope_scaling": _rope_scaling(metadata, name, infos),
+            "rope_scaling": _rope_scaling(metadata, name, infos, path),
             "attention_bias": "blk.0.attn_q.bias" in infos,
             "mlp_bias": "blk.0.ffn_up.bias" in infos,
         }
@@ -332,10 +332,10 @@ def _layers(config: Metadata) -> Any:
     return config.get("num_hidden_layers", config.get("n_layer"))
 
 
-def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, _Info]) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, _Info], path: Path) -> dict[str, Any] | None:
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if "rope_freqs.weight" in infos:
-        kind = "llama3"
+        return _llama3_scaling(path, infos["rope_freqs.weight"], float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
     if kind == "none":
         return None
     scaling = {
@@ -344,3 +344,24 @@ def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, _Info]) -> 
         "original_max_position_embeddings": metadata.get(f"{name}.rope.scaling.original_context_length"),
     }
     return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _llama3_scaling(path: Path, info: _Info, base: float) -> dict[str, Any]:
+    """The scaling of Llama 3.1 and later, of which the file holds only what each frequency is divided by."""
+    found = read_at(path, info.begin, info.shape, _PLAIN["F32"]).double()
+    low, high, context, factor = 1.0, 4.0, 8192, float(found.max())
+    turns = context * base ** -(torch.arange(len(found), dtype=torch.float64) / len(found)) / (2 * torch.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(found, 1 / ((1 - share) / factor + share), rtol=1e-4):
+        raise JinguError(
+            "The file scales rotary positions by factors (rope_freqs.weight) that are not those of Llama 3.",
+            where=path,
+            fix="Use the model's Hugging Face folder.",
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }

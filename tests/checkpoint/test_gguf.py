@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from jingu.checkpoint.gguf import _Info, _llama3_scaling
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, train_tokenizer
@@ -127,6 +128,32 @@ def test_the_spec_is_that_of_the_model(tmp_path: Path) -> None:
     assert opened.spec == open_model(tmp_path / "folder").spec
     assert opened.end_ids == (2,)
     assert opened.special_ids == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
+    """The factors as llama.cpp's converter computes them, from the published scaling."""
+    path = tmp_path / "factors"
+    for factor in (8.0, 32.0):
+        factors = []
+        for dim in range(0, 128, 2):
+            wavelength = 2 * np.pi * 5e5 ** (dim / 128)
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            between = 1 / ((1 - smooth) / factor + smooth)
+            factors.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else between)
+        for change in (1, 1.01):
+            (np.asarray(factors, dtype=np.float32) * np.float32(change)).tofile(path)
+            info = _Info(torch.Size([64]), "F32", 0, 256)
+            if change == 1:
+                assert _llama3_scaling(path, info, 5e5) == {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            else:
+                with pytest.raises(JinguError, match="not those of Llama 3"):
+                    _llama3_scaling(path, info, 5e5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the package: random blocks hold infinities
