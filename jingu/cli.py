@@ -89,9 +89,15 @@ def _option(flag: str, metavar: str, convert: Callable[[str], Any], words: str, 
 _from_0 = _number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = _number(lambda value: 0 < value < math.inf, "above 0")
 _share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
-_MODEL = _place("model", "MODEL", "a run, a step of it, or an exported folder")
+_MODEL = _place("model", "MODEL", "a run, a step of it, a Hugging Face folder or a GGUF file")
 _CHECKPOINTS = _place("path", "PATH", "a run, or a step of it")
 _PROCESSES = _option("--processes", "N", _whole(1), "ranks on this machine (1 where not given)")
+_CONVERT: tuple[Argument, ...] = (
+    _MODEL,
+    ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
+    _option("--dtype", "TYPE", _one_of("auto", "fp32", "bf16", "fp16"), "weights in this; auto: as stored", "auto"),
+    ("--check", {"action": "store_true", "help": "refuse weights that hold NaN or infinity"}),
+)
 
 VERBS = {
     "tokenizer train": Verb("train a tokenizer on the corpus", "jingu.text.verbs:train", run_file=True),
@@ -132,15 +138,8 @@ VERBS = {
         "jingu.checkpoint.models:inspect",
         (_MODEL, ("--json", {"dest": "as_json", "action": "store_true", "help": "as JSON, for programs"})),
     ),
-    "export": Verb(
-        "write a model as a Hugging Face folder",
-        "jingu.checkpoint.verbs:export",
-        (
-            _MODEL,
-            ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
-            _option("--dtype", "TYPE", _one_of("fp32", "bf16", "fp16"), "weights in fp32, bf16 or fp16", "fp32"),
-        ),
-    ),
+    "import": Verb("take in a model: a Hugging Face folder or a GGUF file", "jingu.checkpoint.verbs:convert", _CONVERT),
+    "export": Verb("write a model as a Hugging Face folder", "jingu.checkpoint.verbs:convert", _CONVERT),
     "report": Verb(
         "write a run's report, one HTML file",
         "jingu.report.verbs:report",

@@ -25,6 +25,7 @@ LEAST = {
     "generate": ["model", "prompt"],
     "model list": [],
     "model inspect": ["model"],
+    "import": ["model", "--to", "folder"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],
     "config schema": [],
@@ -170,7 +171,7 @@ def test_export_and_report_get_paths(verb: Callable[..., None]) -> None:
     calls: list[dict[str, Any]] = []
     verb("export", lambda **options: calls.append(options))
     assert main(["export", "runs/a", "--to", "out", "--dtype", "bf16"]) == 0
-    assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16"}]
+    assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16", "check": False}]
 
 
 # How it ends
@@ -249,7 +250,7 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("export model --to", "--to needs a value after it. `jingu export --help` tells what it takes."),
         (
             "export model --to x --dtype int8",
-            "--dtype takes fp32, bf16 or fp16, not int8. `jingu export --help` tells what it takes.",
+            "--dtype takes auto, fp32, bf16 or fp16, not int8. `jingu export --help` tells what it takes.",
         ),
         ("train run.yaml --proceses 2", "there is no option --proceses. Did you mean --processes?"),
         (

@@ -25,15 +25,13 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.hub import OpenModel, Shapes, open_described
-from jingu.checkpoint.stream import read_at
+from jingu.checkpoint.stream import ELEMENTS, read_at
 from jingu.errors import JinguError
 from jingu.text.gguf import write_tokenizer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_ELEMENTS = 1 << 20
-"""Elements dequantised at a time."""
 
 Metadata = Mapping[str, Any]
 
@@ -157,7 +155,7 @@ class _Stored:
         whole = torch.empty(info.shape)
         rows = whole.view(-1, info.shape[-1])
         width = info.bytes // max(1, len(rows))
-        step = max(1, _ELEMENTS // max(1, info.shape[-1]))
+        step = max(1, ELEMENTS // max(1, info.shape[-1]))
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
             raw = read_at(self._path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
@@ -21,12 +21,12 @@ from torch import Tensor
 from jingu.checkpoint.manifest import MANIFEST, read_manifest
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.checkpoint.store import read_tensor
-from jingu.checkpoint.stream import Header, read_at, read_header
+from jingu.checkpoint.stream import Header, SafetensorsWriter, read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.family import exported_config
-from jingu.model.families.names import Entry, entries, to_ours, to_theirs
+from jingu.model.families.names import SAME, Entry, entries, to_ours, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ from jingu.text.tokenizer import Tokenizer
 SHARD_BYTES = 5_000_000_000
 """Largest weight file of an export, but for one with a single larger tensor."""
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -303,14 +303,14 @@ class _Stored:
             if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
                 self._places[name] = place
         largest = max((header for _, _, header in self._places.values()), key=lambda header: header.bytes, default=None)
-        self.dtype = largest.dtype if largest and largest.dtype in DTYPE_NAMES else torch.float32
+        self.dtype = largest.dtype if largest and largest.dtype in FLOATS else torch.float32
 
     def shapes(self) -> Shapes:
         return {name: header.shape for name, (_, _, header) in self._places.items()}
 
     def read(self, name: str) -> Tensor:
         path, key, header = self._places[name]
-        if header.dtype not in DTYPE_NAMES:
+        if header.dtype not in FLOATS:
             raise JinguError(
                 f"The tensor {key} is stored as {header.dtype}: the weights are quantised.",
                 where=path,
@@ -366,8 +366,14 @@ def export_hf(
     to: Path,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    *,
+    special_ids: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    check: bool = False,
 ) -> None:
     """Write a Hugging Face folder that transformers loads as it is; it appears whole or not at all.
+
+    Tensors pass through one at a time.
 
     Args:
         read: a parameter by jingu's name, whole (`OpenModel.read`, or a dictionary's `__getitem__`).
@@ -375,10 +381,13 @@ def export_hf(
         to: a new or empty folder.
         dtype: of the weights written.
         shard_bytes: largest weight file.
+        special_ids: bos_token_id and the like; None or empty: the tokenizer's end token for all of them.
+        generation: generation_config.json; None: the special ids.
+        check: refuse weights that hold NaN or infinity in `dtype`.
 
     Raises:
-        JinguError: the target holds something, the disk is full, or the model has a shape that its Hugging Face
-            architecture has not.
+        JinguError: the target holds something, the disk is full, the model has a shape that its Hugging Face
+            architecture has not, or the check fails.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         kind = "an earlier export" if (to / "config.json").is_file() else "something"
@@ -388,40 +397,67 @@ def export_hf(
             fix="Delete it first, or choose another folder.",
         )
     family = FAMILIES[spec.family]
-    end = Tokenizer.load(tokenizer_folder).end_id
+    if not special_ids:
+        special_ids = dict.fromkeys(SPECIAL_IDS[:3], Tokenizer.load(tokenizer_folder).end_id)
     config = {
         "architectures": [family.architectures[0]],
         **exported_config(family, spec),
-        "bos_token_id": end,
-        "eos_token_id": end,
+        **special_ids,
         # Releases of transformers before 5 know the first name, later ones the second.
         "torch_dtype": str(dtype).removeprefix("torch."),
         "dtype": str(dtype).removeprefix("torch."),
     }
     with new_folder(to) as folder:
         _write_json(folder / "config.json", config)
-        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-        _write_json(folder / "generation_config.json", ids)
+        _write_json(folder / "generation_config.json", special_ids if generation is None else generation)
         for name in _TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, folder / name)
-        _write_weights(folder, spec, read, dtype, shard_bytes)
+        broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
+        if broken:
+            raise JinguError(
+                f"There is NaN or infinity in {len(broken)} of the weights, as {config['dtype']}: {', '.join(broken)}.",
+                where=to,
+                fix="Nothing was written. Take an earlier checkpoint, or another dtype where the weights are too large "
+                "for this one.",
+            )
 
 
 def _write_weights(
-    folder: Path, spec: ModelSpec, read: Callable[[str], Tensor], dtype: torch.dtype, shard_bytes: int
-) -> None:
+    folder: Path,
+    spec: ModelSpec,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    shard_bytes: int,
+    check: bool,
+) -> list[str]:
+    """The weight files, and their index where there are several; the names of tensors that fail the check."""
     shapes = parameter_shapes(spec)
     mapped = entries(FAMILIES[spec.family].rules, spec, shapes)
-    sizes = [prod(_their_shape(entry, spec, shapes)) * dtype.itemsize for entry in mapped]
+    theirs = {entry.theirs: _their_shape(entry, spec, shapes) for entry in mapped}
+    sizes = [prod(shape) * dtype.itemsize for shape in theirs.values()]
     shards = _shards(mapped, sizes, shard_bytes)
     table: dict[str, str] = {}
+    broken: list[str] = []
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, shard, spec, shapes, read, dtype)
-        table |= {entry.theirs: name for entry in shard}
+        kinds = {entry.theirs: (dtype, theirs[entry.theirs]) for entry in shard}
+        with SafetensorsWriter(folder / name, kinds) as out:
+            for entry in shard:
+                if not out.write(_their_parts(entry, spec, read), check):
+                    broken.append(entry.theirs)
+        table |= dict.fromkeys(kinds, name)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": table})
+    return broken
+
+
+def _their_parts(entry: Entry, spec: ModelSpec, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    """Their tensor, in parts along its first dim where it is ours, stacked."""
+    if entry.transform is SAME:
+        yield from (read(name).detach() for name in entry.ours)
+    else:
+        yield to_theirs(entry, [read(name).detach() for name in entry.ours], spec)
 
 
 def _shards(mapped: Sequence[Entry], sizes: Sequence[int], shard_bytes: int) -> list[list[Entry]]:
@@ -435,32 +471,6 @@ def _shards(mapped: Sequence[Entry], sizes: Sequence[int], shard_bytes: int) -> 
         shards[-1].append(entry)
         held += size
     return shards
-
-
-def _write_shard(
-    path: Path,
-    shard: Sequence[Entry],
-    spec: ModelSpec,
-    shapes: Shapes,
-    read: Callable[[str], Tensor],
-    dtype: torch.dtype,
-) -> None:
-    """One safetensors file: the header follows from the shapes, so tensors pass through one at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in shard:
-        shape = _their_shape(entry, spec, shapes)
-        begin, end = end, end + prod(shape) * dtype.itemsize
-        header[entry.theirs] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in shard:
-            tensor = to_theirs(entry, [read(name).detach() for name in entry.ours], spec).to("cpu", dtype)
-            if list(tensor.shape) != header[entry.theirs]["shape"]:
-                raise ValueError(f"{entry.theirs} has shape {list(tensor.shape)}")
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

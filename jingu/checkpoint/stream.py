@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jingu.checkpoint.manifest import DTYPES
-from jingu.checkpoint.shards import memory_of
+from jingu.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from jingu.checkpoint.shards import memory_of, write_all
 from jingu.errors import JinguError
+
+ELEMENTS = 1 << 20
+"""Elements that are cast, checked or dequantised at a time: about what a processor's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +67,51 @@ def read_at(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) ->
                 raise OSError("the file ends early")
             rest = rest[count:]
     return tensor
+
+
+class SafetensorsWriter:
+    """A new safetensors file. Its header follows from the shapes, so tensors pass through one at a time."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> None:
+        """`tensors`: dtypes and shapes, in the order in which they will be written."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (dtype, shape) in tensors.items():
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = iter(tensors.items())
+        self._file = path.open("xb", buffering=0)
+        write_all(self._file, memoryview(len(text).to_bytes(8, "little") + text))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._file.close()
+
+    def write(self, parts: Iterable[Tensor], check: bool = False) -> bool:
+        """Write the next tensor, given in parts along its first dim; whether it is finite, where that is to be checked.
+
+        Raises ValueError for another shape than was announced.
+        """
+        name, (dtype, shape) = next(self._expected)
+        rows, finite = 0, True
+        for part in parts:
+            rows += len(part)
+            if part.shape[1:] != shape[1:]:
+                raise ValueError(f"{name} has rows of shape {list(part.shape[1:])}")
+            for piece in _pieces(part, dtype):
+                finite = finite and (not check or bool(piece.isfinite().all()))
+                write_all(self._file, memory_of(piece))
+        if rows != shape[0]:
+            raise ValueError(f"{name} has {rows} rows")
+        return finite
+
+
+def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor in pieces that are contiguous in main memory and of the dtype: cast or rearranged, a few rows a time."""
+    rows = max(1, ELEMENTS * len(tensor) // max(1, tensor.numel()))
+    for first in range(0, len(tensor), rows):
+        yield tensor[first : first + rows].to("cpu", dtype).contiguous()

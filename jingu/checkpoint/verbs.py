@@ -1,4 +1,4 @@
-"""`jingu checkpoint list | verify | diff`, and `jingu export`."""
+"""`jingu checkpoint list | verify | diff`, and `jingu import | export`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,31 @@ _ELEMENTS = 1 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export(model: Path, to: Path, dtype: str = "fp32") -> None:
-    """Write a model (a run, a step of one, a Hugging Face folder) as a Hugging Face folder.
+def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> None:
+    """Write any model (a run, a step of one, a Hugging Face folder, a GGUF file) as a Hugging Face folder.
+
+    Args:
+        dtype: of the weights; auto: that most of them are stored in (fp32 where they are quantised).
+        check: refuse weights that hold NaN or infinity.
 
     Raises:
-        JinguError: the model cannot be read, it has no tokenizer, or `to` holds something.
+        JinguError: the model cannot be read, it has no tokenizer, `to` holds something, or the check fails.
     """
     opened = open_model(model)
-    if opened.tokenizer_folder is None:
-        raise JinguError("The model has no tokenizer.", where=model, fix="Copy its tokenizer.json into the folder.")
-    export_hf(opened.spec, opened.read, opened.tokenizer_folder, to, _DTYPES[dtype])
+    kind = _DTYPES.get(dtype, opened.dtype)
+    export_hf(
+        opened.spec,
+        opened.read,
+        opened.tokenizer(),
+        to,
+        kind,
+        special_ids=opened.special_ids,
+        generation=opened.generation,
+        check=check,
+    )
     replaces_code = FAMILIES[opened.spec.family].replaces_code
     loader = "the code that its makers publish" if replaces_code else "transformers"
-    print(f"Wrote {to} in {dtype}; {loader} loads it as it is.")
+    print(f"Wrote {to} in {str(kind).removeprefix('torch.')}; {loader} loads it as it is.")
 
 
 def list_checkpoints(path: Path) -> None:

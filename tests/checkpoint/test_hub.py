@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jingu.checkpoint import hub
 from jingu.checkpoint.hub import export_hf, load_model, open_hf, open_model
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import save
+from jingu.cli import main
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
@@ -244,6 +247,83 @@ def test_a_failed_export_leaves_nothing(tokenizer_path: Path, tmp_path: Path, mo
     with pytest.raises(JinguError, match="the disk is full"):
         export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+# Conversions
+
+
+def converted(source: Path, to: Path, *options: str) -> Path:
+    assert main(["import", str(source), "--to", str(to), *options]) == 0
+    return to
+
+
+def test_what_comes_with_a_model_is_carried_over(exported: Path, tmp_path: Path) -> None:
+    """Its own special tokens, generation settings and chat template; and weights to the last bit, in their dtype."""
+    change_config(exported, bos_token_id=7, eos_token_id=[8, 9], pad_token_id="absent")
+    settings = {"eos_token_id": [8, 9, 10], "temperature": 0.6, "do_sample": True}
+    (exported / "generation_config.json").write_text(json.dumps(settings))
+    (exported / "chat_template.jinja").write_text("{{ messages }}")
+    once = converted(exported, tmp_path / "once", "--dtype", "bf16")
+    twice = converted(once, tmp_path / "twice")
+    for folder in (once, twice):
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (7, [8, 9])
+        assert "pad_token_id" not in config
+        assert json.loads((folder / "generation_config.json").read_text()) == settings
+        assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert open_hf(folder).end_ids == (8, 9, 10)
+    for name, theirs in load_file(twice / "model.safetensors").items():
+        assert torch.equal(theirs, load_file(exported / "model.safetensors")[name].bfloat16())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_shards_and_tied_heads_come_back_to_the_last_bit(family: str, tokenizer_path: Path, tmp_path: Path) -> None:
+    model = made_model(family, tied_embeddings=True)
+    sharded = export(model, tokenizer_path, tmp_path / "sharded", shard_bytes=10_000)
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    whole = converted(sharded, tmp_path / "whole")
+    again = export(model, tokenizer_path, tmp_path / "again")
+    assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert not any("lm_head" in name for name in load_file(whole / "model.safetensors"))
+    assert json.loads((whole / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_check_names_broken_weights(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, to = exported / "model.safetensors", tmp_path / "to"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = torch.nan
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = -torch.inf
+    tensors["lm_head.weight"][0, 0] = 70000.0
+    save_file(tensors, path)
+    broken = "model.layers.1.mlp.up_proj.weight, model.norm.weight"
+    for dtype, names in (("fp32", f"2 of the weights, as float32: {broken}."), ("fp16", f"{broken}, lm_head.weight.")):
+        assert main(["import", str(exported), "--to", str(to), "--check", "--dtype", dtype]) == 2
+        assert names in capsys.readouterr().err
+        assert not to.exists()
+    converted(exported, to)
+
+
+def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:
+    """Less than twice the largest tensor, of a model that has it many times over; in a process of its own."""
+    sizes = ModelSettings(family="llama", width=512, heads=8, layers=24, vocabulary=12000)
+    spec, source, largest = spec_from_settings(sizes, 257, 16), tmp_path / "source", 4 * 12000 * 512
+    shapes = hub.parameter_shapes(spec)
+    export_hf(spec, lambda name: torch.full(shapes[name], 0.5), tokenizer_path, source)
+    assert (source / "model.safetensors").stat().st_size > 10 * largest
+    small = export(made_model(), tokenizer_path, tmp_path / "small")
+    script = f"""if True:
+        from pathlib import Path
+        from jingu.checkpoint.verbs import convert
+        # What the interpreter and its libraries take is there before; a first, small conversion brings it in.
+        def peak():
+            return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+        convert(Path({str(small)!r}), Path({str(tmp_path / "a")!r}))
+        before = peak()
+        convert(Path({str(source)!r}), Path({str(tmp_path / "b")!r}), "bf16", True)
+        print((peak() - before) / {largest})
+    """
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert 0.5 < float(done.stdout.split()[-1]) < 2
 
 
 def test_shapes_the_architecture_has_not_are_refused(tokenizer_path: Path, tmp_path: Path) -> None:
