@@ -28,6 +28,7 @@ PART = 1 << 20
 """Texts longer than this many characters are encoded in parts, to bound memory."""
 _SAFE_CUT = re.compile(r"\n(?=\w)")
 """No piece of a splitting pattern reaches over a newline into a word."""
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -47,26 +48,32 @@ class Tokenizer:
         self._inner.no_padding()
         # Text is data: "<|endoftext|>" written in a document must not end it.
         self._inner.encode_special_tokens = True
-        self._special = {t["content"]: t["id"] for t in self._spec.get("added_tokens", []) if t["special"]}
-        if not self._special:
-            raise ValueError("it has no special token to end documents with")
+        added = self._spec.get("added_tokens") or []
+        self._special = {token["content"]: token["id"] for token in added if token.get("special")}
+        self._end_id = self._find_end()
         self._kind = _kind(self._spec)
         self._cuts = _splits_words(self._spec)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and tokenizer_config.json in `folder`; JinguError where that cannot be."""
+        """Read tokenizer.json, and what there is beside it, in `folder`; JinguError where that cannot be."""
         fix = "Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
         if not folder.is_dir():
             raise JinguError("there is no tokenizer folder here.", where=folder, fix=fix)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if not (folder / name).is_file():
-                raise JinguError(f"the tokenizer's folder has no {name}.", where=folder, fix=fix)
+        if not (folder / "tokenizer.json").is_file():
+            raise JinguError("the tokenizer's folder has no tokenizer.json.", where=folder, fix=fix)
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             content = (folder / "tokenizer.json").read_text(encoding="utf-8")
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            if not isinstance(config, dict):
-                raise ValueError("tokenizer_config.json is not a JSON object")
+            # Older releases of transformers kept special tokens in the first of these.
+            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+                if (folder / name).is_file():
+                    found = json.loads((folder / name).read_text(encoding="utf-8"))
+                    if not isinstance(found, dict):
+                        raise ValueError(f"{name} is not a JSON object")
+                    older = name != "tokenizer_config.json"
+                    found = {key: _content(value) if older else value for key, value in found.items()}
+                    config |= {key: value for key, value in found.items() if value is not None}
             return cls(content, config)
         except Exception as error:  # the library raises bare Exception for bad content
             raise JinguError(f"the tokenizer is damaged ({error}).", where=folder, fix=fix) from error
@@ -103,11 +110,18 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int:
-        """The token that ends every document: `eos_token` of the configuration, else the first special token."""
-        eos = self._config.get("eos_token")
-        name = eos.get("content") if isinstance(eos, dict) else eos
-        end: int = self._special.get(name, min(self._special.values()))
-        return end
+        """The token that ends every document: `eos_token` of the configuration, else one with a usual name, else the
+        first special token."""
+        return self._end_id
+
+    def _find_end(self) -> int:
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        for name in (_content(self._config.get("eos_token")), *_ENDS):
+            if name in vocabulary:
+                return vocabulary[name]
+        if not self._special:
+            raise ValueError("it has no special token to end documents with")
+        return int(min(self._special.values()))
 
     def byte_lengths(self) -> npt.NDArray[np.int32]:
         """[vocabulary] bytes of UTF-8 that each id stands for; 0 for special tokens.
@@ -118,7 +132,7 @@ class Tokenizer:
         for token, id_ in self._inner.get_vocab(with_added_tokens=False).items():
             lengths[id_] = _byte_length(token, self._kind)
         for added in self._spec.get("added_tokens", []):
-            lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+            lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
         return lengths
 
     def fingerprint(self) -> str:
@@ -188,6 +202,11 @@ def _kind(spec: dict[str, Any]) -> Kind:
     if '"type": "ByteLevel"' in parts:
         return "bytes"
     return "metaspace" if "▁" in parts else "plain"
+
+
+def _content(token: Any) -> Any:
+    """The text of a token that transformers wrote with its properties; anything else as it is."""
+    return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
 def _splits_words(spec: dict[str, Any]) -> bool:

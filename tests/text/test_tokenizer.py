@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -156,7 +157,7 @@ def test_mistakes_are_explained(seed_tokenizer: Tokenizer, tmp_path: Path) -> No
         (tmp_path / "tokenizer.json").write_text(bad)
         with pytest.raises(JinguError, match=r"the tokenizer is damaged \(.+\)\. Run `jingu tokenizer train`"):
             Tokenizer.load(tmp_path)
-    spec = json.loads(good)
+    spec = json.loads(good.replace("<|endoftext|>", "nothing"))
     spec["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(JinguError, match="it has no special token to end documents with"):
@@ -165,10 +166,50 @@ def test_mistakes_are_explained(seed_tokenizer: Tokenizer, tmp_path: Path) -> No
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(JinguError, match=r"tokenizer_config\.json is not a JSON object"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(JinguError) as caught:
         Tokenizer.load(tmp_path)
-    assert str(caught.value) == f"{tmp_path}: the tokenizer's folder has no tokenizer_config.json." + fix
+    assert str(caught.value) == f"{tmp_path}: the tokenizer's folder has no tokenizer.json." + fix
+
+
+ENDS: list[tuple[dict[str, Any] | None, dict[str, Any] | None, list[str], int]] = [
+    (None, None, ["<a>", "<b>"], 0),
+    (None, {"eos_token": "<b>"}, ["<a>", "<b>"], 1),
+    ({"eos_token": {"__type": "AddedToken", "content": "<b>"}}, {"eos_token": "<a>"}, ["<a>", "<b>"], 1),
+    ({"eos_token": None}, {"eos_token": {"content": "<b>"}}, ["<a>", "<b>"], 1),
+    ({"bos_token": "<s>"}, None, ["<unk>", "<s>", "</s>"], 2),
+    ({"eos_token": "<b>"}, None, ["<a>", "<b>"], 1),
+]
+
+
+@pytest.mark.parametrize(("config", "older", "special", "end"), ENDS)
+@pytest.mark.parametrize("marked", [True, False], ids=["special", "plain"])
+def test_the_end_token_of_folders_others_wrote(
+    config: dict[str, Any] | None,
+    older: dict[str, Any] | None,
+    special: list[str],
+    end: int,
+    marked: bool,
+    tmp_path: Path,
+) -> None:
+    """Without a configuration, with one of an older release, with tokens that are added but not marked special."""
+    train_tokenizer(iter(["some text"]), 300, special).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", older)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    if not marked:
+        spec = json.loads((tmp_path / "tokenizer.json").read_text())
+        for token in spec["added_tokens"]:
+            token["special"] = token["id"] == 0
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.end_id == end
+    assert tokenizer.decode(tokenizer.encode("some text")) == "some text"
+    tokenizer.save(tmp_path / "again")
+    again = Tokenizer.load(tmp_path / "again")
+    assert again.fingerprint() == tokenizer.fingerprint()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("text")["input_ids"] == again.encode("text")
 
 
 def test_impossible_training_is_explained() -> None:
