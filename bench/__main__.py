@@ -13,6 +13,7 @@ NAMES = {
     "startup": "Waiting for the first sign of life",
     "train_step": "A training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "The loop beside a bare one around the same model (17M Llama, fp32, not compiled)",
+    "convert": "Import and export beside cp: a Hugging Face folder of half a gigabyte (must be 0.5 or more)",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
