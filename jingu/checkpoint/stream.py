@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -53,20 +54,21 @@ def read_header(path: Path) -> dict[str, Header]:
 
 
 def read_at(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor whose row-major bytes begin at `position` of a file. Not mapped: a conversion's memory stays bounded.
+    """A tensor whose row-major bytes begin at `position` of a file.
 
-    Raises OSError, also where the file ends early.
+    The bytes are mapped, this tensor's alone, and the mapping goes with the tensor: nothing is copied to be written on,
+    and a conversion's memory stays bounded. Changes to the tensor do not reach the file.
     """
-    tensor = torch.empty(shape, dtype=dtype)
-    rest = memory_of(tensor)
-    with path.open("rb", buffering=0) as file:
-        file.seek(position)
-        while len(rest):
-            count = file.readinto(rest)
-            if not count:
-                raise OSError("the file ends early")
-            rest = rest[count:]
-    return tensor
+    size = prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    before = position % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), before + size, mmap.MAP_PRIVATE, offset=position - before)
+    data.madvise(mmap.MADV_SEQUENTIAL)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=before)
+    # Elements that are not aligned to their size are moved to where they are.
+    return (raw.clone() if position % dtype.itemsize else raw).view(dtype).view(shape)
 
 
 class SafetensorsWriter:
@@ -103,11 +105,16 @@ class SafetensorsWriter:
             if part.shape[1:] != shape[1:]:
                 raise ValueError(f"{name} has rows of shape {list(part.shape[1:])}")
             for piece in _pieces(part, dtype):
-                finite = finite and (not check or bool(piece.isfinite().all()))
+                finite = finite and (not check or _is_finite(piece))
                 write_all(self._file, memory_of(piece))
         if rows != shape[0]:
             raise ValueError(f"{name} has {rows} rows")
         return finite
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity: both show in the extremes."""
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
