@@ -26,7 +26,7 @@ from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.family import exported_config
-from jingu.model.families.names import Entry, entries, to_ours, to_theirs
+from jingu.model.families.names import Entry, entries, read_ours, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
@@ -137,11 +137,13 @@ def open_hf(folder: Path) -> OpenModel:
     expected = {entry.theirs: _their_shape(entry, spec, shapes) for entry in mapped}
     stored = _Stored(folder, family, expected)
     _compare(expected, stored.shapes(), folder)
-    holder = {name: entry for entry in mapped for name in entry.ours}
+    holders: dict[str, list[Entry]] = {}
+    for entry in mapped:
+        for name in entry.ours:
+            holders.setdefault(name, []).append(entry)
 
     def read(name: str) -> Tensor:
-        entry = holder[name]
-        return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name]
+        return read_ours(name, holders[name], stored.read, spec, shapes)
 
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return OpenModel(spec, read, folder if has_tokenizer else None, _end_ids(folder, config), folder)
@@ -407,8 +409,12 @@ def _write_shard(
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        held: tuple[tuple[str, ...], list[Tensor]] = ((), [])  # the experts of one tensor follow each other
         for entry in shard:
-            tensor = to_theirs(entry, [read(name).detach() for name in entry.ours], spec).to("cpu", dtype)
+            if held[0] != entry.ours:
+                held = ((), [])  # let go of the last ones first
+                held = (entry.ours, [read(name).detach() for name in entry.ours])
+            tensor = to_theirs(entry, held[1], spec).to("cpu", dtype)
             if list(tensor.shape) != header[entry.theirs]["shape"]:
                 raise ValueError(f"{entry.theirs} has shape {list(tensor.shape)}")
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
