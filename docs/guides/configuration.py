@@ -51,12 +51,16 @@ def section(name: str, field: FieldInfo, variants: dict[str, type[Settings]]) ->
 
 
 def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
-    """The settings `keys` of one section, those that are sections themselves left out."""
+    """The settings `keys` of one section with those of the sections in it; at the top level, without."""
     yield "| setting | default | takes | what it is |"
     yield "|---|---|---|---|"
     for key in keys:
-        if not sections(model.model_fields[key]):
+        inner = sections(model.model_fields[key])
+        if not inner:
             yield row(model, key, prefix)
+        elif prefix:
+            for part in inner.values():
+                yield from (row(part, own, f"{prefix}{key}.") for own in part.model_fields)
 
 
 def row(model: type[Settings], key: str, prefix: str) -> str:

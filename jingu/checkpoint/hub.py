@@ -26,7 +26,7 @@ from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.family import exported_config
-from jingu.model.families.names import SAME, Entry, entries, to_ours, to_theirs
+from jingu.model.families.names import SAME, Entry, entries, read_ours, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
@@ -194,15 +194,17 @@ def open_described(
     expected = {entry.theirs: _their_shape(entry, spec, shapes) for entry in mapped}
     stored = weights(family, expected)
     _compare(expected, stored.shapes(), where)
-    holder = {name: entry for entry in mapped for name in entry.ours}
+    holders: dict[str, list[Entry]] = {}
+    for entry in mapped:
+        for name in entry.ours:
+            holders.setdefault(name, []).append(entry)
     # Parts of the last tensor that were not asked for yet: one that holds several is read once.
     waiting: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
         if name not in waiting:
             waiting.clear()
-            entry = holder[name]
-            waiting.update(to_ours(entry, stored.read(entry.theirs), spec, shapes))
+            waiting.update(read_ours(name, holders[name], stored.read, spec, shapes))
         return waiting.pop(name)
 
     ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
@@ -437,6 +439,7 @@ def _write_weights(
     theirs = {entry.theirs: _their_shape(entry, spec, shapes) for entry in mapped}
     sizes = [prod(shape) * dtype.itemsize for shape in theirs.values()]
     shards = _shards(mapped, sizes, shard_bytes)
+    read = _experts_once(mapped, read)
     table: dict[str, str] = {}
     broken: list[str] = []
     for number, shard in enumerate(shards, start=1):
@@ -452,9 +455,26 @@ def _write_weights(
     return broken
 
 
+def _experts_once(mapped: Sequence[Entry], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """`read`, which holds on to the last tensor of experts: theirs follow each other, each a slice of it."""
+    stacked = {name for entry in mapped if entry.expert is not None for name in entry.ours}
+    held: dict[str, Tensor] = {}
+
+    def read_once(name: str) -> Tensor:
+        if name in held:
+            return held[name]
+        held.clear()
+        tensor = read(name)
+        if name in stacked:
+            held[name] = tensor
+        return tensor
+
+    return read_once
+
+
 def _their_parts(entry: Entry, spec: ModelSpec, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
     """Their tensor, in parts along its first dim where it is ours, stacked."""
-    if entry.transform is SAME:
+    if entry.transform is SAME and entry.expert is None:
         yield from (read(name).detach() for name in entry.ours)
     else:
         yield to_theirs(entry, [read(name).detach() for name in entry.ours], spec)

@@ -82,6 +82,29 @@ class DataSettings(Settings):
     """A new shard begins after about this many tokens."""
 
 
+class ExpertsSettings(Settings):
+    """A mixture of experts, for families that have one; null: the family's habit."""
+
+    number: Positive | None = None
+    """Experts a block; the feed-forward's size is that of one."""
+    active: Positive | None = None
+    """Experts a token passes."""
+    router: Literal["top_k", "balanced", "random_projection"] | None = None
+    """Who chooses: the most probable, an even assignment while training (BASE), or a frozen random projection."""
+    shared: Positive | None = None
+    """Inner size of a further feed-forward that every token passes."""
+    shared_gated: bool | None = None
+    """Whether the shared feed-forward is weighted by a gate of its own."""
+    capacity: Annotated[float, Field(gt=0)] | None = None
+    """Choices an expert takes of a training sequence, as a multiple of an even share; the rest is dropped."""
+    balance: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balancing loss."""
+    balance_over: Literal["layer", "model"] | None = None
+    """Whether each layer is to be balanced, or the mean of all (as transformers does)."""
+    z: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the router's z loss."""
+
+
 class ModelSettings(Settings):
     """A model to train from scratch: a family or a preset, and the dimensions in which it differs from it."""
 
@@ -101,6 +124,7 @@ class ModelSettings(Settings):
     """Size of a head; null: the preset's, or width / heads."""
     feed_forward: Positive | None = None
     """Inner size of the feed-forward; null: the preset's, or the family's rule."""
+    experts: ExpertsSettings = ExpertsSettings()
     vocabulary: Positive | Literal["auto"] = "auto"
     """Rows of the embedding; auto: the preset's, or the tokenizer's size where that is larger or there is none."""
     context: Positive | None = None

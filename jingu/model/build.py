@@ -8,7 +8,7 @@ from typing import TypeVar
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES, Family
-from jingu.model.spec import Attention, Component, ModelSpec, Position, RotaryPositions, replaced
+from jingu.model.spec import Attention, Component, Experts, FeedForward, ModelSpec, Position, RotaryPositions, replaced
 
 Part = TypeVar("Part", bound=Component)
 
@@ -51,7 +51,7 @@ def spec_from_settings(settings: ModelSettings, vocabulary: int, context: int) -
         norm=_changed(start.norm, epsilon=settings.norm_epsilon),
         position=_position(settings, start),
         attention=_attention(settings, start),
-        feed_forward=_changed(start.feed_forward, size=feed_forward),
+        feed_forward=_feed_forward(settings, start, feed_forward),
         **{name: value for name, value in changes.items() if value is not None},
     )
 
@@ -131,6 +131,21 @@ def _head_size(width: int, heads: int) -> int:
             fix=f"Use a width of {near}, another number of heads, or set model.head_size.",
         )
     return width // heads
+
+
+def _feed_forward(settings: ModelSettings, start: ModelSpec, size: int | None) -> FeedForward:
+    part = _changed(start.feed_forward, size=size)
+    given = settings.experts.model_dump(exclude_none=True)
+    if given and not isinstance(part, Experts):
+        raise JinguError(
+            f"The family {start.family!r} has no experts.",
+            where=f"model.experts.{next(iter(given))}",
+            fix="Leave it out, or choose a family that has them (mixtral).",
+        )
+    router = given.pop("router", None)
+    if isinstance(part, Experts) and router not in (None, part.router.type):  # else with the family's habits
+        given["router"] = {"type": router}
+    return type(part).model_validate({**part.model_dump(), **given})
 
 
 def _position(settings: ModelSettings, start: ModelSpec) -> Position:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import Experts, ModelSpec
 
 Shapes = Mapping[str, torch.Size]
 _TABLES = ("embedding.weight", "positions.weight")
@@ -49,7 +49,15 @@ def _multiplied(spec: ModelSpec, shapes: Shapes) -> int:
     """Weights of matrices that a token is multiplied by: all but tables that serve as no head."""
     tables = () if spec.tied_embeddings else ("embedding.weight",)
     skipped = {"positions.weight", *tables}
-    return sum(shape.numel() for name, shape in shapes.items() if len(shape) >= 2 and name not in skipped)
+    return sum(_met(spec, shape) for name, shape in shapes.items() if len(shape) >= 2 and name not in skipped)
+
+
+def _met(spec: ModelSpec, shape: torch.Size) -> int:
+    """Of a tensor's numbers those that a token meets: of a mixture's matrices (three dims), its experts'."""
+    part = spec.feed_forward
+    return (
+        shape.numel() * part.active // part.number if isinstance(part, Experts) and len(shape) == 3 else shape.numel()
+    )
 
 
 def _attention(spec: ModelSpec) -> int:

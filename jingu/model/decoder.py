@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from jingu.model.attention import Cache, LayerCache, SelfAttention, attention_mask
+from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.products import linear
 from jingu.model.rotary import Rotary, rotary_tables
-from jingu.model.spec import LearnedPositions, ModelSpec, RotaryPositions
+from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RotaryPositions
 
 Head = Callable[[Tensor, Tensor], Tensor]
 
@@ -28,11 +29,20 @@ class Block(nn.Module):
         self.attention_norm = make_norm(spec.norm, spec.width)
         self.attention = SelfAttention(spec)
         self.feed_forward_norm = make_norm(spec.norm, spec.width)
-        self.feed_forward = FeedForwardLayer(spec.feed_forward, spec.width)
+        part = spec.feed_forward
+        self.feed_forward = (
+            ExpertsLayer(part, spec.width) if isinstance(part, Experts) else FeedForwardLayer(part, spec.width)
+        )
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Routing | None]:
+        """The states after the block; and, of a mixture of experts in training, what its router did."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache)
-        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+        y_BTD, routing = self.feed_forward(self.feed_forward_norm(x_BTD)), None
+        if isinstance(y_BTD, tuple):
+            y_BTD, routing = y_BTD
+        return x_BTD + y_BTD, routing
 
 
 class Decoder(nn.Module):
@@ -56,6 +66,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
         loss: Head | None = None,
+        auxiliary: Callable[[list[Routing]], Tensor] | None = None,
     ) -> Tensor:
         """Hidden states [B, T, D] after the final norm, or what `loss` makes of them.
 
@@ -66,6 +77,7 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens, extended by these. Not together with documents.
             loss: called with the hidden states and the head's weight [V, D] inside this forward, where an engine
                 that shards parameters has gathered the weight.
+            auxiliary: called with what the routers did, in training; its results [n] follow the loss in [1 + n].
         """
         past = 0 if cache is None else cache.length
         tokens = tokens_BT.shape[1]
@@ -82,12 +94,17 @@ class Decoder(nn.Module):
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         rotary = self._rotary(positions_BT, wide)
         mask = attention_mask(self.spec, tokens, past, documents_BT, tokens_BT.device, wide)
+        routings: list[Routing] = []
         for number, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number))
+            x_BTD, routing = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number))
+            routings += [] if routing is None else [routing]
         if cache is not None:
             cache.advance(tokens)
         x_BTD = self.norm(x_BTD)
-        return x_BTD if loss is None else loss(x_BTD, self.head_weight())
+        if loss is None:
+            return x_BTD
+        total = loss(x_BTD, self.head_weight())
+        return torch.cat([total.view(1), auxiliary(routings)]) if auxiliary and routings else total
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores [B, T, V] of the next token."""

@@ -39,7 +39,7 @@ def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     std = spec.initial_std
-    if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+    if name.endswith(("attention.output.weight", ".down.weight")):
         std /= (2 * spec.layers) ** 0.5
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(name, seed))
 

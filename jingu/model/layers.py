@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.products import linear
-from jingu.model.spec import Activation, FeedForward, GatedFeedForward, LayerNorm, Norm
+from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
 
 
 class Linear(nn.Linear):
@@ -64,7 +64,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 class FeedForwardLayer(nn.Module):
     """Plain or gated feed-forward."""
 
-    def __init__(self, spec: FeedForward, width: int) -> None:
+    def __init__(self, spec: PlainFeedForward | GatedFeedForward, width: int) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
         gated = isinstance(spec, GatedFeedForward)

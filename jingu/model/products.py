@@ -28,6 +28,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+def product_into(result: Tensor, a: Tensor, b: Tensor) -> None:
+    """`result[...] = a @ b`, where all have one dtype."""
+    if computes_wide(a):
+        result.copy_(a.float() @ b.float())
+    else:
+        torch.mm(a, b, out=result)
+
+
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a @ b`, where `total` is as wide as the accumulation or wider than `a` and `b`."""
     if computes_wide(a):

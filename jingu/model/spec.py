@@ -131,9 +131,78 @@ class GatedFeedForward(Component):
     bias: bool = False
 
 
+class TopK(Component):
+    """The experts with the highest probabilities (Shazeer et al., 2017), weighted with them."""
+
+    type: Literal["top_k"] = "top_k"
+    softmax: Literal["before", "after"] = "before"
+    """Probabilities over all experts, or over the chosen ones only."""
+    normalised: bool = True
+    """Whether probabilities made before the choice are divided by the sum of the chosen ones."""
+
+
+class Balanced(Component):
+    """BASE (Lewis et al., 2021): while training equally many tokens of a sequence for each expert, at the largest
+    sum of scores; otherwise the best expert. Weighted with the sigmoid of the score."""
+
+    type: Literal["balanced"] = "balanced"
+
+
+class RandomProjection(Component):
+    """A router that stays as it was drawn: a hash that sends near states to one expert; equal weights."""
+
+    type: Literal["random_projection"] = "random_projection"
+
+
+Router = Annotated[TopK | Balanced | RandomProjection, Field(discriminator="type")]
+
+
+class Experts(Component):
+    """A mixture of experts: feed-forwards without biases, of which a router gives each token a few."""
+
+    type: Literal["experts"] = "experts"
+    number: Size
+    active: Size
+    """Experts a token."""
+    size: Size
+    """Inner size of one expert."""
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: Literal[False] = False
+    router: Router = TopK()
+    shared: Size | None = None
+    """Inner size of a further feed-forward that every token passes; None: there is none."""
+    shared_gated: bool = False
+    """Whether what it says is weighted with the sigmoid of a score of its own."""
+    capacity: Positive | None = None
+    """Choices that an expert takes of a training sequence, as a multiple of an even share; None: all of them."""
+    balance: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the balancing loss."""
+    balance_over: Literal["layer", "model"] = "layer"
+    """Whether every layer should be balanced, or the mean of all layers (as transformers computes it)."""
+    z: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the router's z loss."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Experts:
+        if self.active > self.number:
+            raise JinguError(
+                f"A token cannot pass {self.active} of {self.number} experts.",
+                where="model.experts",
+                fix=f"Choose at most {self.number} active experts.",
+            )
+        if isinstance(self.router, Balanced) and self.active != 1:
+            raise JinguError(
+                f"The balanced router gives each token one expert, not {self.active}.",
+                where="model.experts",
+                fix="Set active to 1, or choose another router.",
+            )
+        return self
+
+
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
 Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions, Field(discriminator="type")]
-FeedForward = Annotated[PlainFeedForward | GatedFeedForward, Field(discriminator="type")]
+FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
 
 
 class ModelSpec(Component):

@@ -78,13 +78,18 @@ def before_micro_batch(model: Decoder, zero: int, *, last: bool) -> None:
 
 @contextmanager
 def scoring(model: Decoder) -> Iterator[None]:
-    """Forward passes without gradients, in an evaluation or to generate.
+    """Forward passes without gradients and as in use (routers choose freely), in an evaluation or to generate.
 
     Without a backward pass the engine would leave the gathered parameters in the place of its shards, and whoever
     then looks for the parameters (a checkpoint, the optimizer's state) would find others than the trained ones.
     """
-    with torch.no_grad():
-        yield
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

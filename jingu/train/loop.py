@@ -172,6 +172,7 @@ def _log(
             loss=loss,
             lr=loop.optimizer.param_groups[0]["lr"],
             grad_norm=float(result.grad_norm.item()),
+            **{name: float(value.item()) for name, value in result.others.items()},
             tokens=progress.tokens,
             tokens_per_second=rate,
             seconds=progress.seconds,

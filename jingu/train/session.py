@@ -151,7 +151,7 @@ def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: Batch
     before_micro_batch(model, run.config.parallel.zero, last=True)
     batch = to_device(task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_size), ranks.device)
     try:
-        task.loss(model, batch).backward()
+        task.loss(model, batch).sum().backward()
     except torch.OutOfMemoryError as error:
         raise JinguError(
             f"one micro-batch of {plan.micro_size} × {run.config.batch.sequence_length} tokens does not fit into "

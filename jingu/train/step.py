@@ -24,6 +24,8 @@ class StepResult:
     """Mean loss of the step's trained tokens, fp64."""
     grad_norm: Tensor
     """Global norm of the gradient before clipping."""
+    others: dict[str, Tensor]
+    """Means of what the task's loss gives besides, by name."""
 
 
 def train_step(
@@ -41,8 +43,9 @@ def train_step(
     """One step of the run.
 
     The gradient is that of the summed loss divided by the *global* number of trained tokens, so that it depends on
-    neither micro-batches nor ranks nor padding. It is divided once, at the end and in the masters' dtype: what flows
-    backward in a narrow dtype is then neither tiny nor rounded for it.
+    neither micro-batches nor ranks nor padding; what else the task's loss gives are such sums, too. It is divided
+    once, at the end and in the masters' dtype: what flows backward in a narrow dtype is then neither tiny nor
+    rounded for it.
     """
     first = data_rank * plan.rows_per_rank
     batches = [
@@ -50,20 +53,23 @@ def train_step(
     ]
     trained = sum(int((batch.labels >= 0).sum()) for batch in batches)
     share = 1.0 / summed_over_ranks(torch.tensor(float(trained), dtype=torch.float64, device=device)).clamp_min(1.0)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    weights = task.weights(model)
+    weight_n = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
+    total_n = torch.zeros(len(weights), dtype=torch.float64, device=device)
     for number, batch in enumerate(batches, start=1):
         before_micro_batch(model, zero, last=number == len(batches))
-        loss = task.loss(model, to_device(batch, device))
-        loss.backward()
-        total += loss.detach()
+        losses_n = task.loss(model, to_device(batch, device)).view(-1)
+        (losses_n @ weight_n.to(losses_n.dtype)).backward()
+        total_n += losses_n.detach()
     norm = scale_gradients(model, share, clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed_over_ranks(total) * share, norm)
+    means = dict(zip(weights, summed_over_ranks(total_n) * share, strict=True))
+    return StepResult(means.pop("loss"), norm, means)
 
 
 def summed_over_ranks(value: Tensor) -> Tensor:
-    """The sum of a scalar over all ranks, in place."""
+    """The sum of a tensor over all ranks, in place."""
     if dist.get_world_size() > 1:
         dist.all_reduce(value)
     return value

@@ -12,6 +12,8 @@ from jingu.data.batch import Batch
 from jingu.data.batches import IGNORED, BatchSource, held_out_batch, held_out_windows
 from jingu.data.dataset import TokenDataset
 from jingu.model.decoder import Decoder
+from jingu.model.experts import Routing, auxiliary_losses
+from jingu.model.spec import Experts
 from jingu.train.loss import ChunkLoss, summed_cross_entropy
 
 
@@ -43,8 +45,11 @@ class Task(Protocol):
     def held_out(self) -> HeldOut | None:
         """Held-out rows for evaluation, or None."""
 
+    def weights(self, model: Decoder) -> dict[str, float]:
+        """What `loss` gives, in its order, and how much each counts in what is trained. The first is the loss."""
+
     def loss(self, model: Decoder, batch: Batch) -> Tensor:
-        """Summed loss of the batch's trained tokens."""
+        """Summed loss of the batch's trained tokens; or [n], where other sums over them follow it."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,21 @@ class Pretraining:
     def held_out(self) -> HeldOut | None:
         return self.held_out_rows
 
+    def weights(self, model: Decoder) -> dict[str, float]:
+        experts = model.spec.feed_forward
+        if not isinstance(experts, Experts):
+            return {"loss": 1.0}
+        return {"loss": 1.0, "balance_loss": experts.balance, "z_loss": experts.z, "dropped": 0.0}
+
     def loss(self, model: Decoder, batch: Batch) -> Tensor:
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
             return summed_cross_entropy(hidden_BTD, weight_VD, batch.labels, self.chunk)
 
-        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head)
+        def auxiliary(routings: list[Routing]) -> Tensor:
+            assert isinstance(model.spec.feed_forward, Experts)
+            return auxiliary_losses(routings, model.spec.feed_forward, (batch.labels >= 0).sum(1))
+
+        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary)
         return total
 
 

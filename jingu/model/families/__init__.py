@@ -7,11 +7,13 @@ from jingu.model.families.family import Family
 from jingu.model.families.gpt2 import GPT2
 from jingu.model.families.llama import LLAMA
 from jingu.model.families.mistral import MISTRAL
+from jingu.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from jingu.model.families.qwen2 import QWEN2
 from jingu.model.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (BAICHUAN2, BLOOM, CHATGLM3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.name: family
+    for family in (BAICHUAN2, BLOOM, CHATGLM3, GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 }
 
 __all__ = ["FAMILIES", "Family"]

@@ -1,7 +1,8 @@
 """Name maps: how a family's checkpoint names and arranges the decoder's parameters, used in both directions.
 
 A rule pairs one tensor of theirs with one or several of ours. Theirs, rearranged, is ours stacked along dim 0.
-`{layer}` stands for the number of the block.
+`{layer}` stands for the number of the block. Where theirs says `{expert}`, they keep a tensor for each expert, and
+ours, of one dim more, holds them all.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Entry:
     theirs: str
     ours: tuple[str, ...]
     transform: Transform
+    expert: int | None = None
+    """Which slice of ours theirs is; None: all of it."""
 
 
 def rule(theirs: str, *ours: str, transform: Transform = SAME) -> Rule:
@@ -65,8 +68,13 @@ def entries(rules: Sequence[Rule], spec: ModelSpec, ours: Mapping[str, torch.Siz
         for layer in range(spec.layers) if "{layer}" in pattern.theirs else (0,):
             names = tuple(name.replace("{layer}", str(layer)) for name in pattern.ours)
             if all(name in ours for name in names):
-                found.append(Entry(pattern.theirs.replace("{layer}", str(layer)), names, pattern.transform))
-    mapped = [name for entry in found for name in entry.ours]
+                theirs = pattern.theirs.replace("{layer}", str(layer))
+                experts = range(ours[names[0]][0]) if "{expert}" in theirs else (None,)
+                found += [
+                    Entry(theirs.replace("{expert}", str(expert)), names, pattern.transform, expert)
+                    for expert in experts
+                ]
+    mapped = [name for entry in found if not entry.expert for name in entry.ours]
     if sorted(mapped) != sorted(ours):
         raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(ours)}")
     order = {name: number for number, name in enumerate(ours)}
@@ -74,12 +82,35 @@ def entries(rules: Sequence[Rule], spec: ModelSpec, ours: Mapping[str, torch.Siz
 
 
 def to_ours(entry: Entry, theirs: Tensor, spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Our tensors out of theirs, as views where that is possible."""
+    """Our tensors out of theirs, as views where that is possible; of an expert, its slice."""
     whole = entry.transform.to_ours(theirs, spec)
+    if entry.expert is not None:
+        return {entry.ours[0]: whole}
     pieces = whole.split([shapes[name][0] for name in entry.ours])
     return dict(zip(entry.ours, pieces, strict=True))
 
 
+def read_ours(
+    name: str,
+    holders: Sequence[Entry],
+    read: Callable[[str], Tensor],
+    spec: ModelSpec,
+    shapes: Mapping[str, torch.Size],
+) -> dict[str, Tensor]:
+    """The tensor `name` of ours out of all of theirs that hold it (`holders`), of which one is in memory at a time;
+    and those that came with it."""
+    first = to_ours(holders[0], read(holders[0].theirs), spec, shapes)
+    if holders[0].expert is None:
+        return first
+    whole = first[name].new_empty(shapes[name])
+    whole[0] = first[name]
+    for entry in holders[1:]:
+        whole[entry.expert] = to_ours(entry, read(entry.theirs), spec, shapes)[name]
+    return {name: whole}
+
+
 def to_theirs(entry: Entry, ours: Sequence[Tensor], spec: ModelSpec) -> Tensor:
     """Their tensor out of ours, in the order of the entry."""
+    if entry.expert is not None:
+        return entry.transform.to_theirs(ours[0][entry.expert], spec)
     return entry.transform.to_theirs(ours[0] if len(ours) == 1 else torch.cat(list(ours)), spec)

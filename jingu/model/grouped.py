@@ -1,0 +1,114 @@
+"""Products of groups of rows, each group with a matrix of its own: one operation that compilers see as a whole.
+
+Shapes: N rows sorted by group, G groups, I inputs, O outputs. ends_G: where each group's rows end; the last is N.
+
+A card multiplies all groups in one kernel, and the host never learns their sizes. Elsewhere (and on a card in fp64
+or with widths that the kernel does not take, where reading the sizes waits for the device) the groups are
+multiplied one after another, straight into the result. On 2 cores this and torch's grouped kernel differ by noise,
+and padding groups to one size for a batched product would multiply zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.model.products import product_into
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.library.custom_op("jingu::grouped_product", mutates_args=())
+def grouped_product(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    """Rows [N, O]: each row of `x` times the transposed matrix of its group.
+
+    Args:
+        ends_G: int32, not falling.
+    """
+    if _one_kernel(x_NI, weight_GOI.shape[1]):
+        return F.grouped_mm(x_NI, weight_GOI.transpose(1, 2), offs=ends_G)
+    y_NO = x_NI.new_empty(x_NI.shape[0], weight_GOI.shape[1])
+    for group, rows in _groups(ends_G):
+        product_into(y_NO[rows], x_NI[rows], weight_GOI[group].t())
+    return y_NO
+
+
+@torch.library.custom_op("jingu::grouped_outer", mutates_args=())
+def grouped_outer(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
+    """Matrices [G, O, I]: for each group the sum of its rows' outer products, zero where it has none."""
+    if _one_kernel(right_NI, left_NO.shape[1]):
+        sums_GOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_G)
+        empty_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
+        return sums_GOI.masked_fill_(empty_G[:, None, None], 0)
+    sums_GOI = left_NO.new_zeros(ends_G.shape[0], left_NO.shape[1], right_NI.shape[1])
+    for group, rows in _groups(ends_G):
+        product_into(sums_GOI[group], left_NO[rows].t(), right_NI[rows])
+    return sums_GOI
+
+
+def _one_kernel(x_NI: Tensor, outputs: int) -> bool:
+    """Whether the device has a kernel for these; its rows must begin at multiples of 16 bytes."""
+    aligned = x_NI.shape[1] * x_NI.itemsize % 16 == 0 and outputs * x_NI.itemsize % 16 == 0
+    return x_NI.is_cuda and x_NI.dtype in _KERNEL_DTYPES and aligned
+
+
+def _groups(ends_G: Tensor) -> Iterator[tuple[int, slice]]:
+    """The groups that have rows."""
+    start = 0
+    for group, end in enumerate(ends_G.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
+
+
+@grouped_product.register_fake
+def _(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    return x_NI.new_empty(x_NI.shape[0], weight_GOI.shape[1])
+
+
+@grouped_outer.register_fake
+def _(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
+    return left_NO.new_empty(ends_G.shape[0], left_NO.shape[1], right_NI.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, upstream_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_NI, weight_GOI, ends_G = ctx.saved_tensors
+    upstream_NO = upstream_NO.contiguous()
+    gradient_x, gradient_weight = None, None
+    if ctx.needs_input_grad[0]:
+        gradient_x = grouped_product(upstream_NO, weight_GOI.transpose(1, 2), ends_G)
+    if ctx.needs_input_grad[1]:
+        gradient_weight = grouped_outer(upstream_NO, x_NI, ends_G)
+    return gradient_x, gradient_weight, None
+
+
+grouped_product.register_autograd(_backward, setup_context=_keep)
+
+
+class TakenRows(torch.autograd.Function):
+    """`x[take]`, where row i of `x` is taken by the `times` results `back[i·times …]`.
+
+    Knowing the way back, the backward pass gathers too, instead of adding row by row in no set order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, take_M: Tensor, back_M: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(back_M)
+        ctx.times = times
+        return x_ND.index_select(0, take_M)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (back_M,) = ctx.saved_tensors
+        gradient_MD = upstream[0].index_select(0, back_M)
+        if ctx.times > 1:
+            gradient_MD = gradient_MD.unflatten(0, (-1, ctx.times)).sum(1)
+        return gradient_MD, None, None, None

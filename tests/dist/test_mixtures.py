@@ -1,0 +1,45 @@
+"""Training mixtures of experts: neither micro-batches nor ranks nor ZeRO change anything, the extra losses included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+EXPERTS = {"model.family": "mixtral", "model.feed_forward": 24, "model.experts.number": 5}
+MODELS: dict[str, dict[str, Any]] = {
+    "top-2": {"model.experts.balance": 0.02, "model.experts.z": 0.01, "model.experts.capacity": 1.25},
+    "balanced": {"model.experts.router": "balanced", "model.experts.active": 1, "model.experts.shared": 16},
+    "projection": {"model.experts.router": "random_projection", "model.experts.active": 1},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_is_the_run_of_one_process(model, tiny_run, train_on, done):
+    settings = {**EXPERTS, **MODELS[model], "train.steps": 8}
+    alone = tiny_run(settings, name="alone")
+    train_on(1, alone)
+    one = done(alone)
+    columns = ("loss", "grad_norm", "balance_loss", "z_loss", "dropped")
+    expected = {column: one.column(column) for column in columns}
+    assert expected["loss"][-1] < expected["loss"][0] - 0.3
+    assert (min(expected["dropped"]) > 0) == (model == "top-2")
+    assert min(expected["z_loss"]) > 0
+    frozen = [f"blocks.{layer}.feed_forward.router.weight" for layer in (0, 1)]
+    weights = one.tensors()
+    if model == "balanced":  # an even load makes the loss that of even probabilities: 1
+        assert expected["balance_loss"] == pytest.approx([1.0] * 8, abs=0.05)
+    configs = [
+        tiny_run({**settings, "batch.micro_size": 2, "parallel.zero": zero}, name=f"zero-{zero}") for zero in (0, 2, 3)
+    ]
+    train_on(2, *configs)
+    for config in configs:
+        many = done(config)
+        for column in columns:
+            assert many.column(column) == pytest.approx(expected[column], rel=1e-9), (config.name, column)
+        theirs = many.tensors()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{config.name} {name}")
+            if model == "projection" and any(name.endswith(router) for router in frozen):
+                assert torch.equal(theirs[name], tensor)
