@@ -27,7 +27,7 @@ def list_models() -> None:
 
 
 def _sizes(spec: ModelSpec) -> tuple[str, ...]:
-    total = count_parameters(parameter_shapes(spec)).total
+    total = count_parameters(spec, parameter_shapes(spec)).total
     return f"{total:,}", str(spec.layers), str(spec.width), str(spec.attention.heads), str(spec.context)
 
 
@@ -63,7 +63,7 @@ def _facts(path: Path) -> dict[str, Any]:
     if folder is None:
         faults.append("There is no tokenizer (tokenizer.json).")
     shapes = parameter_shapes(spec)
-    count = count_parameters(shapes)
+    count = count_parameters(spec, shapes)
     tokenizer = None if folder is None else Tokenizer.load(folder)
     return {
         "family": spec.family,

@@ -27,10 +27,11 @@ class Parameters:
     embedding: int
 
 
-def count_parameters(shapes: Shapes) -> Parameters:
+def count_parameters(spec: ModelSpec, shapes: Shapes) -> Parameters:
     """From the names and shapes of a model's parameters."""
     total = sum(shape.numel() for shape in shapes.values())
-    return Parameters(total, total, sum(shapes[name].numel() for name in _TABLES if name in shapes))
+    active = sum(_met(spec, shape) for shape in shapes.values())
+    return Parameters(total, active, sum(shapes[name].numel() for name in _TABLES if name in shapes))
 
 
 def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int) -> float:

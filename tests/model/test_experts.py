@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jingu.checkpoint.hub import parameter_shapes
 from jingu.errors import JinguError
 from jingu.model.assignment import balanced_assignment
+from jingu.model.count import count_parameters, flops_per_token
 from jingu.model.experts import ExpertsLayer, auxiliary_losses
+from jingu.model.families import FAMILIES
 from jingu.model.grouped import grouped_product
 from jingu.model.layers import activate
-from jingu.model.spec import Balanced, Experts, RandomProjection, TopK
+from jingu.model.spec import Balanced, Experts, RandomProjection, TopK, replaced
 
 WIDTH = 11
 
@@ -225,6 +228,24 @@ def test_auxiliary_losses_weigh_rows_by_their_trained_tokens() -> None:
     logits = x @ made.router.weight.T
     torch.testing.assert_close(routings[0].z, logits.exp().sum(-1).log().square().mean(1))
     torch.testing.assert_close(routings[0].load.sum(1), torch.full((3,), 2.0, dtype=torch.float64))
+
+
+def test_a_token_meets_its_own_experts_alone() -> None:
+    """Mixtral 8x7B, by its paper: 47B parameters, 13B of them active."""
+    template = FAMILIES["mixtral"].template
+    spec = replaced(
+        template,
+        width=4096,
+        layers=32,
+        attention=template.attention.model_copy(update={"heads": 32, "kv_heads": 8, "head_size": 128}),
+        feed_forward=template.feed_forward.model_copy(update={"size": 14336}),
+    )
+    shapes = parameter_shapes(spec)
+    count = count_parameters(spec, shapes)
+    assert count.total == 46_702_792_704
+    assert count.total - count.active == 32 * 6 * 3 * 4096 * 14336
+    weights = count.active - 32000 * 4096 - (2 * 32 + 1) * 4096
+    assert flops_per_token(spec, shapes, 512) == 6 * weights + 6 * 32 * 4096 * 512
 
 
 @pytest.mark.parametrize(
