@@ -97,5 +97,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def _moved(part: Part, device: torch.device) -> Part:
     """A batch or a source, its own tensors moved."""
     held = {field.name: getattr(part, field.name) for field in fields(part)}
-    moved: dict[str, Any] = {name: it.to(device, non_blocking=True) for name, it in held.items() if isinstance(it, Tensor)}
+    moved: dict[str, Any] = {
+        name: it.to(device, non_blocking=True) for name, it in held.items() if isinstance(it, Tensor)
+    }
     return replace(part, **moved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,3 +122,23 @@ def test_documents_and_a_filled_cache_are_refused() -> None:
     model(ids(1, 3), cache=cache)
     with pytest.raises(ValueError, match="documents"):
         model(ids(1, 2), documents_BT=torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mixtral"])
+@pytest.mark.parametrize("cuts", [[3], [1, 2, 4]])
+def test_parts_one_after_another_are_the_whole(family: str, cuts: list[int]) -> None:
+    """Under the whole's names; a tied head's part has the embedding's weight, too."""
+    whole, tokens = tiny_decoder(family, layers=5), ids(2, 7)
+    weights, left, passed = whole.state_dict(), set(dict(whole.named_parameters())), None
+    for first, end in pairwise([0, *cuts, 5]):
+        part = Decoder(whole.spec, range(first, end)).double()
+        assert list(part.state_dict()) == [name for name in weights if name in part.state_dict()]
+        left -= set(part.state_dict())
+        part.load_state_dict({name: weights[name] for name in part.state_dict()})
+        passed = part(
+            tokens, loss=lambda x, w: (x @ w.T).sum(), auxiliary=lambda r: torch.tensor([len(r)]), passed=passed
+        )
+    assert not left
+    expected = whole(tokens, loss=lambda x, w: (x @ w.T).sum(), auxiliary=lambda r: torch.tensor([len(r)]))
+    assert isinstance(passed, Tensor)
+    assert passed.tolist() == expected.tolist()
