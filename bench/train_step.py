@@ -57,7 +57,7 @@ def _jingu(precision: str, compiled: bool):
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise
     from jingu.parallel.apply import parallelize
-    from jingu.parallel.mesh import build_mesh
+    from jingu.parallel.mesh import axis_sizes, build_mesh
     from jingu.runtime.ranks import joined
     from jingu.train.loss import chunk_loss
     from jingu.train.optimizer import build_optimizer
@@ -72,7 +72,8 @@ def _jingu(precision: str, compiled: bool):
     )
     spec = spec_from_settings(settings, VOCABULARY, SEQUENCE)
     chosen = choose_precision(PrecisionSettings(type=precision), ranks.device)  # type: ignore[arg-type]
-    mesh, parallel = build_mesh(ParallelSettings(), ranks), ParallelSettings()
+    parallel = ParallelSettings()
+    mesh = build_mesh(axis_sizes(parallel, ranks.world, spec), ranks.device)
     with torch.device("meta"):
         model = Decoder(spec).to(chosen.masters)
     parallelize(model, mesh, parallel, compute=chosen.compute, activation_checkpointing="none", compile=compiled)
@@ -91,9 +92,7 @@ def _jingu(precision: str, compiled: bool):
 
     def step(tokens: torch.Tensor) -> None:
         current[:] = [tokens]
-        result = train_step(
-            model, optimizer, task, plan, step=0, data_rank=0, device=ranks.device, zero=1, clip_norm=1.0
-        )
+        result = train_step(model, optimizer, task, plan, step=0, mesh=mesh, device=ranks.device, zero=1, clip_norm=1.0)
         result.loss.item()
 
     step.group = group  # type: ignore[attr-defined]  # keeps the process group alive

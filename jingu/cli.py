@@ -149,7 +149,7 @@ VERBS = {
         ),
     ),
     "config show": Verb(
-        "print every setting of a run, and what follows from them", "jingu.config.verbs:show", (_PROCESSES,), True
+        "print every setting of a run, and what follows from them", "jingu.parallel.verbs:show", (_PROCESSES,), True
     ),
     "config schema": Verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
     "checkpoint list": Verb(

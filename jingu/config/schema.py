@@ -270,10 +270,22 @@ class PrecisionSettings(Settings):
 
 
 class ParallelSettings(Settings):
-    """The layout over ranks."""
+    """The layout over ranks, whose number is the product of replicate, shard, context, tensor and pipeline."""
 
     zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = 1
     """What is sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
+    replicate: Positive | Literal["auto"] = "auto"
+    """Groups of ranks with rows of their own that each hold the whole model; auto: 1, with ZeRO 0 all that is left."""
+    shard: Positive | Literal["auto"] = "auto"
+    """Ranks with rows of their own that share one copy of the model (ZeRO 1 to 3); auto: all that is left."""
+    tensor: Positive | Literal["auto"] = 1
+    """Ranks that share the heads, inner dims and vocabulary of each block; auto: all that is left."""
+    context: Positive | Literal["auto"] = 1
+    """Ranks that share the tokens of each row; auto: all that is left."""
+    pipeline: Positive | Literal["auto"] = 1
+    """Stages that share the blocks; auto: all that is left."""
+    expert: Positive | Literal["auto"] = 1
+    """Ranks, of those of shard × context, that share a mixture's experts; auto: as many as can."""
 
 
 class DeviceSettings(Settings):

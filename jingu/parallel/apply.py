@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jingu.config.schema import ParallelSettings
 from jingu.model.decoder import Decoder
+from jingu.parallel.mesh import sharding_mesh
 
 
 def parallelize(
@@ -44,6 +45,7 @@ def parallelize(
 def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype) -> None:
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
     masters = next(model.parameters()).dtype
+    mesh = sharding_mesh(mesh)
     if mesh.size() == 1 and compute == masters:
         return  # nothing to share and nothing to cast: the engine would only copy
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.

@@ -2,24 +2,159 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jingu.config.schema import ParallelSettings
-from jingu.runtime.ranks import Ranks
+from jingu.errors import JinguError
+from jingu.model.spec import Experts, ModelSpec
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node."""
+_READY = frozenset({"replicate", "shard"})
 
 
-def build_mesh(settings: ParallelSettings, ranks: Ranks) -> DeviceMesh:
-    """The mesh with the axes `replicate` and `shard`; ZeRO 0 replicates over all ranks, 1 to 3 shard over them."""
-    shape = (ranks.world, 1) if settings.zero == 0 else (1, ranks.world)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+@dataclass(frozen=True)
+class AxisSizes:
+    """How many ranks each axis has."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    expert: int
+    """Folded from shard × context, not an axis of its own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data(self) -> int:
+        """Number of ranks that see different rows of the batch."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        """Such as `2 shard × 4 tensor`; axes of one rank are left out."""
+        return " × ".join(f"{getattr(self, axis)} {axis}" for axis in AXES if getattr(self, axis) > 1) or "1"
+
+
+def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisSizes:
+    """The size of every axis for a number of ranks. A pure function, so that it can speak before any rank starts.
+
+    Raises:
+        JinguError: the axes do not multiply to the ranks, or the model cannot be divided so; says with which numbers.
+    """
+    given = {axis: getattr(settings, axis) for axis in AXES}
+    if settings.zero == 0:
+        if given["shard"] not in (1, "auto"):
+            raise JinguError(
+                f"ZeRO 0 shards nothing, but parallel.shard is {given['shard']}.",
+                where="parallel.zero",
+                fix=f"Set parallel.replicate={given['shard']} in its place, or parallel.zero to 1, 2 or 3.",
+            )
+        given["shard"] = 1
+    filled = _filled(given)
+    given |= {axis: 1 for axis in AXES if given[axis] == "auto" and axis != filled}
+    fixed = {axis: size for axis, size in given.items() if axis != filled}
+    product = prod(fixed.values())
+    if ranks % product or (filled is None and product != ranks):
+        named = " × ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "1"
+        rule = "does not divide" if filled else "is not"
+        raise JinguError(
+            f"the layout {named} = {product:,} {rule} the number of ranks, {ranks:,}.",
+            where="parallel",
+            fix=f"Start {product:,} processes{' or a multiple' if filled else ''}, or set one of the axes to auto.",
+        )
+    if filled is not None:
+        given[filled] = ranks // product
+    folded = given["shard"] * given["context"]
+    expert = _expert_auto(folded, spec) if settings.expert == "auto" else settings.expert
+    sizes = AxisSizes(**given, expert=expert)
+    _check(sizes, spec)
+    return sizes
+
+
+def _filled(given: dict[str, int | str]) -> str | None:
+    """The axis that takes the ranks that the others leave."""
+    model = [axis for axis in ("pipeline", "context", "tensor") if given[axis] == "auto"]
+    if len(model) > 1:
+        raise JinguError(
+            f"{' and '.join(model)} are both auto, and only one of them can take the ranks that are left.",
+            where="parallel",
+            fix=f"Give parallel.{model[0]} a number.",
+        )
+    rows = [axis for axis in ("shard", "replicate") if given[axis] == "auto"]
+    return next(iter(model + rows), None)
+
+
+def _expert_auto(folded: int, spec: ModelSpec) -> int:
+    return gcd(folded, spec.feed_forward.number) if isinstance(spec.feed_forward, Experts) else 1
+
+
+def _check(sizes: AxisSizes, spec: ModelSpec) -> None:
+    """Raise JinguError where the model cannot be divided over these axes."""
+    for axis in (*AXES, "expert"):
+        if getattr(sizes, axis) > 1 and axis not in _READY:
+            raise JinguError(f"the axis {axis} is not there yet.", where=f"parallel.{axis}", fix="Set it to 1.")
+    if sizes.pipeline > spec.layers:
+        raise JinguError(
+            f"{spec.layers} blocks cannot be shared by {sizes.pipeline} stages.",
+            where="parallel.pipeline",
+            fix=f"Set it to {spec.layers} or less.",
+        )
+    heads, kv_heads = spec.attention.heads, spec.attention.kv_heads
+    if heads % sizes.tensor:
+        raise _undivided(f"{heads} attention heads", sizes.tensor, "tensor", heads)
+    if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
+        raise _undivided(f"{kv_heads} key-value heads", sizes.tensor, "tensor", kv_heads)
+    if (heads // sizes.tensor) % sizes.context:
+        what = f"the {heads // sizes.tensor} attention heads of a tensor rank"
+        raise _undivided(what, sizes.context, "context", heads // sizes.tensor)
+    if sizes.expert > 1:
+        number = spec.feed_forward.number if isinstance(spec.feed_forward, Experts) else 0
+        if not number:
+            raise JinguError("the model has no experts.", where="parallel.expert", fix="Set it to 1.")
+        for what, size in (
+            (f"{number} experts", number),
+            (f"the {sizes.shard * sizes.context} ranks of shard × context", sizes.shard * sizes.context),
+        ):
+            if size % sizes.expert:
+                raise _undivided(what, sizes.expert, "expert", gcd(number, sizes.shard * sizes.context))
+
+
+def _undivided(what: str, size: int, axis: str, whole: int) -> JinguError:
+    divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+    return JinguError(
+        f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=f"Choose one of {divisors}."
+    )
+
+
+def build_mesh(sizes: AxisSizes, device: torch.device) -> DeviceMesh:
+    """The mesh over all ranks, with every axis of `AXES`, also those of one rank."""
+    return init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Where ZeRO shards: the axis `fsdp`, which is shard × context; before it `replicate`, where that has ranks."""
+    flat = mesh["shard", "context"]._flatten("fsdp")
+    return flat if mesh["replicate"].size() == 1 else DeviceMesh._concatenate([mesh["replicate"], flat])
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
     """Number of ranks that see different rows of the batch."""
-    return mesh.size()
+    return mesh["replicate"].size() * mesh["shard"].size()
 
 
 def data_rank(mesh: DeviceMesh) -> int:
     """Which share of the rows this rank sees, counted from 0."""
-    return dist.get_rank()
+    return mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard")
+
+
+def row_copies(mesh: DeviceMesh) -> int:
+    """Number of ranks that see the same rows."""
+    return mesh.size() // data_ranks(mesh)

@@ -13,9 +13,9 @@ from jingu.infer.generate import eager, generate
 from jingu.infer.sampling import Sampling
 from jingu.model.decoder import Decoder
 from jingu.parallel.apply import scoring
-from jingu.parallel.mesh import data_rank, data_ranks
+from jingu.parallel.mesh import data_rank, data_ranks, row_copies
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.step import summed_over_ranks
+from jingu.train.step import summed_losses, summed_over_ranks
 from jingu.train.task import HeldOut, Task, to_device
 
 
@@ -48,15 +48,17 @@ def evaluate(
     count = rows.count if sequences is None else min(sequences, rows.count)
     ranks, rank = data_ranks(mesh), data_rank(mesh)
     lengths = torch.from_numpy(byte_lengths.astype(np.int64))
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, tokens, bytes
+    losses = torch.zeros(1, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=torch.float64, device=device)  # tokens, bytes
     with scoring(model), eager():
         for start in range(0, count, micro_size * ranks):
             batch = rows.batch(start + rank * micro_size, micro_size, end=count)
             kept = batch.labels[batch.labels >= 0]
-            sums[0] += task.loss(model, to_device(batch, device))
-            sums[1] += kept.numel()
-            sums[2] += lengths[kept].sum()
-    loss, tokens, size = summed_over_ranks(sums).tolist()
+            losses += task.loss(model, to_device(batch, device))
+            counts[0] += kept.numel()
+            counts[1] += lengths[kept].sum()
+    loss = float(summed_losses(losses, mesh).item())
+    tokens, size = (summed_over_ranks(counts) / row_copies(mesh)).tolist()
     tokens, size = max(tokens, 1.0), max(size, 1.0)
     return Evaluation(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
 

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from jingu.config.batch import BatchPlan
 from jingu.model.decoder import Decoder
-from jingu.parallel.mesh import data_rank
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks
@@ -122,7 +121,7 @@ def _step(loop: Loop, progress: Progress) -> StepResult:
         loop.task,
         loop.plan,
         step=progress.step,
-        data_rank=data_rank(loop.mesh),
+        mesh=loop.mesh,
         device=loop.ranks.device,
         zero=config.parallel.zero,
         clip_norm=config.train.clip_norm,

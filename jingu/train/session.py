@@ -20,7 +20,7 @@ from jingu.model.count import flops_per_token
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
 from jingu.parallel.apply import before_micro_batch, parallelize
-from jingu.parallel.mesh import build_mesh, data_rank
+from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree, from_first
@@ -45,7 +45,7 @@ def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool
     """Build the model on its mesh, find the way back, and run the loop; returns whether the run is complete."""
     config = run.config
     precision = choose_precision(config.precision, ranks.device)
-    mesh = build_mesh(config.parallel, ranks)
+    mesh = build_mesh(axis_sizes(config.parallel, ranks.world, run.spec), ranks.device)
     peak = measured_peak(ranks.device, precision.compute) * ranks.world
     shapes = parameter_shapes(run.spec)
     parameters = sum(shape.numel() for shape in shapes.values())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jingu.config.batch import BatchPlan
 from jingu.model.decoder import Decoder
 from jingu.parallel.apply import before_micro_batch
+from jingu.parallel.mesh import data_rank, row_copies
 from jingu.train.optimizer import local
 from jingu.train.task import Task, to_device
 
@@ -35,7 +38,7 @@ def train_step(
     plan: BatchPlan,
     *,
     step: int,
-    data_rank: int,
+    mesh: DeviceMesh,
     device: torch.device,
     zero: int,
     clip_norm: float | None,
@@ -47,12 +50,13 @@ def train_step(
     once, at the end and in the masters' dtype: what flows backward in a narrow dtype is then neither tiny nor
     rounded for it.
     """
-    first = data_rank * plan.rows_per_rank
+    first = data_rank(mesh) * plan.rows_per_rank
     batches = [
         task.batch(step, first + start, plan.micro_size) for start in range(0, plan.rows_per_rank, plan.micro_size)
     ]
     trained = sum(int((batch.labels >= 0).sum()) for batch in batches)
-    share = 1.0 / summed_over_ranks(torch.tensor(float(trained), dtype=torch.float64, device=device)).clamp_min(1.0)
+    trained_on = summed_over_ranks(torch.tensor(float(trained), dtype=torch.float64, device=device))
+    share = 1.0 / (trained_on / row_copies(mesh)).clamp_min(1.0)
     weights = task.weights(model)
     weight_n = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
     total_n = torch.zeros(len(weights), dtype=torch.float64, device=device)
@@ -61,10 +65,10 @@ def train_step(
         losses_n = task.loss(model, to_device(batch, device)).view(-1)
         (losses_n @ weight_n.to(losses_n.dtype)).backward()
         total_n += losses_n.detach()
-    norm = scale_gradients(model, share, clip_norm)
+    norm = scale_gradients(model, mesh, share, clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    means = dict(zip(weights, summed_over_ranks(total_n) * share, strict=True))
+    means = dict(zip(weights, summed_losses(total_n, mesh) * share, strict=True))
     return StepResult(means.pop("loss"), norm, means)
 
 
@@ -75,15 +79,37 @@ def summed_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def scale_gradients(model: nn.Module, share: Tensor, largest: float | None) -> Tensor:
+def summed_losses(losses_n: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sums of losses over all ranks, in place; ranks of the axis `tensor` hold equal ones, of which one counts."""
+    return summed_over_ranks(losses_n) / mesh["tensor"].size()
+
+
+def scale_gradients(model: nn.Module, mesh: DeviceMesh, share: Tensor, largest: float | None) -> Tensor:
     """Multiply the gradients by `share`, and so much more that their global norm does not exceed `largest`.
 
     Returns:
-        The global norm before clipping.
+        The global norm before clipping, fp64.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * share
+    norm = _global_norm(gradients, mesh) * share
     factor = share if largest is None else share * (largest / (norm + 1e-6)).clamp_max(1.0)
     torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
     return norm
+
+
+def _global_norm(gradients: list[Tensor], mesh: DeviceMesh) -> Tensor:
+    """The norm of all gradients, each number counted once however many ranks hold it."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(_copies(gradient, mesh), []).append(local(gradient))
+    squares = [nn.utils.get_total_norm(held).double().square() / copies for copies, held in by_copies.items()]
+    return summed_over_ranks(torch.stack(squares).sum()).sqrt()
+
+
+def _copies(tensor: Tensor, mesh: DeviceMesh) -> int:
+    """Number of ranks, of one stage of the pipeline, that hold the same part of a tensor."""
+    ranks = mesh.size() // mesh["pipeline"].size()
+    if not isinstance(tensor, DTensor):
+        return ranks
+    split = (tensor.device_mesh.size(axis) for axis, where in enumerate(tensor.placements) if where.is_shard())
+    return ranks // prod(split)

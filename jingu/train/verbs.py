@@ -6,14 +6,15 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from jingu.config.batch import plan_batch
+from jingu.config.batch import BatchPlan, plan_batch
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
+from jingu.parallel.mesh import axis_sizes
 from jingu.runtime.local import STOPPED, start_local_ranks
 from jingu.runtime.log import logging_to, one_voice
 from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
 from jingu.runtime.signals import SharedStop, StopRequest, listening
-from jingu.train.run import held, open_run, write_run
+from jingu.train.run import Run, held, open_run, write_run
 from jingu.train.session import train_run
 
 
@@ -37,7 +38,7 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest) -> int:
     """`train`, as one of the ranks of a group that exists."""
     with ExitStack() as stack:
         stack.enter_context(one_voice(ranks))
-        run, plan = open_run(config), plan_batch(config.batch, ranks.world)
+        run, plan = _open(config, ranks.world)
         error: Exception | None = None
         try:
             if ranks.is_first:
@@ -51,10 +52,15 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest) -> int:
         return 0 if train_run(run, plan, ranks, SharedStop(request, ranks.world)) else STOPPED
 
 
+def _open(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:
+    """The run and the division of its batch. Raises JinguError where ranks, model and batch do not fit together."""
+    run = open_run(config)
+    return run, plan_batch(config.batch, axis_sizes(config.parallel, ranks, run.spec).data)
+
+
 def _start_ranks(config: RunConfig, processes: int) -> int:
     """Check all that can be checked once, here, before any rank starts; then start them."""
-    plan_batch(config.batch, processes)
-    open_run(config)
+    _open(config, processes)
     with tempfile.TemporaryDirectory(prefix="jingu-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")

@@ -1,48 +1,14 @@
-"""`jingu config show` and `jingu config schema`."""
+"""`jingu config schema`."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jingu.config.load import load_config
-from jingu.config.schema import BatchSettings, RunConfig, TrainSettings, WarmupStableDecaySettings, in_steps
+from jingu.config.schema import RunConfig, in_steps
 from jingu.config.tree import find
-from jingu.config.verbs import schema, show
-from jingu.errors import JinguError
-
-
-def test_show_prints_a_file_that_works_and_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = RunConfig(
-        name="shown",
-        batch=BatchSettings(sequence_length=100, global_size=24, micro_size=3),
-        schedule=WarmupStableDecaySettings(warmup=7, decay=0.25),
-        train=TrainSettings(steps=200),
-    )
-    show(config, 4)
-    text = capsys.readouterr().out
-    (tmp_path / "shown.yaml").write_text(text)
-    assert load_config(tmp_path / "shown.yaml") == config
-    assert text.split("\n\n")[-1] == (
-        "# What follows, on 4 ranks:\n"
-        "#   tokens a step          2,400 = 24 × 100\n"
-        "#   tokens of the run      480,000 = 200 steps × 2,400\n"
-        "#   sequences a rank       6 = 24 / 4\n"
-        "#   micro batches a step   2 = 6 / 3 (batch.micro_size)\n"
-        "#   tokens a forward pass  300\n"
-        "#   warm-up                7 steps\n"
-        "#   decay                  50 steps = 0.25 × 200\n"
-    )
-    show(config)
-    assert "# What follows, on 1 rank:\n" in capsys.readouterr().out
-
-
-def test_show_prints_nothing_of_a_batch_that_cannot_be_divided(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(JinguError, match="take 30 or 35"):
-        show(RunConfig(), 5)
-    assert capsys.readouterr().out == ""
+from jingu.config.verbs import schema
 
 
 def printed_schema(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on,
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
     layout = {"batch.micro_size": 8 // world // 2}
     configs = [tiny_run({**changes, **layout, "parallel.zero": zero}, name=f"zero-{zero}") for zero in range(4)]
+    if world == 4:
+        hybrid = {**changes, **layout, "parallel.replicate": 2}
+        configs += [tiny_run({**hybrid, "parallel.zero": zero}, name=f"hybrid-{zero}") for zero in (1, 3)]
     train_on(world, *configs)
     for config in configs:
         many = done(config)
