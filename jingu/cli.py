@@ -138,6 +138,23 @@ VERBS = {
         "jingu.checkpoint.models:inspect",
         (_MODEL, ("--json", {"dest": "as_json", "action": "store_true", "help": "as JSON, for programs"})),
     ),
+    "model grow": Verb(
+        "write a larger model that begins with this one's weights",
+        "jingu.checkpoint.grow:grow",
+        (
+            *_CONVERT,
+            _option("--tokenizer", "FOLDER", _path, "its tokenizer; pieces that the old one knows keep their rows"),
+            _option("--vocabulary", "N", _whole(1), "rows of the embedding; new ones are the mean of the old"),
+            _option("--layers", "N", _whole(1), "blocks; new ones are copies that are silent at first"),
+            _option("--depth-rule", "RULE", _one_of("interleaved", "stacked"), "where copies stand", "interleaved"),
+            ("--whole-copies", {"action": "store_true", "help": "copies of blocks speak from the start"}),
+            _option("--width", "N", _whole(1), "a multiple of the width; heads and feed-forward are repeated, too"),
+            _option("--experts", "N", _whole(1), "experts a block, each a copy of the feed-forward"),
+            _option("--active", "K", _whole(1), "experts a token passes", 2),
+            _option("--noise", "S", _from_0, "noise of copies, relative to what is copied", 0.0),
+            _option("--seed", "N", _whole(0), "seed of the noise and the routers", 0),
+        ),
+    ),
     "import": Verb("take in a model: a Hugging Face folder or a GGUF file", "jingu.checkpoint.verbs:convert", _CONVERT),
     "export": Verb("write a model as a Hugging Face folder", "jingu.checkpoint.verbs:convert", _CONVERT),
     "report": Verb(

@@ -25,6 +25,7 @@ LEAST = {
     "generate": ["model", "prompt"],
     "model list": [],
     "model inspect": ["model"],
+    "model grow": ["model", "--to", "folder"],
     "import": ["model", "--to", "folder"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig, Settings
-from jingu.config.tree import describe, field_kinds, sections
+from jingu.config.tree import describe, field_kinds, fields, sections
 
 OPENING = """\
 # Every setting
@@ -25,8 +25,8 @@ a test checks that the two agree.
 
 def guide() -> str:
     """The whole page."""
-    lines = [OPENING, *table(RunConfig, "", list(RunConfig.model_fields))]
-    for name, field in RunConfig.model_fields.items():
+    lines = [OPENING, *table(RunConfig, "", list(fields(RunConfig)))]
+    for name, field in fields(RunConfig).items():
         variants = sections(field)
         if variants:
             lines += ["", f"## {name}", "", *section(name, field, variants)]
@@ -37,15 +37,15 @@ def section(name: str, field: FieldInfo, variants: dict[str, type[Settings]]) ->
     """One section; where it has several types, what they have in common comes first."""
     models = list(variants.values())
     if len(models) == 1:
-        yield from [models[0].__doc__ or "", "", *table(models[0], f"{name}.", list(models[0].model_fields))]
+        yield from [models[0].__doc__ or "", "", *table(models[0], f"{name}.", list(fields(models[0])))]
         return
     default = field.get_default(call_default_factory=True).type
-    common = [key for key in models[0].model_fields if len({row(model, key, "") for model in models}) == 1]
+    common = [key for key in fields(models[0]) if len({row(model, key, "") for model in models}) == 1]
     yield f"What else it has depends on `{name}.type`; without one, it is `{default}`."
     if common:
         yield from ["", "Every type has:", "", *table(models[0], f"{name}.", common)]
     for tag, model in variants.items():
-        own = [key for key in model.model_fields if key not in {*common, "type"}]
+        own = [key for key in fields(model) if key not in {*common, "type"}]
         yield from ["", f"### {name}, `type: {tag}`", "", model.__doc__ or ""]
         yield from ["", *table(model, f"{name}.", own)] if own else []
 
@@ -55,17 +55,17 @@ def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
     yield "| setting | default | takes | what it is |"
     yield "|---|---|---|---|"
     for key in keys:
-        inner = sections(model.model_fields[key])
+        inner = sections(fields(model)[key])
         if not inner:
             yield row(model, key, prefix)
         elif prefix:
             for part in inner.values():
-                yield from (row(part, own, f"{prefix}{key}.") for own in part.model_fields)
+                yield from (row(part, own, f"{prefix}{key}.") for own in fields(part))
 
 
 def row(model: type[Settings], key: str, prefix: str) -> str:
     """A line of the table; nothing for a setting that the section does not have."""
-    field = model.model_fields.get(key)
+    field = fields(model).get(key)
     if field is None:
         return ""
     default = field.get_default(call_default_factory=True)

@@ -83,7 +83,7 @@ def open_gguf(path: Path) -> OpenModel:
         config = _hf_config(metadata, infos, path)
     except (ValueError, struct.error, OSError) as error:
         raise JinguError(
-            f"The GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
+            f"the GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
         ) from error
     stored = _Stored(path, package, metadata["general.architecture"], infos, config)
     opened = open_described(path, path, config, lambda family, expected: stored.named(expected))
@@ -101,7 +101,7 @@ def _package() -> ModuleType:
         return importlib.import_module("gguf")
     except ImportError as error:
         raise JinguError(
-            "Reading GGUF files takes the package gguf, which is not installed.",
+            "reading GGUF files takes the package gguf, which is not installed.",
             fix="Install it: `pip install gguf`, or jingu[gguf].",
         ) from error
 
@@ -263,7 +263,7 @@ def _check_types(path: Path, package: ModuleType, infos: Mapping[str, _Info]) ->
             unknown.append(name)
     if unknown:
         raise JinguError(
-            f"The weights are quantised as {', '.join(unknown)}, which cannot be undone here.",
+            f"the weights are quantised as {', '.join(unknown)}, which cannot be undone here.",
             where=path,
             fix="Use a file with another quantisation (Q4_K, Q8_0, F16 and many others are read).",
         )
@@ -279,7 +279,7 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> di
         near = get_close_matches(name, _ARCHITECTURES, n=3, cutoff=0.4) or list(_ARCHITECTURES)
         experts = " with experts" if name in _ARCHITECTURES else ""
         raise JinguError(
-            f"The architecture {name}{experts} is not one that jingu reads from GGUF.",
+            f"the architecture {name}{experts} is not one that jingu reads from GGUF.",
             where=path,
             fix=f"It reads {', '.join(near)}; other models it takes as Hugging Face folders.",
         )
@@ -352,7 +352,7 @@ def _llama3_scaling(path: Path, info: _Info, base: float) -> dict[str, Any]:
     share = ((turns - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(found, 1 / ((1 - share) / factor + share), rtol=1e-4):
         raise JinguError(
-            "The file scales rotary positions by factors (rope_freqs.weight) that are not those of Llama 3.",
+            "the file scales rotary positions by factors (rope_freqs.weight) that are not those of Llama 3.",
             where=path,
             fix="Use the model's Hugging Face folder.",
         )

@@ -72,7 +72,7 @@ class OpenModel:
     dtype: torch.dtype = torch.float32
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] | None = None
-    no_tokenizer: str = "The model has no tokenizer."
+    no_tokenizer: str = "the model has no tokenizer."
 
     def tokenizer(self) -> Path:
         """The tokenizer's folder. Raises JinguError where there is none."""
@@ -113,7 +113,7 @@ def open_model(path: Path) -> OpenModel:
         return open_gguf(path)
     if not path.is_dir():
         raise JinguError(
-            "There is no such model folder." if not path.exists() else "A model is a folder or a .gguf file.",
+            "there is no such model folder." if not path.exists() else "a model is a folder or a .gguf file.",
             where=path,
             fix="Give a run (runs/NAME), a step of one (runs/NAME/checkpoints/step-00000100), a Hugging Face folder "
             "or a .gguf file.",
@@ -125,7 +125,7 @@ def open_model(path: Path) -> OpenModel:
         steps = complete_steps(checkpoints)
         if not steps:
             raise JinguError(
-                "This run has no checkpoint yet.", where=path, fix="Train it first: `jingu train` saves one."
+                "this run has no checkpoint yet.", where=path, fix="Train it first: `jingu train` saves one."
             )
         return _open_step(step_folder(checkpoints, steps[-1]))
     return open_hf(path)
@@ -136,7 +136,7 @@ def _open_step(step: Path) -> OpenModel:
     run = step.absolute().parent.parent
     if not (run / "model.json").is_file():
         raise JinguError(
-            "This checkpoint lies outside its run, and so without the run's model.json.",
+            "this checkpoint lies outside its run, and so without the run's model.json.",
             where=step,
             fix="Move it back to runs/NAME/checkpoints/.",
         )
@@ -160,7 +160,7 @@ def open_hf(folder: Path) -> OpenModel:
         JinguError: no config, an unknown architecture, a config that asks for its own code, weights that are
             pickled, damaged, or not those that the config describes.
     """
-    config = _read_json(folder / "config.json", "This is no model: it has neither config.json nor model.json.")
+    config = _read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
     opened = open_described(folder, folder / "config.json", config, lambda *known: _Stored(folder, *known))
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -187,7 +187,7 @@ def open_described(
         raise JinguError(error.what, where=f"{described}", fix=error.fix) from error
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise JinguError(
-            f"This does not describe a model ({error}).", where=f"{described}", fix="Restore the original file."
+            f"this does not describe a model ({error}).", where=f"{described}", fix="Restore the original file."
         ) from error
     shapes = parameter_shapes(spec)
     mapped = entries(family.rules, spec, shapes)
@@ -239,7 +239,7 @@ def _family(config: Mapping[str, Any], where: Path) -> Family:
     found = next((known[name] for name in names if name in known), None)
     if config.get("auto_map") and not (found and found.replaces_code):
         raise JinguError(
-            "The model asks to run Python code that came with it (auto_map). jingu never runs such code.",
+            "the model asks to run Python code that came with it (auto_map). jingu never runs such code.",
             where=where,
             fix="Use a release of the model for an architecture built into transformers.",
         )
@@ -250,7 +250,7 @@ def _family(config: Mapping[str, Any], where: Path) -> Family:
     asked = names[0] if names else str(config.get("model_type"))
     near = get_close_matches(asked, known, n=3, cutoff=0.4)
     raise JinguError(
-        f"The architecture {asked} is not one that jingu knows.",
+        f"the architecture {asked} is not one that jingu knows.",
         where=where,
         fix=f"{'The nearest are' if near else 'Known are'} {', '.join(near or known)}.",
     )
@@ -284,7 +284,7 @@ def _compare(expected: Shapes, stored: Shapes, where: Path) -> None:
     ]
     if complaints:
         raise JinguError(
-            f"The weights are not those that the model's config describes: {'; '.join(complaints)}.",
+            f"the weights are not those that the model's config describes: {'; '.join(complaints)}.",
             where=where,
             fix="Use the config and the weights of the same model.",
         )
@@ -314,7 +314,7 @@ class _Stored:
         path, key, header = self._places[name]
         if header.dtype not in FLOATS:
             raise JinguError(
-                f"The tensor {key} is stored as {header.dtype}: the weights are quantised.",
+                f"the tensor {key} is stored as {header.dtype}: the weights are quantised.",
                 where=path,
                 fix="Use the model's weights in a floating-point format.",
             )
@@ -326,35 +326,35 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         table = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-            raise JinguError("The index has no weight_map.", where=folder / INDEX, fix="Fetch the file again.")
+            raise JinguError("the index has no weight_map.", where=folder / INDEX, fix="Fetch the file again.")
         names = sorted(set(table.values()))
         absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if absent:
-            raise JinguError(f"Weight files are missing: {', '.join(absent)}.", where=folder, fix="Fetch these files.")
+            raise JinguError(f"weight files are missing: {', '.join(absent)}.", where=folder, fix="Fetch these files.")
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     pickled = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES)
     if pickled:
         raise JinguError(
-            f"The weights are pickled ({', '.join(pickled)}). Reading a pickle runs code that is in it, so jingu "
+            f"the weights are pickled ({', '.join(pickled)}). Reading a pickle runs code that is in it, so jingu "
             "does not.",
             where=folder,
             fix="Use the model's safetensors files; or, where you trust the source, load it with transformers and "
             "write it with save_pretrained, which makes safetensors.",
         )
-    raise JinguError(f"There are no weights here (no {WEIGHTS}).", where=folder, fix="Fetch the model again.")
+    raise JinguError(f"there are no weights here (no {WEIGHTS}).", where=folder, fix="Fetch the model again.")
 
 
-def _read_json(path: Path, absent: str = "The file is missing.") -> dict[str, Any]:
+def _read_json(path: Path, absent: str = "the file is missing.") -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise JinguError(absent, where=path.parent, fix="Give a run or a Hugging Face folder.") from None
     except ValueError as error:
-        raise JinguError(f"The file is damaged ({error}).", where=path, fix="Fetch the file again.") from error
+        raise JinguError(f"the file is damaged ({error}).", where=path, fix="Fetch the file again.") from error
     if not isinstance(value, dict):
-        raise JinguError("The file is damaged (not a JSON object).", where=path, fix="Fetch the file again.")
+        raise JinguError("the file is damaged (not a JSON object).", where=path, fix="Fetch the file again.")
     return value
 
 
@@ -394,7 +394,7 @@ def export_hf(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         kind = "an earlier export" if (to / "config.json").is_file() else "something"
         raise JinguError(
-            f"There is {kind} here already, and it is not overwritten.",
+            f"there is {kind} here already, and it is not overwritten.",
             where=to,
             fix="Delete it first, or choose another folder.",
         )
@@ -418,7 +418,7 @@ def export_hf(
         broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
         if broken:
             raise JinguError(
-                f"There is NaN or infinity in {len(broken)} of the weights, as {config['dtype']}: {', '.join(broken)}.",
+                f"there is NaN or infinity in {len(broken)} of the weights, as {config['dtype']}: {', '.join(broken)}.",
                 where=to,
                 fix="Nothing was written. Take an earlier checkpoint, or another dtype where the weights are too large "
                 "for this one.",

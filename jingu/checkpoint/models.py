@@ -61,7 +61,7 @@ def _facts(path: Path) -> dict[str, Any]:
         spec = described
         faults.append(error.what)
     if folder is None:
-        faults.append("There is no tokenizer (tokenizer.json).")
+        faults.append("there is no tokenizer (tokenizer.json).")
     shapes = parameter_shapes(spec)
     count = count_parameters(spec, shapes)
     tokenizer = None if folder is None else Tokenizer.load(folder)

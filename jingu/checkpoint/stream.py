@@ -42,7 +42,7 @@ def read_header(path: Path) -> dict[str, Header]:
             table = json.loads(file.read(size))
     except (SafetensorError, OSError) as error:
         raise JinguError(
-            f"The weight file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
+            f"the weight file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
         ) from error
     table.pop("__metadata__", None)
     headers = {}

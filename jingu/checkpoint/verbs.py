@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.hub import export_hf, open_model
+from jingu.checkpoint.hub import OpenModel, export_hf, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
 from jingu.checkpoint.store import names, read_state, read_tensor
@@ -32,7 +32,11 @@ def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> 
     Raises:
         JinguError: the model cannot be read, it has no tokenizer, `to` holds something, or the check fails.
     """
-    opened = open_model(model)
+    write_model(open_model(model), to, dtype, check)
+
+
+def write_model(opened: OpenModel, to: Path, dtype: str, check: bool) -> None:
+    """Write an open model as a Hugging Face folder, and say so. Raises as `convert` does."""
     kind = _DTYPES.get(dtype, opened.dtype)
     export_hf(
         opened.spec,

@@ -14,6 +14,8 @@ HARMLESS = frozenset(
         "runs",
         "tokenizer.path",
         "data.path",
+        # A run that has begun does not begin again.
+        "initialize",
         # How fast the data set is built; the result is the same.
         "data.workers",
         # How a step is divided. Its loss is one sum over the global batch, however that is cut.

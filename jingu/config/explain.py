@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig, Settings
 from jingu.config.strict_yaml import Document, KeyPath
-from jingu.config.tree import Kind, all_keys, describe, either, field_kinds, find, item_kinds, sections, written
+from jingu.config.tree import Kind, all_keys, describe, either, field_kinds, fields, find, item_kinds, sections, written
 from jingu.errors import JinguError
 
 Told = tuple[str, str | None]
@@ -152,7 +152,7 @@ def _locate(loc: tuple[str | int, ...]) -> tuple[KeyPath, FieldInfo | None, type
     rest = iter(loc)
     for key in rest:
         path = (*path, key)
-        field = model.model_fields.get(str(key))
+        field = fields(model).get(str(key))
         variants = sections(field) if field else {}
         if not variants:
             break
@@ -164,17 +164,17 @@ def _unknown(path: KeyPath, model: type[Settings], document: Document) -> Told:
     """A key that no setting has: the nearest that one does have, here or in another section."""
     parent, key = path[:-1], str(path[-1])
     section = find(parent)
-    owners = [tag for tag, one in sections(section).items() if key in one.model_fields] if section else []
+    owners = [tag for tag, one in sections(section).items() if key in fields(one)] if section else []
     if owners:
         return _of_another_type(parent, key, owners, document)
     if "." in key and find(tuple(key.split("."))):
         first, rest = key.split(".", 1)
         fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
         return f"{key} is written with a dot, which is for the command line.", fix
-    if guess := _guess(key, [_dotted((*parent, name)) for name in model.model_fields]):
+    if guess := _guess(key, [_dotted((*parent, name)) for name in fields(model)]):
         fix = f"Did you mean {guess}?"
     else:
-        fix = f"{f'{_dotted(parent)} has' if parent else 'The top level has'}: {', '.join(model.model_fields)}."
+        fix = f"{f'{_dotted(parent)} has' if parent else 'The top level has'}: {', '.join(fields(model))}."
     return f"{_dotted(path)} is not a setting.", fix
 
 
@@ -220,7 +220,7 @@ def _wrong_tag(name: str, tag: Any, tags: list[str]) -> Told:
 def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> Told:
     """One value where a section should be: perhaps its `type:`, or a colon without its space."""
     name, variants = _dotted(path), sections(field)
-    keys = next(iter(variants.values())).model_fields
+    keys = fields(next(iter(variants.values())))
     tags = [kind.value for kind in field_kinds(keys["type"])] if "type" in keys else []
     tags = tags if "" in variants else list(variants)
     near = _near_value(value, tags)

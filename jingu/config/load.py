@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from jingu.config.explain import combined, explain
 from jingu.config.schema import RunConfig, Settings
 from jingu.config.strict_yaml import Document, KeyPath, Origin, dump, parse
-from jingu.config.tree import field_kinds, find, item_kinds, sections
+from jingu.config.tree import field_kinds, fields, find, item_kinds, sections
 from jingu.errors import JinguError
 
 
@@ -134,8 +134,9 @@ def _settle(value: dict[str, Any], model: type[Settings], path: KeyPath, documen
 
     that takes text takes unquoted letters as written, though they would be a number elsewhere (`name: 007`).
     """
-    for key in value.keys() & model.model_fields.keys():
-        field, item, here = model.model_fields[key], value[key], (*path, key)
+    known = fields(model)
+    for key in value.keys() & known.keys():
+        field, item, here = known[key], value[key], (*path, key)
         variants = sections(field)
         if variants and item is None:
             del value[key]

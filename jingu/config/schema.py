@@ -39,7 +39,12 @@ class Settings(BaseModel):
     """A section of the file: frozen, strict about types, and closed to unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
     )
 
 
@@ -137,6 +142,13 @@ class ModelSettings(Settings):
     """Added to the variance in norms; null: the preset's, or the family's."""
     initial_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of the initial weights."""
+
+
+class InitializeSettings(Settings):
+    """Where the first weights come from."""
+
+    from_: Place | None = Field(default=None, alias="from")
+    """A model whose weights a new run begins with, and whose dimensions hold where `model` gives none; null: random."""
 
 
 class BatchSettings(Settings):
@@ -339,6 +351,7 @@ class RunConfig(Settings):
     tokenizer: TokenizerSettings = TokenizerSettings()
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
+    initialize: InitializeSettings = InitializeSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: Optimizer = AdamWSettings()
     schedule: Schedule = CosineSettings()

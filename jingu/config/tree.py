@@ -47,6 +47,11 @@ def item_kinds(field: FieldInfo) -> list[Kind]:
     return [kind for each in lists for kind in kinds(get_args(each)[0])]
 
 
+def fields(model: type[Settings]) -> dict[str, FieldInfo]:
+    """The fields of a section by the keys that a file has for them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def sections(field: FieldInfo) -> Sections:
     """The sections that a field takes, by their tag; empty for a single value."""
     found = [kind.type for kind in field_kinds(field) if isinstance(kind.type, type)]
@@ -56,7 +61,7 @@ def sections(field: FieldInfo) -> Sections:
 
 def find(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> FieldInfo | None:
     """The field at a path, in whichever variant of a section has it first."""
-    field = model.model_fields.get(str(path[0])) if path else None
+    field = fields(model).get(str(path[0])) if path else None
     if field is None or len(path) == 1:
         return field
     inner = (find(path[1:], variant) for variant in sections(field).values())
@@ -67,7 +72,7 @@ def find(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> Fiel
 def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
     """Every dotted key of the tree, sections too, in order."""
     keys: dict[str, None] = {}
-    for name, field in model.model_fields.items():
+    for name, field in fields(model).items():
         keys[name] = None
         for variant in sections(field).values():
             keys |= {f"{name}.{key}": None for key in all_keys(variant)}

@@ -78,14 +78,14 @@ def check_fit(model: Decoder, prompt: Sequence[int], max_tokens: int) -> None:
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
         raise JinguError(
-            f"The prompt has {len(prompt)} tokens and {max_tokens} more were asked for, but the model's context is "
+            f"the prompt has {len(prompt)} tokens and {max_tokens} more were asked for, but the model's context is "
             f"{spec.context} tokens.",
             where="prompt",
             fix=f"{fix}{' or shorten the prompt' if room > 0 else ''}.",
         )
     if max(prompt) >= spec.vocabulary or min(prompt) < 0:
         raise JinguError(
-            f"The prompt has token ids beyond the model's vocabulary of {spec.vocabulary}.",
+            f"the prompt has token ids beyond the model's vocabulary of {spec.vocabulary}.",
             where="prompt",
             fix="Use the tokenizer that the model was trained with.",
         )

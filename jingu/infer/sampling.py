@@ -78,4 +78,4 @@ def probabilities(scores_V: Tensor, sampling: Sampling) -> Tensor:
 
 def _refuse(wrong: bool, name: str, value: object, allowed: str) -> None:
     if wrong:
-        raise JinguError(f"It is {value}, and should be {allowed}.", where=name)
+        raise JinguError(f"it is {value}, and should be {allowed}.", where=name)

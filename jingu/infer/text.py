@@ -18,7 +18,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
         if "" in stop:
-            raise JinguError("A stop string is empty.", where="stop", fix="Leave it out.")
+            raise JinguError("a stop string is empty.", where="stop", fix="Leave it out.")
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []

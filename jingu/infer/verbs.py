@@ -66,5 +66,5 @@ def generate(
 
 def _device(choice: str) -> str:
     if choice == "cuda" and not torch.cuda.is_available():
-        raise JinguError("No CUDA device is to be found.", where="--device", fix="Use auto or cpu.")
+        raise JinguError("no CUDA device is to be found.", where="--device", fix="Use auto or cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice

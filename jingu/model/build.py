@@ -13,7 +13,9 @@ from jingu.model.spec import Attention, Component, Experts, FeedForward, ModelSp
 Part = TypeVar("Part", bound=Component)
 
 
-def spec_from_settings(settings: ModelSettings, vocabulary: int, context: int) -> ModelSpec:
+def spec_from_settings(
+    settings: ModelSettings, vocabulary: int, context: int, start: ModelSpec | None = None
+) -> ModelSpec:
     """The preset, or else the family's habits, with the dimensions that the settings give.
 
     What follows from a dimension (the size of a head, say, from the width) follows from the given one again.
@@ -21,19 +23,27 @@ def spec_from_settings(settings: ModelSettings, vocabulary: int, context: int) -
     Args:
         vocabulary: entries of the run's tokenizer.
         context: tokens a sequence of the run's batches.
+        start: a model that stands in the place of a preset.
 
     Raises:
         JinguError: an unknown family or preset, dimensions that do not fit together, or a model smaller than the
             tokenizer or the sequences.
     """
-    preset = _preset(settings)
+    if start and settings.preset:
+        raise JinguError(
+            "the run begins with another model, which says its own dimensions.",
+            where="model.preset",
+            fix="Leave it out, or leave out initialize.from.",
+        )
+    preset = start or _preset(settings)
     family = find_family(settings.family or (preset.family if preset else "llama"))
-    start = preset or family.template
+    template = preset or family.template
     if preset and preset.family != family.name:
         raise JinguError(
-            f"The preset {settings.preset!r} is of the family {preset.family!r}, not {family.name!r}.",
+            f"the {f'preset {settings.preset!r}' if start is None else 'model that the run begins with'} is of the "
+            f"family {preset.family!r}, not {family.name!r}.",
             where="model.family",
-            fix="Leave it out: a preset says its family.",
+            fix=f"Leave it out: a {'preset' if start is None else 'model'} says its family.",
         )
     changes = {
         "width": settings.width,
@@ -45,13 +55,13 @@ def spec_from_settings(settings: ModelSettings, vocabulary: int, context: int) -
     if feed_forward is None and settings.width is not None:
         feed_forward = family.feed_forward_size(settings.width)
     return replaced(
-        start,
+        template,
         vocabulary=_vocabulary(settings, vocabulary, preset),
         context=_context(settings, context, preset),
-        norm=_changed(start.norm, epsilon=settings.norm_epsilon),
-        position=_position(settings, start),
-        attention=_attention(settings, start),
-        feed_forward=_feed_forward(settings, start, feed_forward),
+        norm=_changed(template.norm, epsilon=settings.norm_epsilon),
+        position=_position(settings, template),
+        attention=_attention(settings, template),
+        feed_forward=_feed_forward(settings, template, feed_forward),
         **{name: value for name, value in changes.items() if value is not None},
     )
 
@@ -69,7 +79,7 @@ def _preset(settings: ModelSettings) -> ModelSpec | None:
         near = get_close_matches(settings.preset, presets, n=3)
         hint = f"The nearest are {', '.join(near)}; " if near else ""
         raise JinguError(
-            f"There is no preset {settings.preset!r}.",
+            f"there is no preset {settings.preset!r}.",
             where="model.preset",
             fix=f"{hint}`jingu model list` shows all.",
         )
@@ -82,7 +92,7 @@ def find_family(name: str) -> Family:
         near = get_close_matches(name, FAMILIES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise JinguError(
-            f"There is no model family {name!r}.",
+            f"there is no model family {name!r}.",
             where="model.family",
             fix=f"{hint}Known are {', '.join(FAMILIES)}.",
         )
@@ -94,7 +104,7 @@ def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | Non
         return max(tokenizer, preset.vocabulary) if preset else tokenizer
     if settings.vocabulary < tokenizer:
         raise JinguError(
-            f"The model has {settings.vocabulary} embedding rows, but the tokenizer has {tokenizer} entries.",
+            f"the model has {settings.vocabulary} embedding rows, but the tokenizer has {tokenizer} entries.",
             where="model.vocabulary",
             fix=f"Use auto, or at least {tokenizer}.",
         )
@@ -105,7 +115,7 @@ def _context(settings: ModelSettings, sequence: int, preset: ModelSpec | None) -
     context = settings.context or (preset.context if preset else sequence)
     if context < sequence:
         raise JinguError(
-            f"The model is made for {context} tokens, but the batch has sequences of {sequence}.",
+            f"the model is made for {context} tokens, but the batch has sequences of {sequence}.",
             where="model.context",
             fix=f"Raise model.context to {sequence} or more, or shorten batch.sequence_length.",
         )
@@ -126,7 +136,7 @@ def _head_size(width: int, heads: int) -> int:
         below = width // heads * heads
         near = " or ".join(str(width) for width in (below, below + heads) if width)
         raise JinguError(
-            f"A width of {width} cannot be divided among {heads} heads.",
+            f"a width of {width} cannot be divided among {heads} heads.",
             where="model.heads",
             fix=f"Use a width of {near}, another number of heads, or set model.head_size.",
         )
@@ -138,7 +148,7 @@ def _feed_forward(settings: ModelSettings, start: ModelSpec, size: int | None) -
     given = settings.experts.model_dump(exclude_none=True)
     if given and not isinstance(part, Experts):
         raise JinguError(
-            f"The family {start.family!r} has no experts.",
+            f"the family {start.family!r} has no experts.",
             where=f"model.experts.{next(iter(given))}",
             fix="Leave it out, or choose a family that has them (mixtral).",
         )
@@ -151,7 +161,7 @@ def _feed_forward(settings: ModelSettings, start: ModelSpec, size: int | None) -
 def _position(settings: ModelSettings, start: ModelSpec) -> Position:
     if settings.rope_base is not None and not isinstance(start.position, RotaryPositions):
         raise JinguError(
-            f"The family {start.family!r} has no rotary positions.",
+            f"the family {start.family!r} has no rotary positions.",
             where="model.rope_base",
             fix="Leave it out, or choose a family that has them (llama).",
         )

@@ -187,13 +187,13 @@ class Experts(Component):
     def _experts_fit(self) -> Experts:
         if self.active > self.number:
             raise JinguError(
-                f"A token cannot pass {self.active} of {self.number} experts.",
+                f"a token cannot pass {self.active} of {self.number} experts.",
                 where="model.experts",
                 fix=f"Choose at most {self.number} active experts.",
             )
         if isinstance(self.router, Balanced) and self.active != 1:
             raise JinguError(
-                f"The balanced router gives each token one expert, not {self.active}.",
+                f"the balanced router gives each token one expert, not {self.active}.",
                 where="model.experts",
                 fix="Set active to 1, or choose another router.",
             )
@@ -241,7 +241,7 @@ class ModelSpec(Component):
             )
         if isinstance(self.position, RotaryPositions) and rotary_size(self.position, part.head_size) % 2:
             raise JinguError(
-                f"Rotary positions turn pairs, so the head size must be even; it is {part.head_size}.",
+                f"rotary positions turn pairs, so the head size must be even; it is {part.head_size}.",
                 where="model.head_size",
                 fix="Choose a width and a number of heads whose quotient is even, or set model.head_size.",
             )
@@ -259,7 +259,7 @@ class ModelSpec(Component):
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
             raise JinguError(
-                f"This does not describe a model ({wrong}).",
+                f"this does not describe a model ({wrong}).",
                 where=where,
                 fix="Restore the file; it is written when a run starts.",
             ) from error

@@ -32,14 +32,14 @@ def write_tokenizer(metadata: Mapping[str, Any], context: int, folder: Path) -> 
     kind = metadata.get("tokenizer.ggml.model")
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
-        raise JinguError(f"The file's tokenizer is of the kind {kind}; jingu reads byte-level BPE (gpt2) from GGUF.")
+        raise JinguError(f"the file's tokenizer is of the kind {kind}; jingu reads byte-level BPE (gpt2) from GGUF.")
     pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     try:
         vocabulary = {token: number for number, token in enumerate(tokens)}
         inner: Any = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA3))
     except Exception as error:  # the library raises bare Exception for bad content
-        raise JinguError(f"The file's tokenizer is damaged ({error}).") from error
+        raise JinguError(f"the file's tokenizer is damaged ({error}).") from error
     inner.pre_tokenizer = _pre_tokenizer(pre)
     inner.decoder = decoders.ByteLevel()
     for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
@@ -85,7 +85,7 @@ def _pre_tokenizer(name: str) -> Any:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     if name not in (*_LLAMA3, *_QWEN2):
-        raise JinguError(f"The file's tokenizer splits text by the rule {name!r}, which jingu does not know.")
+        raise JinguError(f"the file's tokenizer splits text by the rule {name!r}, which jingu does not know.")
     pattern = SPLIT if name in _LLAMA3 else SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
     return pre_tokenizers.Sequence(
         [

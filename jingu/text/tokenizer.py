@@ -30,6 +30,11 @@ _SAFE_CUT = re.compile(r"\n(?=\w)")
 """No piece of a splitting pattern reaches over a newline into a word."""
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_LETTERS = {chr(byte): byte for byte in _PRINTED} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
+}
+"""The byte alphabet of GPT-2: letters that stand for bytes; those that cannot be seen are moved beyond 255."""
 
 
 class Tokenizer:
@@ -51,7 +56,7 @@ class Tokenizer:
         added = self._spec.get("added_tokens") or []
         self._special = {token["content"]: token["id"] for token in added if token.get("special")}
         self._end_id = self._find_end()
-        self._kind = _kind(self._spec)
+        self.kind = _kind(self._spec)
         self._cuts = _splits_words(self._spec)
 
     @classmethod
@@ -130,10 +135,28 @@ class Tokenizer:
         """
         lengths = np.zeros(self.vocabulary, dtype=np.int32)
         for token, id_ in self._inner.get_vocab(with_added_tokens=False).items():
-            lengths[id_] = _byte_length(token, self._kind)
+            lengths[id_] = _byte_length(token, self.kind)
         for added in self._spec.get("added_tokens", []):
             lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
         return lengths
+
+    def pieces(self) -> dict[str, int]:
+        """Every entry as the vocabulary spells it, and its id."""
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def parts_of(self, piece: str) -> list[int]:
+        """Ids of the entries that an unknown one, spelled as the vocabulary would, is made of."""
+        unknown = self._spec["model"].get("unk_token")
+        return [token.id for token in self._inner.model.tokenize(piece) if token.value != unknown]
+
+    def text_of(self, piece: str) -> str:
+        """The text that an entry stands for, as far as it is whole characters."""
+        if self.kind == "bytes":
+            return bytes(_LETTERS[letter] for letter in piece).decode("utf-8", "ignore")
+        if self.kind == "metaspace":
+            return "" if _BYTE.fullmatch(piece) else piece.replace("▁", " ")
+        return piece.removeprefix("##")
 
     def fingerprint(self) -> str:
         """32 hex digits: equal where the same text gives the same ids. It does not depend on library versions."""

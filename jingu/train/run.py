@@ -21,10 +21,10 @@ from jingu.config.schema import RunConfig
 from jingu.data.batches import BatchSource
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.errors import JinguError
-from jingu.model.build import spec_from_settings
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
+from jingu.train.begin import spec_of_run
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def open_run(config: RunConfig) -> Run:
     check_tokenizer(train, tokenizer)
     batch = config.batch
     source = BatchSource(train, batch.sequence_length, batch.global_size, config.seed)
-    spec = spec_from_settings(config.model, tokenizer.vocabulary, batch.sequence_length)
+    spec = spec_of_run(config, folder, tokenizer)
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = open_dataset(Path(config.data.path), "held_out")

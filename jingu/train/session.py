@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree, from_first
 from jingu.runtime.signals import SharedStop
+from jingu.train.begin import begin_with
 from jingu.train.loop import Loop, Progress, train_loop
 from jingu.train.loss import chunk_loss
 from jingu.train.metrics import MetricsFile
@@ -162,7 +164,8 @@ def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: Batch
 
 
 def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Progress:
-    """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why.
+    """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why; else the
+    weights that it begins with.
 
     Raises:
         JinguError: there are checkpoints, and none of them is good.
@@ -181,6 +184,9 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
             fix="Restore one from a copy, or delete the folder to start the run over.",
         )
     if step == NONE:
+        if run.config.initialize.from_ is not None:
+            begin_with(model, Path(run.config.initialize.from_))
+            say(f"Beginning with the weights of {run.config.initialize.from_}.")
         return Progress()
     folder = step_folder(run.checkpoints, step)
     load(folder, checkpoint_tensors(model, optimizer), agree=all_agree)

@@ -237,9 +237,9 @@ def test_where_merges_stop(pre: str, pieces: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "The file's tokenizer is of the kind bert; jingu reads"),
+        ({"tokenizer.ggml.model": "bert"}, "the file's tokenizer is of the kind bert; jingu reads"),
         ({"tokenizer.ggml.pre": "klingon"}, "splits text by the rule 'klingon', which jingu does not know"),
-        ({"tokenizer.ggml.merges": ["x yzzy"]}, "The file's tokenizer is damaged"),
+        ({"tokenizer.ggml.merges": ["x yzzy"]}, "the file's tokenizer is damaged"),
     ],
 )
 def test_a_tokenizer_that_is_not_read_is_told_when_it_is_asked_for(
@@ -256,12 +256,12 @@ def test_a_tokenizer_that_is_not_read_is_told_when_it_is_asked_for(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general.architecture": "lama"}, r"The architecture lama is not one that .* It reads llama"),
-        ({"llama.expert_count": 8}, "The architecture llama with experts is not one"),
+        ({"general.architecture": "lama"}, r"the architecture lama is not one that .* It reads llama"),
+        ({"llama.expert_count": 8}, "the architecture llama with experts is not one"),
         ({"llama.rope.scaling.type": "odd"}, "rope_scaling to 'odd', which is not supported"),
         ({"llama.embedding_length": None}, "lacks 'hidden_size'"),
-        ({"llama.embedding_length": "wide"}, "This does not describe a model"),
-        ({"llama.attention.head_count": 0}, "This does not describe a model"),
+        ({"llama.embedding_length": "wide"}, "this does not describe a model"),
+        ({"llama.attention.head_count": 0}, "this does not describe a model"),
         ({"llama.block_count": 1 << 31}, "2147483648 layers in 21 tensors"),
         (
             {"llama.block_count": 3, "llama.embedding_length": 64},

@@ -67,37 +67,37 @@ def refusal(folder: Path) -> str:
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["LlamaForCausalML"]},
-        "DIR/config.json: The architecture LlamaForCausalML is not one that jingu knows. The nearest are "
+        "DIR/config.json: the architecture LlamaForCausalML is not one that jingu knows. The nearest are "
         "LlamaForCausalLM",
     ),
     (
         {"architectures": ["Xyz"]},
-        "DIR/config.json: The architecture Xyz is not one that jingu knows. Known are "
+        "DIR/config.json: the architecture Xyz is not one that jingu knows. Known are "
         + ", ".join(name for family in FAMILIES.values() for name in family.architectures),
     ),
     (
         {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
-        "DIR/config.json: The model asks to run Python code that came with it (auto_map). jingu never runs such "
+        "DIR/config.json: the model asks to run Python code that came with it (auto_map). jingu never runs such "
         "code. Use a release of the model for an architecture built into transformers.",
     ),
     (
         {"rope_parameters": "absent", "rope_scaling": {"type": "longrope", "factor": 2.0}},
-        "DIR/config.json: The model sets rope_scaling to 'longrope', which is not supported (known are linear, "
+        "DIR/config.json: the model sets rope_scaling to 'longrope', which is not supported (known are linear, "
         "dynamic, yarn, llama3). Without this option its numbers would be wrong, so it is not loaded.",
     ),
     (
         {"hidden_act": "mish"},
-        "DIR/config.json: The model sets hidden_act to 'mish', which is not supported (known are silu, swish, gelu, "
+        "DIR/config.json: the model sets hidden_act to 'mish', which is not supported (known are silu, swish, gelu, "
         "gelu_new, gelu_pytorch_tanh, relu). Without this option its numbers would be wrong, so it is not loaded.",
     ),
     (
         {"quantization_config": {"bits": 4}},
-        "DIR/config.json: The model sets quantization_config to {'bits': 4}, which is not supported (expected None). "
+        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None). "
         "Without this option its numbers would be wrong, so it is not loaded.",
     ),
     (
         {"hidden_size": "absent"},
-        "DIR/config.json: The model's config lacks 'hidden_size'. Restore the original file.",
+        "DIR/config.json: the model's config lacks 'hidden_size'. Restore the original file.",
     ),
 ]
 
@@ -135,7 +135,7 @@ def test_all_wrong_tensors_are_named_at_once(exported: Path) -> None:
     tensors["lm_head.weight"] = torch.zeros(300, 12)
     save_file(tensors, path)
     assert refusal(exported) == (
-        "DIR: The weights are not those that the model's config describes: missing: "
+        "DIR: the weights are not those that the model's config describes: missing: "
         "model.layers.1.mlp.up_proj.weight, model.norm.weight; left over: model.extra; of the wrong shape: "
         "lm_head.weight (has [300, 12], should have [301, 12]). Use the config and the weights of the same model."
     )
@@ -146,7 +146,7 @@ def test_truncated_weights(exported: Path, keep: int) -> None:
     path = exported / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     words = refusal(exported)
-    assert words.startswith("DIR/model.safetensors: The weight file is damaged or cut short (")
+    assert words.startswith("DIR/model.safetensors: the weight file is damaged or cut short (")
     assert words.endswith("). Fetch the file again.")
 
 
@@ -156,20 +156,20 @@ def test_missing_shards_are_named(tokenizer_path: Path, tmp_path: Path) -> None:
     assert len(shards) > 3
     for name in shards[1:3]:
         (folder / name).unlink()
-    assert refusal(folder) == f"DIR: Weight files are missing: {shards[1]}, {shards[2]}. Fetch these files."
+    assert refusal(folder) == f"DIR: weight files are missing: {shards[1]}, {shards[2]}. Fetch these files."
 
 
 def test_shard_outside_the_folder_is_not_opened(exported: Path) -> None:
     table = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.safetensors"}}
     (exported / "model.safetensors.index.json").write_text(json.dumps(table))
-    assert "Weight files are missing: ../outside.safetensors." in refusal(exported)
+    assert "weight files are missing: ../outside.safetensors." in refusal(exported)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickles_are_refused_with_a_way_round(exported: Path, name: str) -> None:
     (exported / "model.safetensors").rename(exported / name)
     assert refusal(exported) == (
-        f"DIR: The weights are pickled ({name}). Reading a pickle runs code that is in it, so jingu does not. Use the "
+        f"DIR: the weights are pickled ({name}). Reading a pickle runs code that is in it, so jingu does not. Use the "
         "model's safetensors files; or, where you trust the source, load it with transformers and write it with "
         "save_pretrained, which makes safetensors."
     )
@@ -177,12 +177,12 @@ def test_pickles_are_refused_with_a_way_round(exported: Path, name: str) -> None
 
 def test_no_weights_no_config_no_folder(exported: Path) -> None:
     (exported / "model.safetensors").unlink()
-    assert refusal(exported).startswith("DIR: There are no weights here")
+    assert refusal(exported).startswith("DIR: there are no weights here")
     (exported / "config.json").write_text("{")
-    assert refusal(exported).startswith("DIR/config.json: The file is damaged")
+    assert refusal(exported).startswith("DIR/config.json: the file is damaged")
     (exported / "config.json").unlink()
-    assert refusal(exported).startswith("DIR: This is no model: it has neither config.json nor model.json.")
-    with pytest.raises(JinguError, match="There is no such model folder"):
+    assert refusal(exported).startswith("DIR: this is no model: it has neither config.json nor model.json.")
+    with pytest.raises(JinguError, match="there is no such model folder"):
         open_model(exported / "nothing")
 
 
@@ -229,7 +229,7 @@ def test_a_target_that_holds_something_is_not_touched(
     with pytest.raises(JinguError) as error:
         export(made_model(), tokenizer_path, tmp_path / "out")
     assert str(error.value) == (
-        f"{tmp_path / 'out'}: There is {kind} here already, and it is not overwritten. Delete it first, or choose "
+        f"{tmp_path / 'out'}: there is {kind} here already, and it is not overwritten. Delete it first, or choose "
         "another folder."
     )
     assert [item.name for item in (tmp_path / "out").iterdir()] == [held]
@@ -352,7 +352,7 @@ def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None
     model = made_model()
     (run / "checkpoints").mkdir(parents=True)
     (run / "model.json").write_text(model.spec.to_json())
-    with pytest.raises(JinguError, match="This run has no checkpoint yet"):
+    with pytest.raises(JinguError, match="this run has no checkpoint yet"):
         open_model(run)
     for step in (5, 10):
         state = {f"model/{name}": value + step for name, value in model.state_dict().items()}

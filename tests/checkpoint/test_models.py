@@ -70,14 +70,14 @@ def test_what_is_missing_or_extra_is_told(folder: Path, capsys: pytest.CaptureFi
     facts = found(folder, capsys)
     assert facts["parameters"]["embedding"] == 301 * 12
     assert facts["faults"] == [
-        "The weights are not those that the model's config describes: missing: model.norm.weight; left over: "
+        "the weights are not those that the model's config describes: missing: model.norm.weight; left over: "
         "model.more.",
-        "There is no tokenizer (tokenizer.json).",
+        "there is no tokenizer (tokenizer.json).",
     ]
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JinguError, match="This is no model"):
+    with pytest.raises(JinguError, match="this is no model"):
         inspect(tmp_path)
 
 

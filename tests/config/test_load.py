@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import AdamWSettings, LionSettings, RunConfig, Settings, WarmupStableDecaySettings
-from jingu.config.tree import Kind, field_kinds, kinds, sections
+from jingu.config.tree import Kind, field_kinds, fields, kinds, sections
 
 
 def load_text(folder: Path, text: str, *overrides: str) -> RunConfig:
@@ -178,14 +178,14 @@ def _values(kind: Kind) -> st.SearchStrategy[Any]:
 
 
 def _sections(model: type[Settings]) -> st.SearchStrategy[dict[str, Any]]:
-    fields = {}
-    for name, field in model.model_fields.items():
+    found = {}
+    for name, field in fields(model).items():
         inner = [_sections(variant) for variant in sections(field).values()]
-        fields[name] = st.one_of(*inner) if inner else st.one_of(*map(_values, field_kinds(field)))
+        found[name] = st.one_of(*inner) if inner else st.one_of(*map(_values, field_kinds(field)))
     if model is RunConfig:
-        fields["name"] = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True).map(lambda name: name[:200])
-    required = {"type": fields.pop("type")} if "type" in fields else {}
-    return st.fixed_dictionaries(required, optional=fields)
+        found["name"] = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True).map(lambda name: name[:200])
+    required = {"type": found.pop("type")} if "type" in found else {}
+    return st.fixed_dictionaries(required, optional=found)
 
 
 @settings(

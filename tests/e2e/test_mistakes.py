@@ -108,11 +108,11 @@ def test_a_data_set_that_is_cut_short(said, library):
 
 def test_sizes_that_do_not_fit(said, library):
     assert said({"model.vocabulary": 300}) == (
-        "jingu: model.vocabulary: The model has 300 embedding rows, but the tokenizer has 389 entries. Use auto, or "
+        "jingu: model.vocabulary: the model has 300 embedding rows, but the tokenizer has 389 entries. Use auto, or "
         "at least 389."
     )
     assert said({"model.context": 16}) == (
-        "jingu: model.context: The model is made for 16 tokens, but the batch has sequences of 33. Raise "
+        "jingu: model.context: the model is made for 16 tokens, but the batch has sequences of 33. Raise "
         "model.context to 33 or more, or shorten batch.sequence_length."
     )
     assert library_in(said({"batch.sequence_length": 50_000}), library) == (

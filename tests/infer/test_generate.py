@@ -124,20 +124,20 @@ def test_empty_prompt_begins_a_document(model: Decoder, tokenizer: Tokenizer) ->
         (
             [1] * 60,
             5,
-            "prompt: The prompt has 60 tokens and 5 more were asked for, but the model's context is 64 tokens. Ask "
+            "prompt: the prompt has 60 tokens and 5 more were asked for, but the model's context is 64 tokens. Ask "
             "for at most 4 tokens or shorten the prompt.",
         ),
         (
             [1] * 64,
             1,
-            "prompt: The prompt has 64 tokens and 1 more were asked for, but the model's context is 64 tokens. "
+            "prompt: the prompt has 64 tokens and 1 more were asked for, but the model's context is 64 tokens. "
             "Shorten the prompt.",
         ),
         ([1], 0, "max_tokens: 0 tokens were asked for. Ask for 1 or more."),
         (
             [9999],
             1,
-            "prompt: The prompt has token ids beyond the model's vocabulary of 280. Use the tokenizer that the "
+            "prompt: the prompt has token ids beyond the model's vocabulary of 280. Use the tokenizer that the "
             "model was trained with.",
         ),
     ],

@@ -71,10 +71,10 @@ def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"temperature": -1.0}, "temperature: It is -1.0, and should be 0 (greedy) or more."),
-        ({"top_k": 0}, "top_k: It is 0, and should be 1 or more."),
-        ({"top_p": 0.0}, "top_p: It is 0.0, and should be above 0 and at most 1."),
-        ({"repetition_penalty": 0.0}, "repetition_penalty: It is 0.0, and should be above 0 (1: none)."),
+        ({"temperature": -1.0}, "temperature: it is -1.0, and should be 0 (greedy) or more."),
+        ({"top_k": 0}, "top_k: it is 0, and should be 1 or more."),
+        ({"top_p": 0.0}, "top_p: it is 0.0, and should be above 0 and at most 1."),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: it is 0.0, and should be above 0 (1: none)."),
     ],
 )
 def test_settings_out_of_range(setting: dict[str, float], words: str) -> None:

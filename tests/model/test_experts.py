@@ -251,10 +251,10 @@ def test_a_token_meets_its_own_experts_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"active": 6}, "model.experts: A token cannot pass 6 of 5 experts. Choose at most 5 active experts."),
+        ({"active": 6}, "model.experts: a token cannot pass 6 of 5 experts. Choose at most 5 active experts."),
         (
             {"router": Balanced()},
-            "model.experts: The balanced router gives each token one expert, not 2. Set active to 1, or choose "
+            "model.experts: the balanced router gives each token one expert, not 2. Set active to 1, or choose "
             "another router.",
         ),
     ],

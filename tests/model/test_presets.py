@@ -106,17 +106,17 @@ def test_a_larger_tokenizer_makes_a_larger_embedding() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"preset": "lama-2-7b"},
-        "model.preset: There is no preset 'lama-2-7b'. The nearest are llama-2-7b, llama-2-70b, llama-7b; `jingu "
+        "model.preset: there is no preset 'lama-2-7b'. The nearest are llama-2-7b, llama-2-70b, llama-7b; `jingu "
         "model list` shows all.",
     ),
     (
         {"preset": "gpt2-xl", "family": "llama"},
-        "model.family: The preset 'gpt2-xl' is of the family 'gpt2', not 'llama'. Leave it out: a preset says its "
+        "model.family: the preset 'gpt2-xl' is of the family 'gpt2', not 'llama'. Leave it out: a preset says its "
         "family.",
     ),
     (
         {"preset": "gpt2", "context": 32},
-        "model.context: The model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
+        "model.context: the model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
         "64 or more, or shorten batch.sequence_length.",
     ),
 ]

@@ -62,11 +62,11 @@ def test_settings_override_the_habits() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"family": "lama"},
-        "model.family: There is no model family 'lama'. Did you mean 'llama'? Known are " + ", ".join(FAMILIES) + ".",
+        "model.family: there is no model family 'lama'. Did you mean 'llama'? Known are " + ", ".join(FAMILIES) + ".",
     ),
     (
         {"width": 100, "heads": 6},
-        "model.heads: A width of 100 cannot be divided among 6 heads. Use a width of 96 or 102, another number of "
+        "model.heads: a width of 100 cannot be divided among 6 heads. Use a width of 96 or 102, another number of "
         "heads, or set model.head_size.",
     ),
     (
@@ -75,22 +75,22 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"width": 18},
-        "model.head_size: Rotary positions turn pairs, so the head size must be even; it is 3. Choose a width and a "
+        "model.head_size: rotary positions turn pairs, so the head size must be even; it is 3. Choose a width and a "
         "number of heads whose quotient is even, or set model.head_size.",
     ),
     (
         {"vocabulary": 256},
-        "model.vocabulary: The model has 256 embedding rows, but the tokenizer has 300 entries. Use auto, or at "
+        "model.vocabulary: the model has 256 embedding rows, but the tokenizer has 300 entries. Use auto, or at "
         "least 300.",
     ),
     (
         {"context": 32},
-        "model.context: The model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
+        "model.context: the model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
         "64 or more, or shorten batch.sequence_length.",
     ),
     (
         {"family": "gpt2", "rope_base": 1e4},
-        "model.rope_base: The family 'gpt2' has no rotary positions. Leave it out, or choose a family that has them "
+        "model.rope_base: the family 'gpt2' has no rotary positions. Leave it out, or choose a family that has them "
         "(llama).",
     ),
 ]

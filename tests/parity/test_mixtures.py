@@ -50,7 +50,9 @@ CASES = {
     "mixtral-8-2": mixtral(num_local_experts=8),
     "mixtral-5-1-tied": mixtral(num_local_experts=5, num_experts_per_tok=1, tie_word_embeddings=True),
     "mixtral-3-all-gelu": mixtral(num_local_experts=3, num_experts_per_tok=3, hidden_act="gelu", num_hidden_layers=1),
+    "mixtral-window": mixtral(num_local_experts=4, sliding_window=7),
     "qwen3-6-3": qwen3_moe(),
+    "qwen3-window": qwen3_moe(use_sliding_window=True, sliding_window=5),
     "qwen3-normalised-biased": qwen3_moe(norm_topk_prob=True, attention_bias=True),
 }
 EACH = pytest.mark.parametrize("name", CASES)

@@ -104,7 +104,7 @@ def required(config: Config, *keys: str) -> Any:
     value = next((config[key] for key in keys if config.get(key) is not None), None)
     if value is None:
         raise JinguError(
-            f"The model's config lacks {keys[0]!r}.", where="config.json", fix="Restore the original file."
+            f"the model's config lacks {keys[0]!r}.", where="config.json", fix="Restore the original file."
         )
     return value
 
@@ -128,7 +128,7 @@ def expect(config: Config, values: Mapping[str, Iterable[Any]]) -> None:
 def unsupported(key: str, value: Any, detail: str) -> JinguError:
     """The error for an option jingu does not compute."""
     return JinguError(
-        f"The model sets {key} to {value!r}, which is not supported ({detail}).",
+        f"the model sets {key} to {value!r}, which is not supported ({detail}).",
         where="config.json",
         fix="Without this option its numbers would be wrong, so it is not loaded.",
     )

@@ -65,7 +65,7 @@ def _config(spec: ModelSpec, model_type: str, **more: Any) -> dict[str, Any]:
         router_z_loss_coef=experts.z,
         expert_capacity_factor=experts.capacity,
         output_router_logits=False,
-        sliding_window=None,
+        sliding_window=spec.attention.window,
         **more,
     )
 
@@ -76,8 +76,8 @@ def _probabilities_sum_to_one(spec: ModelSpec) -> bool:
 
 
 def _mixtral_spec(config: Config) -> ModelSpec:
-    expect(config, {"sliding_window": (None,), "router_jitter_noise": (0, 0.0)})
-    spec = llama_spec(config, "mixtral")
+    expect(config, {"router_jitter_noise": (0, 0.0)})
+    spec = llama_spec(config, "mixtral", window=config.get("sliding_window"))
     experts = _experts(spec, config, "intermediate_size", normalised=True)
     return replaced(spec, feed_forward=experts)
 
@@ -91,9 +91,10 @@ def _mixtral_config(spec: ModelSpec) -> dict[str, Any]:
 
 def _qwen3_moe_spec(config: Config) -> ModelSpec:
     only_experts: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None, [])}
-    expect(config, {**only_experts, "use_sliding_window": (False,)})
+    expect(config, only_experts)
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
     bias = bool(config.get("attention_bias", False))
-    spec = llama_spec(config, "qwen3_moe", qkv_bias=bias, output_bias=bias, qk_norm=True)
+    spec = llama_spec(config, "qwen3_moe", qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
     normalised = bool(config.get("norm_topk_prob", False))
     return replaced(spec, feed_forward=_experts(spec, config, "moe_intermediate_size", normalised=normalised))
 
@@ -108,7 +109,7 @@ def _qwen3_moe_config(spec: ModelSpec) -> dict[str, Any]:
         attention_bias=spec.attention.qkv_bias,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        use_sliding_window=False,
+        use_sliding_window=spec.attention.window is not None,
     )
 
 

@@ -1,0 +1,176 @@
+"""Growing: outputs that equal the original's where the rule promises it, and models that are what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.model.build import spec_from_settings
+from jingu.model.decoder import Decoder
+from jingu.model.grow import Model, deeper, wider, with_experts, with_vocabulary
+from jingu.model.spec import Experts, ModelSpec
+
+TOKENS = torch.randint(0, 53, (2, 11), generator=torch.Generator().manual_seed(1))
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 1},
+    "llama-tied": {"family": "llama", "tied_embeddings": True},
+    "mistral": {"family": "mistral", "heads": 6, "kv_heads": 3},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "kv_heads": 1},
+    "gpt2": {"family": "gpt2"},
+    "bloom": {"family": "bloom"},
+    "baichuan2": {"family": "baichuan2"},
+    "chatglm3": {"family": "chatglm3", "heads": 6, "kv_heads": 2, "head_size": 8},
+    "mixtral": {"family": "mixtral", "experts": {"number": 5, "shared": 7, "shared_gated": True}},
+}
+EACH = pytest.mark.parametrize("family", FAMILIES)
+
+
+def model_of(family: str) -> Model:
+    """A small one in fp64, every parameter random, biases and norms too."""
+    settings = {"width": 24, "heads": 3, "layers": 3, "feed_forward": 19, **FAMILIES[family]}
+    spec = spec_from_settings(ModelSettings(**settings), 53, 16)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        name: torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3 + ("norm" in name)
+        for name, tensor in Decoder(spec).state_dict().items()
+    }
+    return Model(spec, state.__getitem__)
+
+
+def logits(model: Model, dtype: torch.dtype = torch.float64) -> Tensor:
+    decoder = Decoder(model.spec).to(dtype).eval()
+    decoder.load_state_dict({name: model.read(name).to(dtype) for name in decoder.state_dict()})
+    with torch.no_grad():
+        return decoder.logits(decoder(TOKENS))
+
+
+def equal(new: Tensor, old: Tensor, tolerance: float = 1e-12) -> bool:
+    return bool((new - old).norm() <= tolerance * old.norm())
+
+
+def dimensions(spec: ModelSpec) -> list[int]:
+    return [spec.layers, spec.width, spec.attention.heads, spec.attention.kv_heads, spec.feed_forward.size]
+
+
+@EACH
+@pytest.mark.parametrize("layers", [4, 5, 6, 7])
+def test_deeper_models_say_the_same(family: str, layers: int) -> None:
+    old = model_of(family)
+    for rule in ("interleaved", "stacked"):
+        grown = deeper(old, layers, rule)
+        assert grown.spec.layers == layers
+        assert equal(logits(grown), logits(old))
+        assert not equal(logits(deeper(old, layers, rule, zeroed=False)), logits(old), 1e-3)
+
+
+def test_where_copies_of_blocks_stand() -> None:
+    old = model_of("llama")
+    norms = [old.read(f"blocks.{block}.attention_norm.weight") for block in range(3)]
+    for rule, sources in (("interleaved", [0, 0, 1, 1, 2]), ("stacked", [0, 1, 2, 0, 1])):
+        grown = deeper(old, 5, rule)
+        found = [grown.read(f"blocks.{block}.attention_norm.weight") for block in range(5)]
+        assert [next(n for n in range(3) if torch.equal(norm, norms[n])) for norm in found] == sources
+        silent = [not grown.read(f"blocks.{block}.attention.output.weight").any() for block in range(5)]
+        assert silent == [block in sources[:place] for place, block in enumerate(sources)]
+
+
+@EACH
+@pytest.mark.parametrize(("times", "noise"), [(2, 0.0), (3, 0.3)])
+def test_wider_models_say_the_same(family: str, times: int, noise: float) -> None:
+    old = model_of(family)
+    if family == "bloom":
+        with pytest.raises(JinguError, match="heads with ALiBi differ by their number"):
+            wider(old, 24 * times)
+        return
+    grown = wider(old, 24 * times, noise)
+    assert dimensions(grown.spec) == [3, *(times * size for size in dimensions(old.spec)[1:])]
+    assert grown.spec.attention.head_size == old.spec.attention.head_size
+    # Epsilon counts the same in each: norms of repeated numbers are the same.
+    assert equal(logits(grown), logits(old))
+
+
+def test_noise_sets_copies_apart() -> None:
+    """Without it copies get equal gradients and stay copies; with it they do not."""
+    for noise, apart in ((0.0, False), (0.1, True)):
+        grown = wider(model_of("llama"), 48, noise)
+        decoder = Decoder(grown.spec).double()
+        decoder.load_state_dict({name: grown.read(name) for name in decoder.state_dict()})
+        decoder.logits(decoder(TOKENS)).square().sum().backward()
+        first, second = decoder.blocks[1].feed_forward.up.weight.grad.chunk(2)  # type: ignore[union-attr]
+        assert equal(first, second, 1e-9) is not apart
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "mistral", "qwen3"])
+@pytest.mark.parametrize(("number", "active"), [(4, 2), (5, 1), (3, 3)])
+def test_experts_say_what_the_dense_model_says(family: str, number: int, active: int) -> None:
+    old = model_of(family)
+    grown = with_experts(old, number, active)
+    part = grown.spec.feed_forward
+    assert isinstance(part, Experts)
+    assert (part.number, part.active, part.size) == (number, active, 19)
+    assert equal(logits(grown), logits(old))
+    assert equal(logits(grown, torch.float32), logits(old, torch.float32), 1e-6)
+
+
+def test_noise_of_experts_is_as_large_as_asked_for_and_depends_on_the_seed() -> None:
+    old = model_of("llama")
+    name = "blocks.1.feed_forward.down.weight"
+    noise = with_experts(old, 40, 2, 0.05).read(name) - old.read(name)
+    assert abs(float(noise.std() / old.read(name).std()) - 0.05) < 0.002
+    assert not torch.equal(noise[0], noise[1])
+    assert torch.equal(with_experts(old, 40, 2, 0.05).read(name), with_experts(old, 40, 2, 0.05, seed=0).read(name))
+    assert not torch.equal(with_experts(old, 40, 2, 0.05, seed=1).read(name), noise + old.read(name))
+    untouched = "blocks.1.attention.output.weight"
+    assert torch.equal(with_experts(old, 40, 2, 0.05).read(untouched), old.read(untouched))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
+def test_rows_of_a_vocabulary(family: str) -> None:
+    old = model_of(family)
+    rows = [[row] for row in reversed(range(53))] + [[3, 4, 7], []]
+    grown = with_vocabulary(old, rows)
+    assert grown.spec.vocabulary == 55
+    tables = ["embedding.weight"] if old.spec.tied_embeddings else ["embedding.weight", "head.weight"]
+    for table in tables:
+        before, after = old.read(table), grown.read(table)
+        assert torch.equal(after[:53], before.flip(0))
+        assert torch.allclose(after[53], before[[3, 4, 7]].mean(0), rtol=1e-12)
+        assert torch.allclose(after[54], before.mean(0), rtol=1e-12)
+    decoder = Decoder(grown.spec).double().eval()
+    decoder.load_state_dict({name: grown.read(name) for name in decoder.state_dict()})
+    with torch.no_grad():
+        assert equal(decoder.logits(decoder(52 - TOKENS))[..., :53], logits(old).flip(-1))
+
+
+def test_rules_follow_one_another() -> None:
+    old = model_of("qwen3")
+    grown = with_experts(wider(deeper(old, 5), 48, 0.1), 3, 2)
+    assert dimensions(grown.spec) == [5, 48, 6, 2, 38]
+    assert equal(logits(grown), logits(old))
+
+
+MISTAKES: list[tuple[Callable[[], Model], str]] = [
+    (lambda: with_experts(model_of("gpt2"), 4, 2), "and this one is a gpt2. Take a model of a family that has"),
+    (lambda: with_experts(model_of("mixtral"), 4, 2), "and this one is a mixtral"),
+    (lambda: with_experts(model_of("llama"), 2, 3), "cannot pass 3 of 2 experts"),
+    (lambda: deeper(model_of("llama"), 3), "--layers: the model has 3 blocks already. Give more than 3."),
+    (
+        lambda: wider(model_of("llama"), 36),
+        "--width: a width of 24 is repeated whole, and 36 is no multiple of it. Giv",
+    ),
+    (lambda: wider(model_of("llama"), 24), "24 is no multiple of it. Give 48, 72 or so on."),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), MISTAKES, ids=[words[:30] for _, words in MISTAKES])
+def test_what_cannot_grow_is_told(make: Callable[[], Model], words: str) -> None:
+    with pytest.raises(JinguError) as caught:
+        make()
+    assert words in str(caught.value)

@@ -1,0 +1,116 @@
+"""`initialize.from`: runs that begin with the weights of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.checkpoint.hub import load_model, open_model
+from jingu.cli import main
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
+from jingu.text.tokenizer import train_tokenizer
+from jingu.train.run import open_run
+from tests.conftest import Done, Library, MakeRun
+
+BEGIN = {"train.steps": 3, "optimizer.lr": 1e-3}
+
+
+@pytest.fixture
+def first(tiny_run: MakeRun, train_on: Callable[..., None]) -> Path:
+    """A run of 4 steps."""
+    config = tiny_run({"train.steps": 4}, name="first")
+    train_on(1, config)
+    return Path(config.runs) / "first"
+
+
+def second(tiny_run: MakeRun, begin: Path, **changes: Any) -> RunConfig:
+    return tiny_run({**BEGIN, "model": {}, "initialize": {"from": str(begin)}, **changes}, name="second")
+
+
+def test_a_run_begins_where_another_ended(
+    first: Path, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done]
+) -> None:
+    """Nothing of `model` given: it is that of the other. The first loss is the other's, on this run's first batch."""
+    config = second(tiny_run, first)
+    train_on(1, config)
+    run = open_run(config)
+    assert run.spec == open_model(first).spec
+    model = load_model(open_model(first), torch.float64)
+    batch = run.source.batch(0, 0, 8)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(
+            model.logits(model(batch.tokens)).flatten(0, 1), batch.labels.flatten()
+        )
+    assert done(config).column("loss")[0] == pytest.approx(loss.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_in_every_layout(
+    world: int, first: Path, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done]
+) -> None:
+    alone = second(tiny_run, first)
+    train_on(1, alone)
+    many = alone.model_copy(update={"name": "many", "parallel": alone.parallel.model_copy(update={"zero": 3})})
+    train_on(world, many)
+    assert done(many).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
+    for name, tensor in done(alone).tensors().items():
+        torch.testing.assert_close(done(many).tensors()[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_growing_between_stages(
+    first: Path,
+    library: Library,
+    tiny_run: MakeRun,
+    train_on: Callable[..., None],
+    done: Callable[[RunConfig], Done],
+    tmp_path: Path,
+) -> None:
+    """A grown folder is a model to begin with; and a run that has begun goes on without it."""
+    grown = tmp_path / "grown"
+    assert main(["model", "grow", str(first), "--to", str(grown), "--layers", "4", "--experts", "3"]) == 0
+    config = second(tiny_run, grown)
+    train_on(1, config)
+    assert open_run(config).spec.layers == 4
+    plain = second(tiny_run, first).model_copy(update={"name": "plain"})
+    train_on(1, plain)
+    # Export rounds nothing in fp64 runs but to fp64: the silent blocks and equal experts say the same at first.
+    assert done(config).column("loss")[0] == pytest.approx(done(plain).column("loss")[0], rel=1e-6)
+    grown.rename(tmp_path / "away")
+    train_on(1, config)
+    assert len(done(config).column("loss")) == 3
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(JinguError) as caught:
+        open_run(config)
+    return str(caught.value)
+
+
+def test_models_that_do_not_fit_are_told(first: Path, tiny_run: MakeRun, tmp_path: Path) -> None:
+    assert refusal(second(tiny_run, first, model={"layers": 3, "vocabulary": 400})) == (
+        f"{first}: the run's model is not the one that it begins with: vocabulary is 400, there 389; layers is 3, "
+        "there 2. Leave out of `model` what that model decides; `jingu model grow` makes a larger one of it."
+    )
+    assert refusal(second(tiny_run, first, model={"preset": "gpt2"})) == (
+        "model.preset: the run begins with another model, which says its own dimensions. Leave it out, or leave out "
+        "initialize.from."
+    )
+    assert refusal(second(tiny_run, first, model={"family": "gpt2"})) == (
+        "model.family: the model that the run begins with is of the family 'llama', not 'gpt2'. Leave it out: a model "
+        "says its family."
+    )
+    assert "there is no such model folder" in refusal(second(tiny_run, tmp_path / "nothing"))
+    deliberate = second(tiny_run, first, model={"rope_base": 5e5, "context": 77})
+    assert open_run(deliberate).spec.context == 77
+
+
+def test_another_tokenizer_is_told(first: Path, library: Library, tiny_run: MakeRun) -> None:
+    train_tokenizer(iter(["other text"] * 3), 270, ["<|endoftext|>"]).save(first / "tokenizer")
+    words = refusal(second(tiny_run, first))
+    assert "pieces that the model to begin with knows have other ids, or none, in the run's tokenizer." in words
+    assert f"`jingu model grow {first} --tokenizer {library.tokenizer}` writes." in words
