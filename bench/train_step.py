@@ -51,7 +51,13 @@ def _jingu(precision: str, compiled: bool):
     import torch
 
     from jingu.config.batch import BatchPlan
-    from jingu.config.schema import AdamWSettings, ModelSettings, ParallelSettings, PrecisionSettings
+    from jingu.config.schema import (
+        ActivationCheckpointingSettings,
+        AdamWSettings,
+        ModelSettings,
+        ParallelSettings,
+        PrecisionSettings,
+    )
     from jingu.data.batch import Batch
     from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
@@ -76,7 +82,16 @@ def _jingu(precision: str, compiled: bool):
     mesh = build_mesh(axis_sizes(parallel, ranks.world, spec), ranks.device)
     with torch.device("meta"):
         model = Decoder(spec).to(chosen.masters)
-    parallelize(model, mesh, parallel, compute=chosen.compute, activation_checkpointing="none", compile=compiled)
+    checkpointing = ActivationCheckpointingSettings()
+    parallelize(
+        model,
+        mesh,
+        parallel,
+        compute=chosen.compute,
+        reduce=chosen.reduce,
+        activation_checkpointing=checkpointing,
+        compile=compiled,
+    )
     model.to_empty(device="cpu")
     initialise(model, spec, 0)
     optimizer = build_optimizer(AdamWSettings(), model)

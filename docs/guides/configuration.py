@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig, Settings
-from jingu.config.tree import describe, field_kinds, fields, sections
+from jingu.config.tree import describe, either, field_kinds, fields, sections
 
 OPENING = """\
 # Every setting
@@ -44,9 +44,10 @@ def section(name: str, field: FieldInfo, variants: dict[str, type[Settings]]) ->
     yield f"What else it has depends on `{name}.type`; without one, it is `{default}`."
     if common:
         yield from ["", "Every type has:", "", *table(models[0], f"{name}.", common)]
-    for tag, model in variants.items():
+    for model in dict.fromkeys(models):
+        tags = either([tag for tag, one in variants.items() if one is model])
         own = [key for key in fields(model) if key not in {*common, "type"}]
-        yield from ["", f"### {name}, `type: {tag}`", "", model.__doc__ or ""]
+        yield from ["", f"### {name}, `type: {tags}`", "", model.__doc__ or ""]
         yield from ["", *table(model, f"{name}.", own)] if own else []
 
 

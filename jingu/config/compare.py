@@ -40,7 +40,7 @@ def harmful_differences(old: RunConfig, new: RunConfig) -> list[str]:
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
     harmless = HARMLESS | {"train.steps"} if _endless(old) and _endless(new) else HARMLESS
     # A key that only one type of a section has follows from that section's type.
-    shared = [key for key in before if key in after and not {key, key.split(".")[0]} & harmless]
+    shared = [key for key in before if key in after and not _is_among(key, harmless)]
     return [
         f"{key}: {written(before[key])} → {written(after[key])}"
         for key in shared
@@ -52,6 +52,11 @@ def _endless(config: RunConfig) -> bool:
     """Whether the learning rate of a step does not depend on how many follow."""
     whole = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
     return whole and isinstance(config.schedule, ConstantSettings | NoamSettings)
+
+
+def _is_among(key: str, keys: frozenset[str]) -> bool:
+    """Whether a key or a section that it is in is among `keys`."""
+    return any(f"{key}.".startswith(f"{one}.") for one in keys)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

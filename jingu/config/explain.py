@@ -70,9 +70,11 @@ OUR_VALUES = {
     "adam": "adamw",
     "bfloat16": "bf16",
     "double": "fp64",
+    "float16": "fp16",
     "float32": "fp32",
     "float64": "fp64",
     "gpu": "cuda",
+    "half": "fp16",
     "inverse_sqrt": "noam",
     "wsd": "warmup-stable-decay",
 }

@@ -257,6 +257,15 @@ Schedule = Annotated[
 ]
 
 
+class ActivationCheckpointingSettings(Settings):
+    """What the backward pass finds of a block's activations, and what it computes again."""
+
+    type: Literal["none", "selective", "full"] = "none"
+    """Kept: all; what products, attention and exchanges between ranks gave; or only the block's input."""
+    every: Positive = 1
+    """Only every so many-th block computes again; the others keep all."""
+
+
 class TrainSettings(Settings):
     """How the loop runs."""
 
@@ -266,19 +275,42 @@ class TrainSettings(Settings):
     """Largest global norm of the gradient; null: no clipping."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks; auto: where a compiler is present and the run is long enough to earn it."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Activations kept for the backward pass: all of them, or only each block's input."""
+    activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run's folder (needs the tensorboard package)."""
 
 
-class PrecisionSettings(Settings):
-    """Number formats of the computation."""
+class PrecisionBase(Settings):
+    """Number formats, common to every precision."""
+
+    type: str
+    reduce: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Format in which gradients are added up over micro-batches and ranks; auto: that of the master weights."""
+
+
+class PrecisionSettings(PrecisionBase):
+    """bf16 computes in bf16 over fp32 master weights; auto: bf16 where the device has units for it, else fp32."""
 
     type: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """bf16 computes in bf16 over fp32 master weights; auto: bf16 where the device has units for it, else fp32."""
+
+
+class FP16Settings(PrecisionBase):
+    """fp16 over fp32 master weights. The loss is scaled, so that gradients stay within what fp16 can hold."""
+
+    type: Literal["fp16"] = "fp16"
+    initial_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """Factor on the mean loss at first."""
+    window: Positive = 1000
+    """Steps without overflow after which the scale is doubled."""
+    hysteresis: Positive = 2
+    """Overflows within a window from which on the scale is halved; a step that overflows is skipped either way."""
+    minimum_scale: Annotated[float, Field(gt=0)] = 1.0
+    """The scale never falls below this."""
+
+
+Precision = Annotated[PrecisionSettings | FP16Settings, Discriminator("type"), _type_or("auto")]
 
 
 class ParallelSettings(Settings):
@@ -356,7 +388,7 @@ class RunConfig(Settings):
     optimizer: Optimizer = AdamWSettings()
     schedule: Schedule = CosineSettings()
     train: TrainSettings = TrainSettings()
-    precision: PrecisionSettings = PrecisionSettings()
+    precision: Precision = PrecisionSettings()
     parallel: ParallelSettings = ParallelSettings()
     device: DeviceSettings = DeviceSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

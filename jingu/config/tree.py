@@ -56,7 +56,9 @@ def sections(field: FieldInfo) -> Sections:
     """The sections that a field takes, by their tag; empty for a single value."""
     found = [kind.type for kind in field_kinds(field) if isinstance(kind.type, type)]
     models = [model for model in found if issubclass(model, Settings)]
-    return {model.model_fields["type"].default if len(models) > 1 else "": model for model in models}
+    if len(models) == 1:
+        return {"": models[0]}
+    return {kind.value: model for model in models for kind in field_kinds(model.model_fields["type"])}
 
 
 def find(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> FieldInfo | None:

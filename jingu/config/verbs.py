@@ -19,7 +19,7 @@ def json_schema() -> dict[str, Any]:
     tree = RunConfig.model_json_schema()
     for field in RunConfig.model_fields.values():
         for tag, variant in sections(field).items():
-            if tag and tag != field.get_default(call_default_factory=True).type:
+            if tag and not isinstance(field.get_default(call_default_factory=True), variant):
                 # Without its `type:` a section is of the default type, and only of that.
                 tree["$defs"][variant.__name__]["required"] = ["type"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "A run of jingu"}

@@ -1,6 +1,6 @@
-"""Matrix products. On a CPU without bf16 units, bf16 products are computed in fp32 and rounded once.
+"""Matrix products. On a CPU without units for bf16 or fp16, such products are computed in fp32 and rounded once.
 
-That is what a bf16 unit with fp32 accumulation gives, and many times faster there than stock bf16 kernels.
+That is what a unit with fp32 accumulation gives, and many times faster there than the stock kernels.
 Everywhere else these are the stock operations.
 """
 
@@ -12,13 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A fact of the processor, read once; a constant so that compiled code folds it.
+# Facts of the processor, read once; constants so that compiled code folds them.
 CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+CPU_HAS_FP16_UNITS = bool(torch.cpu._is_amx_fp16_supported())
 
 
 def computes_wide(x: Tensor) -> bool:
-    """Whether products of this tensor are computed in fp32 although it is bf16."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_HAS_BF16_UNITS
+    """Whether products of this tensor are computed in fp32 although it is narrower."""
+    if x.device.type != "cpu":
+        return False
+    return (x.dtype == torch.bfloat16 and not CPU_HAS_BF16_UNITS) or (
+        x.dtype == torch.float16 and not CPU_HAS_FP16_UNITS
+    )
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -72,7 +77,7 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, 
 
 
 class _WideLinear(torch.autograd.Function):
-    """bf16 in and out, fp32 inside; keeps the bf16 tensors for the backward pass, not their fp32 copies."""
+    """Narrow in and out, fp32 inside; keeps the narrow tensors for the backward pass, not their fp32 copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from jingu.config.schema import ParallelSettings
+from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
 from jingu.model.decoder import Decoder
 from jingu.parallel.mesh import sharding_mesh
+
+KEPT = (
+    *("mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
+    *("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
+)
+"""How names of operations begin whose results selective activation checkpointing keeps: the slow ones."""
 
 
 def parallelize(
@@ -22,7 +29,8 @@ def parallelize(
     settings: ParallelSettings,
     *,
     compute: torch.dtype,
-    activation_checkpointing: str,
+    reduce: torch.dtype,
+    activation_checkpointing: ActivationCheckpointingSettings,
     compile: bool,
 ) -> Decoder:
     """Activation checkpointing, then compile, then ZeRO, in place; the engine turns the parameters into DTensors.
@@ -32,28 +40,38 @@ def parallelize(
     Args:
         model: on the meta device, in the dtype of the master weights.
         compute: dtype of the products; the masters keep theirs.
+        reduce: dtype in which gradients are added up.
     """
-    for block in model.blocks:
-        if activation_checkpointing == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for number, block in enumerate(model.blocks):
+        if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
+            block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
         if compile:
             block.forward = torch.compile(block.forward, dynamic=False)
-    _shard(model, mesh, settings.zero, compute)
+    _shard(model, mesh, settings.zero, compute, reduce)
     return model
 
 
-def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype) -> None:
+def _recomputing(forward: Any, *, selective: bool) -> Any:
+    """`forward`, its activations computed again in the backward pass: all, or all that is quickly made."""
+    if not selective:
+        return partial(checkpoint, forward, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _keep_slow)
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def _keep_slow(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+    name = operation.name().partition("::")[2]
+    return CheckpointPolicy.MUST_SAVE if name.startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype, reduce: torch.dtype) -> None:
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
     masters = next(model.parameters()).dtype
     mesh = sharding_mesh(mesh)
     if mesh.size() == 1 and compute == masters:
         return  # nothing to share and nothing to cast: the engine would only copy
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if compute != masters else None,
-        reduce_dtype=masters if compute != masters else None,
-        cast_forward_inputs=False,
-    )
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     # The root's own parameters (embedding, norm, head) are needed last and first: they stay between the passes.

