@@ -102,7 +102,9 @@ def test_numbers_stay_and_less_is_kept(family: str, monkeypatch: pytest.MonkeyPa
         bytes_of[current] = storages.kept()
         loss.backward()
         results = {"loss": loss, **{name: parameter.grad for name, parameter in model.named_parameters()}}
-        assert all(value is not None for name, value in results.items() if "router" not in name and name != "head.weight")
+        assert all(
+            value is not None for name, value in results.items() if "router" not in name and name != "head.weight"
+        )
         expected = expected or results
         for name, value in results.items():
             assert value is None if expected[name] is None else torch.equal(value, expected[name]), (current, name)
