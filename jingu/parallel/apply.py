@@ -42,7 +42,7 @@ def parallelize(
         compute: dtype of the products; the masters keep theirs.
         reduce: dtype in which gradients are added up.
     """
-    for number, block in enumerate(model.blocks):
+    for number, block in zip(model.part, model.blocks, strict=True):
         if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
             block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
         if compile:

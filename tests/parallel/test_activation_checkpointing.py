@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +20,8 @@ from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import parallelize
+from jingu.parallel.mesh import axis_sizes, build_mesh
+from jingu.runtime.ranks import joined
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -49,11 +53,11 @@ class Storages(TorchDispatchMode):
         return sum(size for reference, size in self.seen.values() if not reference.expired())
 
 
-class Mesh:
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
     """One rank."""
-
-    def size(self) -> int:
-        return 1
+    with joined("cpu", 1) as ranks:
+        yield build_mesh(axis_sizes(ParallelSettings(), 1, small("llama")), ranks.device)
 
 
 def small(family: str) -> ModelSpec:
@@ -64,12 +68,12 @@ def small(family: str) -> ModelSpec:
     return spec_from_settings(settings, 37, 19)
 
 
-def made(spec: ModelSpec, mode: dict[str, Any], compile: bool = False) -> Decoder:
+def made(mesh: DeviceMesh, spec: ModelSpec, mode: dict[str, Any], compile: bool = False) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec).to(torch.float64)
     parallelize(
         model,
-        Mesh(),  # type: ignore[arg-type]
+        mesh,
         ParallelSettings(),
         compute=torch.float64,
         reduce=torch.float64,
@@ -84,7 +88,7 @@ TOKENS = torch.arange(38).view(2, 19) % 37
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_numbers_stay_and_less_is_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_stay_and_less_is_kept(family: str, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = small(family)
     calls, forward = Counter[str](), SelfAttention.forward
     current = "none"
@@ -96,7 +100,7 @@ def test_numbers_stay_and_less_is_kept(family: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(SelfAttention, "forward", counting)
     expected, bytes_of = {}, {}
     for current, mode in MODES.items():
-        model, storages = made(spec, mode), Storages()
+        model, storages = made(mesh, spec, mode), Storages()
         with storages:
             loss = model(TOKENS).square().sum()
         bytes_of[current] = storages.kept()
@@ -116,12 +120,12 @@ def test_numbers_stay_and_less_is_kept(family: str, monkeypatch: pytest.MonkeyPa
     assert full < chosen < chosen_2
 
 
-def test_selective_multiplies_nothing_again() -> None:
+def test_selective_multiplies_nothing_again(mesh: DeviceMesh) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     spec, counted = small("llama"), {}
     for name in ("none", "selective", "full"):
-        model = made(spec, MODES[name])
+        model = made(mesh, spec, MODES[name])
         with FlopCounterMode(display=False) as counter:
             model(TOKENS).square().sum().backward()
         counted[name] = counter.get_total_flops()
@@ -129,11 +133,11 @@ def test_selective_multiplies_nothing_again() -> None:
 
 
 @pytest.mark.slow
-def test_selective_compiles() -> None:
+def test_selective_compiles(mesh: DeviceMesh) -> None:
     spec = small("llama")
     gradients = []
     for compile in (False, True):
-        model = made(spec, MODES["selective"], compile=compile)
+        model = made(mesh, spec, MODES["selective"], compile=compile)
         model(TOKENS).square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for name, gradient in gradients[0].items():
