@@ -186,10 +186,10 @@ class Done:
 
     def tensors(self) -> dict[str, Any]:
         """All tensors of the newest checkpoint."""
-        from jingu.checkpoint import store
+        from jingu.checkpoint import files, store
 
         folder = self.checkpoint()
-        return {name: store.read_tensor(folder, name) for name in store.names(folder)}
+        return {name: store.read_tensor(folder, name) for name in files.names(folder)}
 
 
 @pytest.fixture

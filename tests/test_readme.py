@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jingu.checkpoint.store import names
+from jingu.checkpoint.files import names
 from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
 from jingu.report.read import read_run

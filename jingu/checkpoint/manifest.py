@@ -1,5 +1,6 @@
 """The manifest: which files a checkpoint is made of, and which bytes of them are which block of which tensor.
 
+Nothing here needs torch: the process that writes in the background starts at once.
 The JSON carries a checksum of itself in its first line, so that no byte of a checkpoint is without one.
 Checksums are XXH3 with 128 bits, in hexadecimal, as `xxhsum -H2` prints them.
 """
@@ -10,9 +11,8 @@ import json
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
@@ -22,26 +22,25 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 1
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
+WIDTHS = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
 }
-"""The names that the safetensors format gives to PyTorch's dtypes."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Bytes an element, by the names that the safetensors format gives to dtypes."""
 
 _OPENING = b'{\n"xxh3_128": "'
 _DIGITS = 32
@@ -60,16 +59,17 @@ class _Record(BaseModel):
 
 
 class Piece(_Record):
-    """One block of a tensor: where it belongs, and the bytes of the file that hold it."""
+    """Some rows of a block of a tensor: where they belong, and the bytes of the file that hold them."""
 
     file: FileName
     key: str
-    """Name in the safetensors file."""
+    """Name of the block in the safetensors file."""
     offset: Shape
     shape: Shape
     bytes: tuple[NonNegativeInt, NonNegativeInt]
     """First byte in the file, and the one after the last."""
-    xxh3_128: Checksum
+    xxh3_128: Checksum | None = None
+    """None while the piece is only planned."""
 
 
 class Stored(_Record):
@@ -107,8 +107,8 @@ class Manifest(_Record):
         return _OPENING + xxhash.xxh3_128_hexdigest(_OPENING + body).encode() + body
 
 
-def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -168,6 +168,23 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
     return Manifest(ranks=ranks, files=files, tensors={name: tensors[name] for name in sorted(tensors)})
 
 
+def header_of(pieces: Iterable[tuple[str, Piece]]) -> bytes:
+    """A shard file's first bytes, up to the first tensor: they follow from the pieces (with their dtypes) in it."""
+    blocks: dict[str, tuple[str, list[Piece]]] = {}
+    for dtype, piece in pieces:
+        blocks.setdefault(piece.key, (dtype, []))[1].append(piece)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
+    for key, (dtype, rows) in sorted(blocks.items(), key=lambda item: (-WIDTHS[item[1][0]], item[0])):
+        shape = [sum(piece.shape[0] for piece in rows), *rows[0].shape[1:]] if rows[0].shape else []
+        begin, end = end, end + prod(shape) * WIDTHS[dtype]
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = _json(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def check(manifest: Manifest) -> None:
     """Refuse a manifest whose pieces do not make up its tensors, each element once.
 
@@ -175,9 +192,9 @@ def check(manifest: Manifest) -> None:
         CheckpointError: naming the first such tensor.
     """
     for name, stored in manifest.tensors.items():
-        if stored.dtype not in DTYPES:
+        if stored.dtype not in WIDTHS:
             raise CheckpointError(f"tensor {name} has the unknown dtype {stored.dtype}.")
-        width = DTYPES[stored.dtype].itemsize
+        width = WIDTHS[stored.dtype]
         for piece in stored.pieces:
             begin, end = piece.bytes
             inside = len(piece.offset) == len(piece.shape) == len(stored.shape) and all(
@@ -185,12 +202,21 @@ def check(manifest: Manifest) -> None:
                 for first, extent, whole in zip(piece.offset, piece.shape, stored.shape, strict=True)
             )
             written = manifest.files.get(piece.file)
-            if not inside or written is None or end > written.bytes or end - begin != prod(piece.shape) * width:
+            fits = written is not None and end <= written.bytes and end - begin == prod(piece.shape) * width
+            if not (inside and fits and piece.xxh3_128):
                 raise CheckpointError(f"the piece {piece.key} of tensor {name} does not fit where it should be.")
-        held = [piece for piece in stored.pieces if prod(piece.shape)]
-        elements = sum(prod(piece.shape) for piece in held)
-        if elements != prod(stored.shape) or len({piece.offset for piece in held}) != len(held):
+        held = distinct(stored)
+        if any(piece.xxh3_128 != held[piece.offset].xxh3_128 for piece in stored.pieces if prod(piece.shape)):
+            raise CheckpointError(f"ranks do not agree about the values of tensor {name}.")
+        elements = sum(prod(piece.shape) for piece in held.values())
+        if elements != prod(stored.shape):
             raise CheckpointError(
                 f"tensor {name} has {prod(stored.shape)} elements and its pieces {elements}: "
                 "some are missing or double."
             )
+
+
+def distinct(stored: Stored) -> dict[Shape, Piece]:
+    """The pieces of a tensor, once each, by offset. Ranks that do not know of each other may both have written one, as
+    the first and the last stage of a pipeline do where they share a tensor."""
+    return {piece.offset: piece for piece in reversed(stored.pieces) if prod(piece.shape)}

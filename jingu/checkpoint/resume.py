@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jingu.checkpoint.files import sync_folder, verify
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from jingu.checkpoint.store import sync_folder, verify
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|deleted)")

@@ -1,33 +1,39 @@
-"""Shard files: blocks of tensors as safetensors, written and read in chunks, without copies.
+"""Blocks of tensors in shard files: planned from what a rank holds, read back into any other layout.
 
-The format: eight bytes with the length of a JSON header, the header, then the bytes of all tensors one after another
-(https://github.com/huggingface/safetensors#format).
+A shard file is safetensors: eight bytes with the length of a JSON header, the header, then the bytes of all tensors
+one after another (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.manifest import DTYPE_NAMES, CheckpointError, FileRecord, Manifest, Piece, Stored
+from jingu.checkpoint.files import CHUNK, mismatch, shard_name
+from jingu.checkpoint.manifest import WIDTHS, CheckpointError, FileRecord, Manifest, Piece, Stored, header_of
 from jingu.checkpoint.slices import Extent, Slice, overlap
 
-CHUNK = 4 << 20
-"""Bytes that are hashed and written, or read and hashed, while they are still in the processor's cache."""
-SEGMENT = 256 << 10
-"""Runs of bytes shorter than this are read together with what lies between them."""
+PIECE = 32 << 20
+"""Rows of a block are checked, and read by a thread, in pieces of about this many bytes."""
+
+_KINDS = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.bool, torch.complex64,
+)  # fmt: skip
+DTYPES: dict[str, torch.dtype] = dict(zip(WIDTHS, _KINDS, strict=True))
+"""The names that the safetensors format gives to PyTorch's dtypes."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -55,50 +61,52 @@ def deal(blocks: Sequence[Held]) -> list[Held]:
     return mine
 
 
-def write_shard(path: Path, blocks: Sequence[Held], ranks: int) -> Manifest:
-    """Write this rank's share of the blocks it holds; returns its part of the manifest.
+def plan_part(blocks: Sequence[Held], rank: int, ranks: int) -> tuple[Manifest, list[Held]]:
+    """This rank's part of the manifest, checksums left open, and the blocks to write, in the order of the file.
 
     Raises:
         CheckpointError: a dtype without a name in the format, or two blocks of one key.
-        OSError: as the disk will have it.
     """
     dtypes = {block.name: _dtype_name(block.name, block.local.dtype) for block in blocks}
     written = [block for block in deal(blocks) if block.local.numel() or not prod(block.slice.shape)]
-    # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
-    written.sort(key=lambda block: (-block.local.element_size(), block.name))
+    written.sort(key=lambda block: (-block.local.element_size(), _key(block)))
     keys = [_key(block) for block in written]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ends = [0]
-    for key, block in zip(keys, written, strict=True):
-        ends.append(ends[-1] + block.local.numel() * block.local.element_size())
-        if key in header:
-            raise CheckpointError(f"two tensors would be stored as {key}.")
-        header[key] = {
-            "dtype": dtypes[block.name],
-            "shape": list(block.slice.size),
-            "data_offsets": ends[-2:],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
+    if double := {key for key, following in pairwise(keys) if key == following}:
+        raise CheckpointError(f"two tensors would be stored as {min(double)}.")
     stored = {block.name: Stored(dtype=dtypes[block.name], shape=block.slice.shape, pieces=()) for block in blocks}
-    with _Writer(path) as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for key, block, begin, end in zip(keys, written, ends, ends[1:], strict=False):
-            digest = xxhash.xxh3_128()
-            for chunk in chunks(block.local):
-                digest.update(chunk)
-                out.write(chunk)
-            piece = Piece(
-                file=path.name,
-                key=key,
-                offset=block.slice.offset,
-                shape=block.slice.size,
-                bytes=(start + begin, start + end),
-                xxh3_128=digest.hexdigest(),
-            )
-            stored[block.name] = stored[block.name].model_copy(update={"pieces": (piece,)})
-    return Manifest(ranks=ranks, files={path.name: out.record}, tensors=stored)
+    pieces = {key: _pieces(block, key, shard_name(rank, ranks)) for key, block in zip(keys, written, strict=True)}
+    end = len(header_of((dtypes[block.name], p) for key, block in zip(keys, written, strict=True) for p in pieces[key]))
+    for key, block in zip(keys, written, strict=True):
+        placed = []
+        for piece in pieces[key]:
+            begin, end = end, end + prod(piece.shape) * block.local.element_size()
+            placed.append(piece.model_copy(update={"bytes": (begin, end)}))
+        stored[block.name] = stored[block.name].model_copy(update={"pieces": tuple(placed)})
+    return Manifest(ranks=ranks, files={}, tensors=stored), written
+
+
+def _pieces(block: Held, key: str, file: str) -> list[Piece]:
+    """The pieces of a block, some rows each, not placed in the file yet."""
+    offset, size = block.slice.offset, block.slice.size
+    rows = max(1, PIECE // max(1, prod(size[1:]) * block.local.element_size()))
+    firsts = range(0, size[0], rows) if size and size[0] else [0]
+    return [
+        Piece(
+            file=file,
+            key=key,
+            offset=(offset[0] + first, *offset[1:]) if size else (),
+            shape=(min(rows, size[0] - first), *size[1:]) if size else (),
+            bytes=(0, 0),
+        )
+        for first in firsts
+    ]
+
+
+def rows_of(block: Held, piece: Piece) -> Tensor:
+    """The part of a block's tensor that a piece of it holds."""
+    return (
+        block.local.narrow(0, piece.offset[0] - block.slice.offset[0], piece.shape[0]) if piece.shape else block.local
+    )
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
@@ -136,48 +144,6 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield memory_of(raw[first : first + CHUNK].cpu())
 
 
-class _Writer:
-    """A new file, hashed while it is written and on disk when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
-        self._digest = xxhash.xxh3_128()
-        self._bytes = 0
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self._digest.update(view)
-        self._bytes += len(view)
-        write_all(self._file, view)
-
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord(bytes=self._bytes, xxh3_128=self._digest.hexdigest())
-
-
-def write_all(file: io.FileIO, view: memoryview) -> None:
-    """The system may take less than it is given; and it may fail here, for want of room."""
-    while len(view):
-        view = view[file.write(view) :]
-
-
-def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """A small file, on disk when this returns."""
-    with _Writer(path) as out:
-        out.write(data)
-    return out.record
-
-
 @contextlib.contextmanager
 def reading(path: Path, record: FileRecord) -> Iterator[int]:
     """A file descriptor; what goes wrong while reading from it becomes a `CheckpointError` that names the file."""
@@ -196,8 +162,17 @@ def reading(path: Path, record: FileRecord) -> Iterator[int]:
         os.close(descriptor)
 
 
+def check_header(descriptor: int, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: Path) -> None:
+    """Refuse a shard file whose length or whose first bytes are not what its pieces (with their dtypes) ask for."""
+    size, expected = os.fstat(descriptor).st_size, header_of(pieces)
+    if size != record.bytes:
+        raise CheckpointError(f"{path.name} has {size} bytes, not {record.bytes}.", where=path.parent)
+    if os.pread(descriptor, len(expected), 0) != expected:
+        raise CheckpointError(f"{path.name} does not match its checksum.", where=path.parent)
+
+
 def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> None:
-    """Read what a stored piece and a block have in common into the block; a piece read whole is checked."""
+    """Read a stored piece, check it, and copy what it has in common with a block into the block."""
     found = overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size)
     assert found is not None
     begins, size = found
@@ -205,26 +180,24 @@ def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> No
     for dim, (begin, first, extent) in enumerate(zip(begins, block.slice.offset, size, strict=True)):
         target = target.narrow(dim, begin - first, extent)
     inside = tuple(begin - first for begin, first in zip(begins, piece.offset, strict=True))
-    digest = xxhash.xxh3_128() if size == piece.shape else None
-    source = _Source(descriptor, digest)
+    source = _Source(descriptor)
     if not size:  # no dims: one element, read as a row of one
         source.read_block(piece.bytes[0], (1,), (0,), target.reshape(1))
     else:
         source.read_block(piece.bytes[0], piece.shape, inside, target)
-    if digest is not None and digest.hexdigest() != piece.xxh3_128:
-        raise CheckpointError(
-            f"{piece.file}: the bytes of tensor {piece.key} do not match their checksum.", where=folder
-        )
+    if source.digest.hexdigest() != piece.xxh3_128:
+        raise CheckpointError(f"{mismatch(piece)}.", where=folder)
 
 
 class _Source:
-    """An open shard file; hashes what it reads if given a digest (of pieces that are read whole)."""
+    """An open shard file; hashes all that it reads."""
 
-    def __init__(self, descriptor: int, digest: xxhash.xxh3_128 | None) -> None:
+    def __init__(self, descriptor: int) -> None:
+        self.digest = xxhash.xxh3_128()
         self._descriptor = descriptor
-        self._digest = digest
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def read_bytes(self, position: int, view: memoryview) -> None:
+    def _read(self, position: int, view: memoryview) -> None:
         for first in range(0, len(view), CHUNK):
             chunk = rest = view[first : first + CHUNK]
             while len(rest):
@@ -232,32 +205,45 @@ class _Source:
                 if count == 0:
                     raise EOFError
                 position, rest = position + count, rest[count:]
-            if self._digest is not None:
-                self._digest.update(chunk)
+            self.digest.update(chunk)
+
+    def _read_aside(self, position: int, size: int) -> Tensor:
+        """The bytes, in memory that the next call uses again."""
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(max(size, CHUNK), dtype=torch.uint8)
+        raw = self._scratch[:size]
+        self._read(position, memory_of(raw))
+        return raw
 
     def read_block(self, base: int, shape: Extent, offset: Extent, target: Tensor) -> None:
-        """Copy the block at `offset` of the row-major array of `shape` at byte `base` to `target`.
+        """Read all of the row-major array of `shape` at byte `base`; copy the block at `offset` of it to `target`.
 
-        One run of bytes goes straight to its place. A block of long runs is read run by run. Otherwise whole rows
-        (index of the first dim) are read a chunk at a time, with the bytes between the runs, and copied out.
+        All bytes are read, in order, because the checksum is of all of them. What is wanted whole goes straight to
+        its place; the rest passes through a chunk of memory, some rows (indices of the first dim) at a time.
         """
         size, width = tuple(target.shape), target.element_size()
-        row = prod(shape[1:]) * width
-        position = base + offset[0] * row
-        is_run = size[1:] == shape[1:]
-        if is_run and target.is_contiguous() and target.device.type == "cpu":
-            self.read_bytes(position, memory_of(target))
+        if size == shape and target.is_contiguous() and target.device.type == "cpu":
+            self._read(base, memory_of(target))
             return
-        if len(shape) > 1 and (row > CHUNK or (not is_run and size[1] * prod(shape[2:]) * width >= SEGMENT)):
-            for index in range(size[0]):
-                self.read_block(position + index * row, shape[1:], offset[1:], target[index])
+        row = prod(shape[1:]) * width
+        if row > CHUNK and len(shape) > 1:
+            for index in range(shape[0]):
+                if offset[0] <= index < offset[0] + size[0]:
+                    self.read_block(base + index * row, shape[1:], offset[1:], target[index - offset[0]])
+                else:
+                    self._pass_over(base + index * row, row)
             return
         rows = max(1, CHUNK // row)
-        for first in range(0, size[0], rows):
-            count = min(rows, size[0] - first)
-            raw = torch.empty(count * row, dtype=torch.uint8)
-            self.read_bytes(position + first * row, memory_of(raw))
-            found = raw.view(target.dtype).view(count, *shape[1:])
-            for dim in range(1, len(shape)):
-                found = found.narrow(dim, offset[dim], size[dim])
-            target[first : first + count].copy_(found)
+        for first in range(0, shape[0], rows):
+            count = min(rows, shape[0] - first)
+            found = self._read_aside(base + first * row, count * row).view(target.dtype).view(count, *shape[1:])
+            begin, end = max(first, offset[0]), min(first + count, offset[0] + size[0])
+            if begin < end:
+                found = found[begin - first : end - first]
+                for dim in range(1, len(shape)):
+                    found = found.narrow(dim, offset[dim], size[dim])
+                target[begin - offset[0] : end - offset[0]].copy_(found)
+
+    def _pass_over(self, base: int, size: int) -> None:
+        for first in range(0, size, CHUNK):
+            self._read_aside(base + first, min(CHUNK, size - first))

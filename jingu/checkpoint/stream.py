@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jingu.checkpoint.manifest import DTYPE_NAMES, DTYPES
-from jingu.checkpoint.shards import memory_of, write_all
+from jingu.checkpoint.files import write_all
+from jingu.checkpoint.shards import DTYPE_NAMES, DTYPES, memory_of
 from jingu.errors import JinguError
 
 ELEMENTS = 1 << 20

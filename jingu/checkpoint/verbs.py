@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jingu.checkpoint.files import names, read_state
+from jingu.checkpoint.files import verify as problems_of
 from jingu.checkpoint.hub import OpenModel, export_hf, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
-from jingu.checkpoint.store import names, read_state, read_tensor
-from jingu.checkpoint.store import verify as problems_of
+from jingu.checkpoint.store import read_tensor
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from jingu.checkpoint.files import read_state
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import complete_steps, step_folder
-from jingu.checkpoint.store import read_state
 from jingu.config.compare import harmful_differences
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
+from jingu.checkpoint.files import read_state
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.resume import find_latest, prune, step_folder
-from jingu.checkpoint.store import load, read_state, save
+from jingu.checkpoint.store import load, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from jingu.checkpoint.files import read_state, verify
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import all_steps, complete_steps, find_latest, prune, step_folder
-from jingu.checkpoint.store import load, read_state, save, verify
+from jingu.checkpoint.store import load, save
 
 
 def some_tensors(step: int) -> dict[str, Tensor]:
@@ -69,13 +70,11 @@ def test_loading_never_gives_wrong_values_for_whole_tensors(checkpoints):
         tensors = {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()}
         try:
             load(folder, tensors)
-            state = read_state(folder)
+            read_state(folder)
         except CheckpointError:
             pass
         else:
-            assert path.name.startswith("shard"), "only the header of a shard is not needed for loading"
-            assert state == {"step": 200}
-            assert all(torch.equal(tensors[name], tensor) for name, tensor in some_tensors(200).items())
+            raise AssertionError(trial)
         path.write_bytes(good)
 
 

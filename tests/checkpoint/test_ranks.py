@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from jingu.checkpoint import store
+from jingu.checkpoint import files, store
 from jingu.checkpoint.manifest import CheckpointError
 
 WHOLE = {
@@ -36,25 +36,24 @@ def save_on(rank: int, world: int, folder: Path, source: Path | None) -> bool:
     if source is not None:
         store.load(source, tensors, agree=all_agree)
     store.save(folder, tensors, {"ranks": world}, rank=rank, ranks=world, agree=all_agree)
-    return store.verify(folder) == []
+    return files.verify(folder) == []
 
 
 def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
-    from jingu.checkpoint import shards
     from jingu.runtime.ranks import all_agree
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    working = shards.write_all
+    working = files.write_all
     if rank == 1:
-        shards.write_all = full
+        files.write_all = full
     try:
         store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, agree=all_agree)
     except CheckpointError as error:
         return error.what
     finally:
-        shards.write_all = working
+        files.write_all = working
     return "saved"
 
 
