@@ -40,8 +40,10 @@ from jingu.checkpoint.manifest import (
 
 CHUNK = 4 << 20
 """Bytes that are hashed and written, or read and hashed, while they are still in the processor's cache."""
-PARTS_SECONDS = 1800.0
+PARTS_SECONDS = 600.0
 """How long the first rank waits for the other ranks' parts before it gives a checkpoint up."""
+LINGER_SECONDS = 5.0
+"""The same where it could not write its own part, and waits only to clear away what the others wrote."""
 _LOOK_SECONDS = 0.02
 
 Data = Callable[[Piece], Iterable[memoryview]]
@@ -143,23 +145,25 @@ def could_not_save(folder: Path, causes: Mapping[int, str]) -> CheckpointError:
     )
 
 
-def wait_for_parts(folder: Path, ranks: int, seconds: float = PARTS_SECONDS) -> None:
+def wait_for_parts(folder: Path, ranks: int, own: str | None = None) -> None:
     """Wait, as the first rank, until every rank has written its part or told why it could not.
+
+    Args:
+        own: why the first rank itself could not.
 
     Raises:
         CheckpointError: some rank could not, or was not heard of in time.
     """
-    partial = partial_name(folder)
+    partial, seconds = partial_name(folder), PARTS_SECONDS if own is None else LINGER_SECONDS
     missing, deadline = set(range(ranks)), time.monotonic() + seconds
     while True:
-        causes = notes(partial)
+        causes = notes(partial) | ({} if own is None else {0: own})
         missing = {rank for rank in missing if not _part_name(partial, rank).exists()} - causes.keys()
-        if not missing:
-            break
-        if time.monotonic() > deadline:
-            causes |= dict.fromkeys(missing, f"not heard of in {seconds:.0f} s")
+        if not missing or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_SECONDS)
+    if own is None:
+        causes |= dict.fromkeys(missing, f"not heard of in {seconds:.0f} s")
     if causes:
         raise could_not_save(folder, causes)
 

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jingu.checkpoint.files import sync_folder, verify
+from jingu.checkpoint.files import read_state, sync_folder, verify
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -22,6 +22,20 @@ class Found:
     folder: Path | None
     passed_over: list[tuple[Path, str]] = field(default_factory=list)
     """Newer checkpoints that cannot be used, and why, newest first."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints of a run stay; the newest always does."""
+
+    last: int = 1
+    """So many newest ones."""
+    every: int = 0
+    """Those whose step is a multiple of this; 0: none."""
+    best: int = 0
+    """So many of those with the lowest `metric`."""
+    metric: str = "loss"
+    """A value of the last evaluation before the checkpoint."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -63,8 +77,8 @@ def find_latest(checkpoints: Path) -> Found:
     return Found(None, None, passed_over)
 
 
-def prune(checkpoints: Path, keep: int, *, current: int | None = None) -> list[int]:
-    """Delete the oldest complete checkpoints beyond the newest `keep`, and what dead processes left behind.
+def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[int]:
+    """Delete the complete checkpoints that need not stay, and what dead processes left behind.
 
     No save may be going on in `checkpoints`.
 
@@ -75,11 +89,13 @@ def prune(checkpoints: Path, keep: int, *, current: int | None = None) -> list[i
     Returns:
         The steps that were deleted.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}, and at least one checkpoint is kept")
+    if keep.last < 1:
+        raise ValueError(f"keep.last is {keep.last}, and at least one checkpoint is kept")
     newest = find_latest(checkpoints).step if current is None else current
     steps = [step for step in complete_steps(checkpoints) if newest is not None and step <= newest]
-    doomed = steps[:-keep]
+    stay = {*steps[-keep.last :], *_best(checkpoints, steps, keep)}
+    stay |= {step for step in steps if keep.every and step % keep.every == 0}
+    doomed = [step for step in steps if step not in stay]
     for step in doomed:
         folder = step_folder(checkpoints, step)
         # Under a dot name first: a process killed while it deletes leaves no half checkpoint under a final name.
@@ -88,7 +104,25 @@ def prune(checkpoints: Path, keep: int, *, current: int | None = None) -> list[i
         folder.rename(hidden)
     if doomed:
         sync_folder(checkpoints)
+    clear_leftovers(checkpoints)
+    return doomed
+
+
+def _best(checkpoints: Path, steps: list[int], keep: Keep) -> list[int]:
+    """The steps with the lowest metric, among equals the later ones."""
+    measured = []
+    for step in steps if keep.best else []:
+        try:
+            value = (read_state(step_folder(checkpoints, step)).get("evaluation") or {}).get(keep.metric)
+        except CheckpointError:
+            continue
+        if isinstance(value, int | float) and value == value:
+            measured.append((value, -step))
+    return [-negative for _, negative in sorted(measured)[: keep.best]]
+
+
+def clear_leftovers(checkpoints: Path) -> None:
+    """Delete what processes that died left behind. No save may be going on in `checkpoints`."""
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-    return doomed

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu import __version__
 from jingu.checkpoint.files import read_state
 from jingu.checkpoint.hub import parameter_shapes
-from jingu.checkpoint.resume import find_latest, prune, step_folder
+from jingu.checkpoint.resume import Keep, find_latest, prune, step_folder
 from jingu.checkpoint.store import load, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
@@ -214,7 +214,7 @@ def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: 
         agree=all_agree,
     )
     if ranks.is_first:
-        prune(run.checkpoints, run.config.checkpoint.keep, current=progress.step)
+        prune(run.checkpoints, Keep(run.config.checkpoint.keep), current=progress.step)
 
 
 def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,0 +1,198 @@
+"""Saving while training goes on: tensors are copied to shared memory, and a process of its own writes the copy.
+
+The copy is made before `save` returns, so what lands on the disk is the step that it claims to be, whatever training
+does to its tensors meanwhile. The memory is used again for each save, so there is one copy, and one save at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import jingu
+from jingu.checkpoint.files import leave_note, partial_name
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.resume import Keep
+from jingu.checkpoint.shards import Held, plan_part
+from jingu.checkpoint.store import held_blocks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save in the background ended."""
+
+    folder: Path
+    problem: str | None
+    """None: this rank's part is on disk; on the first rank, the whole checkpoint."""
+
+
+class BackgroundSaver:
+    """Saves the same tensors again and again; every rank has one."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, rank: int = 0, ranks: int = 1, copy: tuple[int, int] | None = None
+    ) -> None:
+        """Take the memory for a copy of what this rank writes of `tensors`, and start the process that writes.
+
+        Args:
+            copy: as for `jingu.checkpoint.store.save`.
+
+        Raises:
+            CheckpointError: tensors that cannot be stored.
+        """
+        self._rank, self._ranks, self._copy = rank, ranks, copy or (rank, ranks)
+        blocks = held_blocks(tensors, *self._copy)
+        self._layout = _layout(blocks)
+        plan, written = plan_part(blocks, rank, ranks)
+        self._plan = plan.model_dump(mode="json")
+        self._written = [block.name for block in written]
+        sizes = [prod(block.slice.size) * block.local.element_size() for block in written]
+        self.bytes = sum(sizes)
+        """Main memory taken for the copy."""
+        self._file = _shared_memory(self.bytes)
+        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+        if self.bytes:
+            self._memory = torch.frombuffer(mmap.mmap(self._file, self.bytes), dtype=torch.uint8)
+            self._memory.zero_()  # the system hands out the pages now rather than in the first save
+            self._pinned = any(block.local.is_cuda for block in written) and _pin(self._memory)
+        self._places = [
+            raw.view(block.local.dtype).view(block.slice.size)
+            for raw, block in zip(self._memory.split(sizes), written, strict=True)
+        ]
+        self._pending: Path | None = None
+        self._said = b""
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jingu.checkpoint.writer", str(self._file)],
+            cwd=Path(jingu.__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._file],
+            process_group=0,  # Ctrl-C in the terminal is for training
+            bufsize=0,
+        )
+        _tell(process, {"rank": self._rank, "bytes": self.bytes, "plan": self._plan})
+        return process
+
+    def save(
+        self, folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], step: int, keep: Keep
+    ) -> None:
+        """Copy the tensors, and have the copy written. No save may be under way: `wait` first.
+
+        Args:
+            folder, tensors, state: as for `jingu.checkpoint.store.save`.
+            step, keep: the checkpoints beside this one that need not stay are deleted when it is complete.
+
+        Raises:
+            ValueError: the tensors are other ones than at the start, or laid out otherwise.
+        """
+        assert self._pending is None
+        blocks = held_blocks(tensors, *self._copy)
+        if _layout(blocks) != self._layout:
+            raise ValueError("the tensors to save, or their layout, are no longer what they were")
+        by_name = {block.name: block.local for block in blocks}
+        torch._foreach_copy_(self._places, [by_name[name] for name in self._written], non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.synchronize()
+        if self._process.poll() is not None:
+            self._process, self._said = self._start(), b""
+        self._pending = folder.absolute()
+        request: dict[str, Any] = {"folder": str(self._pending)}
+        if self._rank == 0:
+            request |= {"state": state, "step": step, "keep": asdict(keep)}
+        _tell(self._process, request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, as far as `poll` has heard."""
+        return self._pending is not None
+
+    def poll(self, seconds: float | None = 0.0) -> Outcome | None:
+        """How the save under way has ended, once it has; None where there is none, or it has not yet.
+
+        Args:
+            seconds: how long to wait for it; None: until it has ended.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        assert self._process.stdout is not None
+        while self._pending is not None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                return None
+            data = self._process.stdout.read(4096)
+            self._said += data or b""
+            if not data:
+                return self._ended(f"the process that writes it ended {_how(self._process.wait())}")
+            if self._said.endswith(b"\n"):
+                answer, self._said = json.loads(self._said), b""
+                return self._ended(answer["problem"])
+        return None
+
+    def _ended(self, problem: str | None) -> Outcome:
+        assert self._pending is not None
+        folder, self._pending = self._pending, None
+        if problem is not None:
+            leave_note(partial_name(folder), self._rank, CheckpointError(problem))
+        return Outcome(folder, problem)
+
+    def close(self) -> None:
+        """End the process, also where it is in the middle of a save, and give the memory back."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        os.close(self._file)
+
+
+def _layout(blocks: list[Held]) -> list[object]:
+    return [(block.name, block.slice, block.local.dtype) for block in blocks]
+
+
+def _tell(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    """A process that has ended is noticed by its silence."""
+    view = memoryview(json.dumps(message).encode() + b"\n")
+    assert process.stdin is not None
+    try:
+        while len(view):
+            view = view[process.stdin.write(view) or 0 :]
+    except BrokenPipeError:
+        return
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def _shared_memory(size: int) -> int:
+    """A descriptor of so many bytes of memory that another process can map."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("jingu-checkpoint", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _pin(memory: Tensor) -> bool:
+    """Let a card copy into the memory at full speed; whether that was allowed."""
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0

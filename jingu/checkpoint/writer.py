@@ -1,0 +1,87 @@
+"""The process that writes checkpoints while training goes on: `python -m jingu.checkpoint.writer DESCRIPTOR`.
+
+It shares the memory behind the descriptor with the training process, which copies its tensors there and then asks, by
+a line of JSON on the standard input, for a checkpoint. Each request is answered by a line of JSON. Where the training
+process ends, however it does, so does this one: two writers never work for one run.
+
+It imports neither torch nor anything of the process group, gives way to training (it is nice), and has one thread that
+works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jingu.checkpoint.files import CHUNK, cause_of, finish_save, leave_note, partial_name, wait_for_parts, write_part
+from jingu.checkpoint.manifest import Manifest, Piece
+from jingu.checkpoint.resume import Keep, prune
+
+NICENESS = 10
+"""Where both work, training gets about ten times the processor time."""
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for training, which decides what is saved before the end
+    os.nice(NICENESS)
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    begun = requests.get()
+    rank, plan = begun["rank"], Manifest.model_validate(begun["plan"])
+    memory = memoryview(mmap.mmap(int(sys.argv[1]), begun["bytes"])) if begun["bytes"] else memoryview(b"")
+    first = min((piece.bytes[0] for stored in plan.tensors.values() for piece in stored.pieces), default=0)
+
+    def data(piece: Piece) -> Iterable[memoryview]:
+        begin, end = (position - first for position in piece.bytes)
+        return (memory[position : min(position + CHUNK, end)] for position in range(begin, end, CHUNK))
+
+    while True:
+        print(json.dumps(_answer(requests.get(), plan, data, rank)), flush=True)
+
+
+def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin:
+        requests.put(json.loads(line))
+    os._exit(0)
+
+
+def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> dict[str, Any]:
+    """Write a checkpoint; the first rank also waits for the others' parts, and clears away what is not kept."""
+    folder, ranks = Path(request["folder"]), plan.ranks
+    partial, own = partial_name(folder), None
+    try:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            write_part(partial, plan, data, rank)
+        except Exception as error:
+            own = cause_of(error)
+            leave_note(partial, rank, error)
+            if rank:
+                raise
+        if rank == 0:
+            wait_for_parts(folder, ranks, own)
+            finish_save(folder, request["state"], ranks)
+    except Exception as error:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        return {"folder": str(folder), "problem": cause_of(error)}
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            prune(folder.parent, Keep(**request["keep"]), current=request["step"])
+    return {"folder": str(folder), "problem": None}
+
+
+if __name__ == "__main__":
+    main()
