@@ -44,19 +44,14 @@ class Outcome:
 class BackgroundSaver:
     """Saves the same tensors again and again; every rank has one."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], *, rank: int = 0, ranks: int = 1, copy: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, rank: int = 0, ranks: int = 1) -> None:
         """Take the memory for a copy of what this rank writes of `tensors`, and start the process that writes.
-
-        Args:
-            copy: as for `jingu.checkpoint.store.save`.
 
         Raises:
             CheckpointError: tensors that cannot be stored.
         """
-        self._rank, self._ranks, self._copy = rank, ranks, copy or (rank, ranks)
-        blocks = held_blocks(tensors, *self._copy)
+        self._rank, self._ranks = rank, ranks
+        blocks = held_blocks(tensors, self._rank, self._ranks)
         self._layout = _layout(blocks)
         plan, written = plan_part(blocks, rank, ranks)
         self._plan = plan.model_dump(mode="json")
@@ -104,7 +99,7 @@ class BackgroundSaver:
             ValueError: the tensors are other ones than at the start, or laid out otherwise.
         """
         assert self._pending is None
-        blocks = held_blocks(tensors, *self._copy)
+        blocks = held_blocks(tensors, self._rank, self._ranks)
         if _layout(blocks) != self._layout:
             raise ValueError("the tensors to save, or their layout, are no longer what they were")
         by_name = {block.name: block.local for block in blocks}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,17 +60,15 @@ def save(
     *,
     rank: int = 0,
     ranks: int = 1,
-    copy: tuple[int, int] | None = None,
     agree: Agree = bool,
 ) -> None:
     """Write a checkpoint; every rank calls this, and returns when the whole of it is on disk.
 
     Args:
         folder: final name. A checkpoint that is already there is replaced at the end.
-        tensors: by logical name: DTensors in any layout, and plain tensors. A rank need not hold all names.
+        tensors: by logical name: DTensors in any layout, and plain tensors that are equal on all ranks. A rank outside
+            the mesh of a DTensor need not name it.
         state: JSON values, equal on all ranks; the first rank's are written.
-        copy: of the equal copies of this rank's plain tensors, which one it holds, and how many there are;
-            (rank, ranks) where not given.
         agree: True on every rank if every rank passed True; the one thing that ranks exchange here.
 
     Raises:
@@ -85,7 +83,7 @@ def save(
             partial.mkdir(parents=True)
 
     def write() -> None:
-        write_blocks(partial, held_blocks(tensors, *(copy or (rank, ranks))), rank, ranks)
+        write_blocks(partial, held_blocks(tensors, rank, ranks), rank, ranks)
 
     def finish() -> None:
         if rank == 0:
@@ -120,14 +118,14 @@ def write_blocks(partial: Path, blocks: Sequence[Held], rank: int, ranks: int) -
     write_part(partial, plan, lambda piece: chunks(rows_of(owner[piece], piece)), rank)
 
 
-def held_blocks(tensors: Mapping[str, Tensor], copy: int = 0, copies: int = 1) -> list[Held]:
-    """What this rank holds, in an order that all ranks share; `copy` of `copies` of what is not a DTensor."""
+def held_blocks(tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> list[Held]:
+    """What this rank holds, in an order that all ranks share."""
     blocks = []
     with torch.no_grad():
         for name in sorted(tensors):
             tensor = tensors[name]
             try:
-                found = slice_of(tensor, copy, copies)
+                found = slice_of(tensor, rank, ranks)
             except ValueError as error:
                 raise CheckpointError(f"tensor {name} cannot be stored: {error}.") from None
             if found is not None:
@@ -144,7 +142,7 @@ def load(
     tensors: Mapping[str, Tensor],
     *,
     prefix: str = "",
-    names: Collection[str] | None = None,
+    whole: bool = True,
     agree: Agree = bool,
 ) -> None:
     """Fill tensors from a checkpoint of any layout, in place; each rank reads what it needs, and checks all it reads.
@@ -152,7 +150,7 @@ def load(
     Args:
         tensors: by logical name: plain tensors (filled whole) or DTensors (their local blocks), on any device.
         prefix: only names that begin with this are expected; the rest of the checkpoint is left alone.
-        names: all that the ranks together fill, where this rank's `tensors` are only some of them.
+        whole: False where other ranks hold further tensors, so that none that is stored is one too many.
         agree: as in `save`; with it no rank goes on alone where another one could not load.
 
     Raises:
@@ -164,7 +162,7 @@ def load(
     def compare() -> None:
         nonlocal manifest
         manifest = open_checkpoint(folder)
-        _compare(folder, manifest, tensors, prefix, tensors.keys() if names is None else names)
+        _compare(folder, manifest, tensors, prefix, whole)
 
     def fill() -> None:
         assert manifest is not None
@@ -191,11 +189,9 @@ def read_tensor(folder: Path, name: str) -> Tensor:
     return tensor
 
 
-def _compare(
-    folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, expected: Collection[str]
-) -> None:
+def _compare(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, whole: bool) -> None:
     stored = {name for name in manifest.tensors if name.startswith(prefix)}
-    absent, extra = sorted(set(expected) - stored), sorted(stored - set(expected))
+    absent, extra = sorted(tensors.keys() - stored), sorted(stored - tensors.keys() if whole else ())
     wrong = []
     for name in sorted(tensors.keys() & stored):
         here, there = tensors[name], manifest.tensors[name]

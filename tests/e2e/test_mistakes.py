@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import jingu
-from jingu.checkpoint import shards
+from jingu.checkpoint import files
 from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.data.build import build
@@ -239,7 +239,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
     """The last good checkpoint stays, and with room again the same command goes on from it."""
     changes = {"train.steps": 6, "checkpoint.every": 2}
-    real, saves = shards.write_all, []
+    real, saves = files.write_all, []
 
     def filling_up(*arguments: Any) -> None:
         saves.append(1)
@@ -248,18 +248,18 @@ def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
         real(*arguments)
 
     calls_of_a_save = 10**9
-    monkeypatch.setattr(shards, "write_all", filling_up)
+    monkeypatch.setattr(files, "write_all", filling_up)
     assert main(["train", run_yaml(said), "train.steps=2", "name=counting"]) == 0
     calls_of_a_save, saves[:] = len(saves), []
     words = said(changes, untouched=False)
     assert words.endswith(
         "jingu: runs/run/checkpoints/step-00000004: the checkpoint could not be saved (rank 0: No space left on "
-        "device). Earlier checkpoints are untouched. Make room or mend the disk, and go on with `resume: auto`."
+        "device). Earlier checkpoints are untouched. Make room or mend the disk."
     )
     assert "Traceback" not in words
     assert [path.name for path in Path("runs/run/checkpoints").iterdir()] == ["step-00000002"]
     assert main(["checkpoint", "verify", "runs/run"]) == 0
-    monkeypatch.setattr(shards, "write_all", real)
+    monkeypatch.setattr(files, "write_all", real)
     assert main(["train", "run.yaml"]) == 0
     assert sorted(path.name for path in Path("runs/run/checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
