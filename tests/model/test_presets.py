@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from jingu.checkpoint.hub import parameter_shapes
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
+from jingu.model.count import count_parameters
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
 from jingu.model.spec import AlibiPositions, ModelSpec
 
-# As the models' cards, papers or the sizes of their files tell. Tied heads count once; of ChatGLM3's files, 32 more
+# As the models' cards, papers or the sizes of their files (an index's total_size by the bytes of a number) tell: for
+# Mixtral and Qwen3-MoE the cards of mistralai/Mixtral-8x7B-v0.1 and 8x22B-v0.1, Qwen/Qwen3-30B-A3B and
+# 235B-A22B. Tied heads count once; of ChatGLM3's files, 32 more
 # numbers are rotary tables.
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -56,6 +60,10 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "baichuan2-7b": 7_505_973_248,
     "baichuan2-13b": 13_896_668_160,
     "chatglm3-6b": 12_487_168_064 // 2 - 32,
@@ -71,6 +79,33 @@ def test_as_many_parameters_as_published(preset: str) -> None:
     with torch.device("meta"):
         model = Decoder(preset_spec(preset))
     assert sum(prod(parameter.shape) for parameter in model.parameters()) == PUBLISHED[preset]
+
+
+# Layers, width, vocabulary; queries' and keys' sizes together; size and number of experts; how many of them a token
+# meets; and the billions that the papers tell of them.
+MIXTURES = {
+    "mixtral-8x7b": (32, 4096, 32000, 4096, 1024, 14336, 8, 2, "12.9"),
+    "mixtral-8x22b": (56, 6144, 32000, 6144, 1024, 16384, 8, 2, "39.2"),
+    "qwen3-30b-a3b": (48, 2048, 151936, 4096, 512, 768, 128, 8, "3.4"),
+    "qwen3-235b-a22b": (94, 4096, 151936, 8192, 512, 1536, 128, 8, "22.2"),
+}
+
+
+@pytest.mark.parametrize("preset", MIXTURES)
+def test_total_and_active_parameters_follow_from_the_dimensions(preset: str) -> None:
+    layers, width, vocabulary, queries, keys, size, number, active, billions = MIXTURES[preset]
+    norms = 2 * width + (2 * 128 if preset.startswith("qwen3") else 0)
+    shared = 2 * width * queries + 2 * width * keys + norms + number * width
+    total, met = (layers * (shared + n * 3 * width * size) + 2 * vocabulary * width + width for n in (number, active))
+    spec = preset_spec(preset)
+    count = count_parameters(spec, parameter_shapes(spec))
+    assert (count.total, count.active) == (total, met) == (PUBLISHED[preset], met)
+    assert f"{met / 1e9:.1f}" == billions
+
+
+def test_every_family_has_a_preset() -> None:
+    assert all(family.presets for family in FAMILIES.values())
+    assert set(PUBLISHED) == {name for family in FAMILIES.values() for name in family.presets}
 
 
 def test_presets_have_names_of_their_own() -> None:

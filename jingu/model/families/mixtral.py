@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.model.families.family import Config, Family, expect, required
+from jingu.model.families.family import Config, Family, expect, required, sized
 from jingu.model.families.llama import LLAMA, llama_config, llama_spec
 from jingu.model.families.names import Rule, rule
-from jingu.model.spec import Experts, ModelSpec, TopK, replaced
+from jingu.model.spec import Experts, ModelSpec, RmsNorm, RotaryPositions, TopK, replaced
 
 
 def _rules(block: str, **parts: str) -> tuple[Rule, ...]:
@@ -119,24 +119,49 @@ def _template(family: str, **attention: Any) -> ModelSpec:
     return replaced(llama, family=family, attention=llama.attention.model_copy(update=attention), feed_forward=experts)
 
 
+def _sized(template: ModelSpec, number: int, active: int, *sizes: int, balance: float, **changes: Any) -> ModelSpec:
+    """A published model; `sizes` are layers, width, heads and the feed-forward of one expert."""
+    experts = {"number": number, "active": active, "balance": balance}
+    template = replaced(template, feed_forward=template.feed_forward.model_copy(update=experts))
+    return sized(template, *sizes, position=RotaryPositions(base=1e6), **changes)
+
+
+_MIXTRAL, _QWEN3_MOE = _template("mixtral"), _template("qwen3_moe", qk_norm=True)
+_QWEN3: dict[str, Any] = {
+    "kv_heads": 4,
+    "head_size": 128,
+    "vocabulary": 151936,
+    "context": 40960,
+    "norm": RmsNorm(epsilon=1e-6),
+    "balance": 0.001,
+}
+
 MIXTRAL = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
-    template=_template("mixtral"),
+    template=_MIXTRAL,
     feed_forward_size=LLAMA.feed_forward_size,
     spec_from_hf=_mixtral_spec,
     hf_config=_mixtral_config,
     rules=_rules("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ignored=LLAMA.ignored,
+    presets={
+        "mixtral-8x7b": _sized(_MIXTRAL, 8, 2, 32, 4096, 32, 14336, balance=0.02, kv_heads=8, context=32768),
+        "mixtral-8x22b": _sized(_MIXTRAL, 8, 2, 56, 6144, 48, 16384, balance=0.001, kv_heads=8, context=65536),
+    },
 )
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    template=_template("qwen3_moe", qk_norm=True),
+    template=_QWEN3_MOE,
     feed_forward_size=LLAMA.feed_forward_size,
     spec_from_hf=_qwen3_moe_spec,
     hf_config=_qwen3_moe_config,
     rules=_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     ignored=LLAMA.ignored,
+    presets={
+        "qwen3-30b-a3b": _sized(_QWEN3_MOE, 128, 8, 48, 2048, 32, 768, **_QWEN3),
+        "qwen3-235b-a22b": _sized(_QWEN3_MOE, 128, 8, 94, 4096, 64, 1536, **_QWEN3),
+    },
 )
