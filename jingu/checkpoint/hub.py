@@ -24,6 +24,7 @@ from jingu.checkpoint.store import read_tensor
 from jingu.checkpoint.stream import Header, SafetensorsWriter, read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.family import exported_config
 from jingu.model.families.names import SAME, Entry, entries, read_ours, to_theirs
@@ -98,7 +99,7 @@ class Weights(Protocol):
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Names and shapes of the model's parameters, in its order."""
     with torch.device("meta"):
-        model = Decoder(spec)
+        model = make_model(spec)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -225,7 +226,7 @@ def described_model(path: Path) -> ModelSpec | None:
 def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """The model with its weights, cast to `dtype`, ready to compute."""
     with torch.device("meta"):
-        model = Decoder(opened.spec)
+        model = make_model(opened.spec)
     model.to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -33,6 +33,7 @@ class _Layer:
     def __init__(self, cache: StaticCache) -> None:
         self._cache = cache
         self._held: tuple[Tensor, Tensor] | None = None
+        self.source: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         if self._held is None:

@@ -1,10 +1,11 @@
-"""Causal self-attention and its masks.
+"""Attention to earlier tokens, to all tokens, or to an encoder's states; and its masks.
 
 Shapes: B rows, T tokens, S keys (T and what a cache holds), D width, H heads, G key-value heads, K head size.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -18,6 +19,9 @@ from jingu.model.rotary import Rotary, rotate
 
 class LayerCache(Protocol):
     """Keys and values of one layer's earlier tokens."""
+
+    source: tuple[Tensor, Tensor] | None
+    """Those of an encoder's states, computed once."""
 
     def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Append these, and return all keys and values [B, G, S, K]."""
@@ -36,14 +40,14 @@ class Cache(Protocol):
         """Count tokens as held, once every layer has them."""
 
 
-class SelfAttention(nn.Module):
-    """Multi-head or grouped-query attention over earlier tokens."""
+class Attention(nn.Module):
+    """What every multi-head or grouped-query attention has."""
 
     def __init__(self, model: specs.ModelSpec) -> None:
         super().__init__()
         spec, width = model.attention, model.width
         self.head_size = spec.head_size
-        self.interleaved = isinstance(model.position, specs.RotaryPositions) and model.position.interleaved
+        self.scale = None if spec.scaled else 1.0
         self.q = Linear(width, spec.heads * spec.head_size, bias=spec.qkv_bias)
         self.k = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
         self.v = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
@@ -51,45 +55,127 @@ class SelfAttention(nn.Module):
         self.q_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
         self.k_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """[B, T, H, K], normalised."""
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
-        q, k, v = (part(x_BTD).unflatten(-1, (-1, self.head_size)) for part in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        split = projected.unflatten(-1, (-1, self.head_size))
+        return split if norm is None else norm(split)
+
+    def attended(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+        """[B, T, D]: what the queries see, through the output's matrix."""
+        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
+        return self.output(y_BHTK.transpose(1, 2).flatten(2))
+
+
+class SelfAttention(Attention):
+    """Attention over earlier tokens; or, not causal, over all of them."""
+
+    def __init__(self, model: specs.ModelSpec, *, causal: bool = True) -> None:
+        super().__init__(model)
+        self.causal = causal
+        self.interleaved = isinstance(model.position, specs.RotaryPositions) and model.position.interleaved
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        q, k, v = (
+            self.heads(self.q(x_BTD), self.q_norm),
+            self.heads(self.k(x_BTD), self.k_norm),
+            self.heads(self.v(x_BTD)),
+        )
         if rotary is not None:
             q, k = (rotate(part, rotary, interleaved=self.interleaved) for part in (q, k))
         q_BHTK, k_BGSK, v_BGSK = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BGSK, v_BGSK = cache.extend(k_BGSK, v_BGSK)
         # Without a mask, either queries and keys are the same tokens, or one new token sees all that came before.
-        causal = mask is None and q_BHTK.shape[2] == k_BGSK.shape[2]
-        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal)
-        return self.output(y_BHTK.transpose(1, 2).flatten(2))
+        causal = self.causal and mask is None and q_BHTK.shape[2] == k_BGSK.shape[2]
+        return self.attended(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal)
+
+
+class CrossAttention(Attention):
+    """Attention to the states of an encoder; positions play no part in it."""
+
+    def forward(
+        self, x_BTD: Tensor, states_BSD: Tensor | None, mask: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
+        """`states_BSD` may be None where the cache has their keys and values."""
+        held = None if cache is None else cache.source
+        if held is None:
+            if states_BSD is None:
+                raise ValueError("neither an encoder's states nor a cache of them")
+            k, v = self.heads(self.k(states_BSD), self.k_norm), self.heads(self.v(states_BSD))
+            held = k.transpose(1, 2), v.transpose(1, 2)
+            if cache is not None:
+                cache.source = held
+        q_BHTK = self.heads(self.q(x_BTD), self.q_norm).transpose(1, 2)
+        return self.attended(q_BHTK, *held, mask, causal=False)
 
 
 def attention_mask(
-    spec: specs.ModelSpec, tokens: int, past: int, documents_BT: Tensor | None, device: torch.device, dtype: torch.dtype
+    spec: specs.ModelSpec,
+    tokens: int,
+    past: int,
+    documents_BT: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    causal: bool = True,
+    bias_NH: Tensor | None = None,
 ) -> Tensor | None:
-    """Which of all keys each new query sees, where a causal kernel cannot say it by itself.
+    """Which of all keys each new query sees, where the kernel cannot say it by itself.
+
+    Args:
+        bias_NH: of relative positions, the bias of each bucket and head.
 
     Returns:
-        None where it can; else booleans that broadcast to [B, H, T, S], or with ALiBi what is added to the scores.
+        None where it can; else booleans that broadcast to [B, H, T, S], or what is added to the scores.
     """
     window, alibi = spec.attention.window, isinstance(spec.position, specs.AlibiPositions)
     narrow = window is not None and past + tokens > window
-    if documents_BT is None and not narrow and not alibi and (tokens == 1 or not past):
+    all_seen = tokens == 1 or not past or not causal
+    if documents_BT is None and not narrow and not alibi and bias_NH is None and all_seen:
         return None
     queries = torch.arange(past, past + tokens, device=device)
     distance_TS = queries[:, None] - torch.arange(past + tokens, device=device)
-    seen = distance_TS >= 0
+    seen = distance_TS >= 0 if causal else torch.ones_like(distance_TS, dtype=torch.bool)
     if window is not None:
-        seen &= distance_TS < window
+        seen &= distance_TS.abs() < window
     if documents_BT is not None:
         seen = (seen & (documents_BT[:, :, None] == documents_BT[:, None, :])).unsqueeze(1)
-    if not alibi:
-        return seen
-    slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=device)
-    return (-slopes[:, None, None] * distance_TS).masked_fill(~seen, -torch.inf)
+    if alibi:
+        slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=device)
+        return (-slopes[:, None, None] * distance_TS.abs()).masked_fill(~seen, -torch.inf)
+    if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
+        buckets_TS = relative_buckets(spec.position, distance_TS, causal=causal)
+        return bias_NH.to(dtype)[buckets_TS].permute(2, 0, 1).masked_fill(~seen, -torch.inf)
+    return seen
+
+
+def cross_mask(documents_BT: Tensor | None, source_documents_BS: Tensor | None) -> Tensor | None:
+    """Which of an encoder's states each token sees: those of its document; without documents, all that are not
+    padding. None: all. Booleans that broadcast to [B, H, T, S]."""
+    if source_documents_BS is None:
+        return None
+    if documents_BT is None:
+        return (source_documents_BS >= 0)[:, None, None, :]
+    seen_BTS = documents_BT[:, :, None] == source_documents_BS[:, None, :]
+    # A token whose document has no source (padding, say) sees everything, as softmax over nothing has no value.
+    return (seen_BTS | ~seen_BTS.any(-1, keepdim=True)).unsqueeze(1)
+
+
+def relative_buckets(spec: specs.RelativeBias, distance: Tensor, *, causal: bool) -> Tensor:
+    """The bucket of each distance (of the query's place from the key's), as T5 counts them (Raffel et al., 2020).
+
+    Where a token sees what follows it, the second half of the buckets is for that. Of either half, the first half
+    holds one distance each; the rest grow in the ratio that brings the last one to the largest distance.
+    """
+    number = spec.buckets if causal else spec.buckets // 2
+    exact = number // 2
+    far = distance.clamp_min(0) if causal else distance.abs()
+    # In fp32, as the models were trained: some distances lie on the border of two buckets.
+    share = torch.log(far.clamp_min(1).float() / exact) / math.log(spec.max_distance / exact)
+    grown = (exact + (share * (number - exact)).long()).clamp_max(number - 1)
+    bucket = torch.where(far < exact, far, grown)
+    return bucket if causal else bucket + (distance < 0) * number
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -1,6 +1,6 @@
 """The decoder: one forward for training, scoring and generation.
 
-Shapes: B rows, T tokens, D width, V vocabulary.
+Shapes: B rows, T tokens, S tokens of an encoder, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from jingu.model.attention import Cache, LayerCache, SelfAttention, attention_mask
+from jingu.model.attention import Cache, CrossAttention, LayerCache, SelfAttention, attention_mask
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.products import linear
 from jingu.model.rotary import Rotary, rotary_tables
-from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RotaryPositions
+from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RelativeBias, RotaryPositions
 
 Head = Callable[[Tensor, Tensor], Tensor]
+Auxiliary = Callable[[list[Routing]], Tensor]
 
 
 class Block(nn.Module):
-    """norm → attention → add; norm → feed-forward → add."""
+    """norm → attention → add; norm → attention to an encoder's states → add, where there is one; norm → feed-forward →
+    add."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, *, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec.norm, spec.width)
-        self.attention = SelfAttention(spec)
+        self.attention = SelfAttention(spec, causal=causal)
+        self.cross_attention_norm = make_norm(spec.norm, spec.width) if cross else None
+        self.cross_attention = CrossAttention(spec) if cross else None
         self.feed_forward_norm = make_norm(spec.norm, spec.width)
         part = spec.feed_forward
         self.feed_forward = (
@@ -36,10 +40,18 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        states_BSD: Tensor | None = None,
+        states_mask: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """The states after the block; and, of a mixture of experts in training, what its router did."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache)
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            x_BTD = x_BTD + self.cross_attention(self.cross_attention_norm(x_BTD), states_BSD, states_mask, cache)
         y_BTD, routing = self.feed_forward(self.feed_forward_norm(x_BTD)), None
         if isinstance(y_BTD, tuple):
             y_BTD, routing = y_BTD
@@ -55,7 +67,79 @@ class Passed(NamedTuple):
     """What the routers of the blocks so far did."""
 
 
-class Decoder(nn.Module):
+class Encoded(NamedTuple):
+    """What an encoder made of the source, for the blocks of a decoder."""
+
+    states: Tensor | None
+    """[B, S, D]; None where a cache has their keys and values."""
+    mask: Tensor | None
+    """Which of them each token sees; None: all."""
+    routings: list[Routing]
+
+
+class Stack(nn.Module):
+    """A range of a stack's blocks, under their numbers in the whole. The first part has what comes before the blocks,
+    the last one the norm after them; biases of relative positions are in each, and are the same in all."""
+
+    def __init__(self, spec: ModelSpec, layers: int, part: range, *, embeds: bool, causal: bool, cross: bool) -> None:
+        super().__init__()
+        self.spec, self.part, self.causal = spec, part, causal
+        begins, self.ends = part.start == 0, part.stop == layers
+        learned, bias = begins and isinstance(spec.position, LearnedPositions), spec.position
+        self.embedding = Embedding(spec.vocabulary, spec.width) if embeds else None
+        self.positions = Embedding(spec.context, spec.width) if learned else None
+        heads = spec.attention.heads
+        self.relative_bias = Embedding(bias.buckets, heads) if isinstance(bias, RelativeBias) else None
+        self.embedding_norm = make_norm(spec.norm, spec.width) if begins and spec.embedding_norm else None
+        self.blocks = nn.ModuleList()
+        for number in part:
+            self.blocks.add_module(str(number), Block(spec, causal=causal, cross=cross))
+        self.norm = make_norm(spec.norm, spec.width) if self.ends else None
+
+    def begin(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        """What the first block is given, of embedded tokens."""
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
+
+    def run(
+        self,
+        start: Passed,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None,
+        cache: Cache | None = None,
+        encoded: Encoded | None = None,
+    ) -> Passed:
+        """Through the blocks, and through the norm where this is the last part."""
+        x_BTD, routings = start
+        past, tokens = 0 if cache is None else cache.length, x_BTD.shape[1]
+        if documents_BT is not None and past:
+            raise ValueError("documents are not kept in a cache")
+        # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        rotary = self._rotary(positions_BT, wide)
+        bias_NH = None if self.relative_bias is None else self.relative_bias.weight
+        mask = attention_mask(
+            self.spec, tokens, past, documents_BT, x_BTD.device, wide, causal=self.causal, bias_NH=bias_NH
+        )
+        of_source = () if encoded is None else (encoded.states, encoded.mask)
+        for number, block in zip(self.part, self.blocks, strict=True):
+            x_BTD, routing = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number), *of_source)
+            routings = routings if routing is None else [*routings, routing]
+        if self.norm is None:
+            return Passed(x_BTD, routings)
+        if cache is not None:
+            cache.advance(tokens)
+        return Passed(self.norm(x_BTD), routings)
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
+        position = self.spec.position
+        if not isinstance(position, RotaryPositions):
+            return None
+        return rotary_tables(position, self.spec.attention.head_size, positions, dtype)
+
+
+class Decoder(Stack):
     """Embedding, blocks, final norm, and a head (absent when tied to the embedding); or a part of these.
 
     A part is a range of the blocks, under their numbers in the whole. The first part embeds; the last one has norm
@@ -63,20 +147,11 @@ class Decoder(nn.Module):
     """
 
     def __init__(self, spec: ModelSpec, part: range | None = None) -> None:
-        super().__init__()
-        self.spec = spec
-        self.part = range(spec.layers) if part is None else part
-        begins, self.ends = self.part.start == 0, self.part.stop == spec.layers
-        embeds = begins or (self.ends and spec.tied_embeddings)
-        learned = begins and isinstance(spec.position, LearnedPositions)
-        self.embedding = Embedding(spec.vocabulary, spec.width) if embeds else None
-        self.positions = Embedding(spec.context, spec.width) if learned else None
-        self.embedding_norm = make_norm(spec.norm, spec.width) if begins and spec.embedding_norm else None
-        self.blocks = nn.ModuleList()
-        for number in self.part:
-            self.blocks.add_module(str(number), Block(spec))
-        self.norm = make_norm(spec.norm, spec.width) if self.ends else None
-        headed = self.ends and not spec.tied_embeddings
+        part = range(spec.layers) if part is None else part
+        ends = part.stop == spec.layers
+        embeds = part.start == 0 or (ends and spec.tied_embeddings)
+        super().__init__(spec, spec.layers, part, embeds=embeds, causal=True, cross=spec.encoder_layers is not None)
+        headed = ends and not spec.tied_embeddings
         self.head = Linear(spec.width, spec.vocabulary, bias=False) if headed else None
 
     def forward(
@@ -86,10 +161,10 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
         loss: Head | None = None,
-        auxiliary: Callable[[list[Routing]], Tensor] | None = None,
+        auxiliary: Auxiliary | None = None,
         passed: Passed | None = None,
     ) -> Tensor | Passed:
-        """Hidden states [B, T, D] after the final norm, or what `loss` makes of them; or what the next part needs.
+        """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs.
 
         Args:
             tokens_BT: token ids, int64.
@@ -101,25 +176,33 @@ class Decoder(nn.Module):
             auxiliary: called with what the routers did, in training; its results [n] follow the loss in [1 + n].
             passed: to a part that is not the first, what the one before it handed on.
         """
-        past = 0 if cache is None else cache.length
-        tokens = tokens_BT.shape[1]
+        return self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed)
+
+    def decode(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        cache: Cache | None,
+        loss: Head | None,
+        auxiliary: Auxiliary | None,
+        passed: Passed | None = None,
+        encoded: Encoded | None = None,
+    ) -> Tensor | Passed:
+        """`forward`; with an encoder's states, where there is one."""
         if positions_BT is None:
-            positions_BT = torch.arange(past, past + tokens, device=tokens_BT.device)
-        x_BTD, routings = passed or Passed(self._embed(tokens_BT, positions_BT), [])
-        if documents_BT is not None and past:
-            raise ValueError("documents are not kept in a cache")
-        # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        rotary = self._rotary(positions_BT, wide)
-        mask = attention_mask(self.spec, tokens, past, documents_BT, tokens_BT.device, wide)
-        for number, block in zip(self.part, self.blocks, strict=True):
-            x_BTD, routing = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number))
-            routings = routings if routing is None else [*routings, routing]
-        if self.norm is None:
-            return Passed(x_BTD, routings)
-        if cache is not None:
-            cache.advance(tokens)
-        x_BTD = self.norm(x_BTD)
+            past = 0 if cache is None else cache.length
+            positions_BT = torch.arange(past, past + tokens_BT.shape[1], device=tokens_BT.device)
+        if passed is None:
+            assert self.embedding is not None
+            start_BTD = self.begin(self.embedding(tokens_BT), positions_BT)
+            passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
+        passed = self.run(passed, positions_BT, documents_BT, cache, encoded)
+        if not self.ends:
+            return passed
+        x_BTD, routings = passed
+        if self.spec.scaled_head:
+            x_BTD = x_BTD * self.spec.width**-0.5
         if loss is None:
             return x_BTD
         total = loss(x_BTD, self.head_weight())
@@ -135,16 +218,3 @@ class Decoder(nn.Module):
         assert module is not None
         weight = module.weight
         return normalize(weight) if self.spec.normalised_head else weight
-
-    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        assert self.embedding is not None
-        x_BTD: Tensor = self.embedding(tokens_BT)
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
-        return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
-
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
-        position = self.spec.position
-        if not isinstance(position, RotaryPositions):
-            return None
-        return rotary_tables(position, self.spec.attention.head_size, positions, dtype)

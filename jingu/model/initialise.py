@@ -32,13 +32,17 @@ def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
     """The whole tensor in fp32 on CPU: ones for norms, zeros for biases, normal for matrices.
 
     Projections back into the residual stream shrink by 1/√(2·layers), so that its variance does not grow with
-    depth (Radford et al., 2019).
+    depth (Radford et al., 2019). Where scores are not scaled, the queries' matrix is.
     """
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     std = spec.initial_std
+    if name == "embedding.weight" and spec.scaled_head:
+        std = 1.0  # the head divides the states for such an embedding (Raffel et al., 2020)
+    if name.endswith("attention.q.weight") and not spec.attention.scaled:
+        std *= spec.attention.head_size**-0.5
     if name.endswith(("attention.output.weight", ".down.weight")):
         std /= (2 * spec.layers) ** 0.5
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(name, seed))

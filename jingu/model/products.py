@@ -59,12 +59,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None = None
+) -> Tensor:
     """Scaled dot-product attention; G key-value heads serve H query heads in groups of H / G.
 
     Args:
         mask: true where a query may look, or what is added to its scores, broadcast to [B, H, T, S]; None for all
             (or `causal`).
+        scale: multiplies the scores; None: 1/√K.
     """
     dtype = q_BHTK.dtype
     if computes_wide(q_BHTK):
@@ -72,7 +75,9 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, 
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q_BHTK.dtype)
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
-    y = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
     return y.to(dtype)
 
 

@@ -99,8 +99,19 @@ class AlibiPositions(Component):
     type: Literal["alibi"] = "alibi"
 
 
+class RelativeBias(Component):
+    """A trained bias of the scores for each head and range of distances, shared by the layers of a stack
+    (Raffel et al., 2020): half of the ranges hold one distance each, the others ever more, up to the largest."""
+
+    type: Literal["relative_bias"] = "relative_bias"
+    buckets: Annotated[int, Field(ge=4)] = 32
+    """Ranges; where a token sees what follows it, half of them are for that."""
+    max_distance: Size = 128
+    """All distances from here on are in one range."""
+
+
 class Attention(Component):
-    """Causal attention with as many or fewer key-value heads than query heads (Ainslie et al., 2023)."""
+    """Attention with as many or fewer key-value heads than query heads (Ainslie et al., 2023)."""
 
     heads: Size
     kv_heads: Size
@@ -109,6 +120,8 @@ class Attention(Component):
     output_bias: bool = False
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised."""
+    scaled: bool = True
+    """Whether scores are divided by the root of the head size."""
     window: Size | None = None
     """How many tokens a token sees, itself among them; None: all before it."""
 
@@ -201,12 +214,13 @@ class Experts(Component):
 
 
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
-Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions, Field(discriminator="type")]
+Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias, Field(discriminator="type")]
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
 
 
 class ModelSpec(Component):
-    """A decoder: `layers` pre-norm blocks of attention and feed-forward between an embedding and a head."""
+    """A decoder: `layers` pre-norm blocks of attention and feed-forward between an embedding and a head; where there
+    are `encoder_layers`, each block also attends to the states that an encoder of the same dimensions gives."""
 
     family: str
     """Name of the family, whose name map and Hugging Face config it follows."""
@@ -215,6 +229,8 @@ class ModelSpec(Component):
     width: Size
     """Size of the hidden state."""
     layers: Size
+    encoder_layers: Size | None = None
+    """Blocks of the encoder, which shares the embedding; None: there is no encoder."""
     context: Size
     """Longest sequence, in tokens."""
     norm: Norm
@@ -227,6 +243,8 @@ class ModelSpec(Component):
     """Whether the embedding is normalised before the first block."""
     normalised_head: bool = False
     """Whether each row of the head's weight is divided by its length."""
+    scaled_head: bool = False
+    """Whether the final states are divided by the root of the width, for the head."""
     initial_std: Positive = 0.02
     """Standard deviation of the initial matrices."""
 
@@ -244,6 +262,13 @@ class ModelSpec(Component):
                 f"rotary positions turn pairs, so the head size must be even; it is {part.head_size}.",
                 where="model.head_size",
                 fix="Choose a width and a number of heads whose quotient is even, or set model.head_size.",
+            )
+        bias = self.position
+        if isinstance(bias, RelativeBias) and bias.max_distance <= bias.buckets // 2:
+            raise JinguError(
+                f"{bias.buckets} ranges of distances up to {bias.max_distance} leave none that grow.",
+                where="model.position",
+                fix=f"Choose a max_distance above {bias.buckets // 2}.",
             )
         return self
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
 from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import all_blocks
 from jingu.parallel.mesh import sharding_mesh
 
 KEPT = (
@@ -42,7 +43,7 @@ def parallelize(
         compute: dtype of the products; the masters keep theirs.
         reduce: dtype in which gradients are added up.
     """
-    for number, block in zip(model.part, model.blocks, strict=True):
+    for number, block in all_blocks(model):
         if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
             block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
         if compile:
@@ -72,7 +73,7 @@ def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype, re
         return  # nothing to share and nothing to cast: the engine would only copy
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    for block in model.blocks:
+    for _, block in all_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     # The root's own parameters (embedding, norm, head) are needed last and first: they stay between the passes.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

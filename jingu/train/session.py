@@ -20,6 +20,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.model.count import flops_per_token
 from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
@@ -131,7 +132,7 @@ def _build(
 ) -> tuple[Decoder, torch.optim.Optimizer]:
     """The model laid out over the mesh with its initial weights, and its optimizer."""
     with torch.device("meta"):
-        model = Decoder(run.spec).to(precision.masters)
+        model = make_model(run.spec).to(precision.masters)
     parallelize(
         model,
         mesh,

@@ -37,6 +37,8 @@ class Rule:
     theirs: str
     ours: tuple[str, ...]
     transform: Transform = SAME
+    when: Callable[[ModelSpec], bool] = lambda spec: True
+    """Of which specs; others keep ours under another name, by another rule."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ def entries(rules: Sequence[Rule], spec: ModelSpec, ours: Mapping[str, torch.Siz
         LookupError: a parameter that no rule names, or a rule of which only a part applies (a fault of the family).
     """
     found: list[Entry] = []
-    for pattern in rules:
-        for layer in range(spec.layers) if "{layer}" in pattern.theirs else (0,):
+    layers = range(max(spec.layers, spec.encoder_layers or 0))
+    for pattern in (pattern for pattern in rules if pattern.when(spec)):
+        for layer in layers if "{layer}" in pattern.theirs else (0,):
             names = tuple(name.replace("{layer}", str(layer)) for name in pattern.ours)
             if all(name in ours for name in names):
                 theirs = pattern.theirs.replace("{layer}", str(layer))
