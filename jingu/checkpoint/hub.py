@@ -75,6 +75,11 @@ class OpenModel:
     generation: Mapping[str, Any] | None = None
     no_tokenizer: str = "the model has no tokenizer."
 
+    @property
+    def start_id(self) -> int | None:
+        """What stands before the first token of a decoder with an encoder, where the model says so."""
+        return {**self.special_ids, **(self.generation or {})}.get("decoder_start_token_id")
+
     def tokenizer(self) -> Path:
         """The tokenizer's folder. Raises JinguError where there is none."""
         if self.tokenizer_folder is None:
@@ -401,7 +406,10 @@ def export_hf(
         )
     family = FAMILIES[spec.family]
     if not special_ids:
-        special_ids = dict.fromkeys(SPECIAL_IDS[:3], Tokenizer.load(tokenizer_folder).end_id)
+        tokenizer = Tokenizer.load(tokenizer_folder)
+        special_ids = dict.fromkeys(SPECIAL_IDS[:3], tokenizer.end_id)
+        if spec.encoder_layers is not None:
+            special_ids |= {"pad_token_id": tokenizer.start_id, "decoder_start_token_id": tokenizer.start_id}
     config = {
         "architectures": [family.architectures[0]],
         **exported_config(family, spec),

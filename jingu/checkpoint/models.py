@@ -28,7 +28,8 @@ def list_models() -> None:
 
 def _sizes(spec: ModelSpec) -> tuple[str, ...]:
     total = count_parameters(spec, parameter_shapes(spec)).total
-    return f"{total:,}", str(spec.layers), str(spec.width), str(spec.attention.heads), str(spec.context)
+    layers = f"{spec.encoder_layers}+{spec.layers}" if spec.encoder_layers else str(spec.layers)
+    return f"{total:,}", layers, str(spec.width), str(spec.attention.heads), str(spec.context)
 
 
 def inspect(model: Path, as_json: bool = False) -> None:
@@ -65,11 +66,13 @@ def _facts(path: Path) -> dict[str, Any]:
     shapes = parameter_shapes(spec)
     count = count_parameters(spec, shapes)
     tokenizer = None if folder is None else Tokenizer.load(folder)
+    source = spec.context if spec.encoder_layers else 0
     return {
         "family": spec.family,
         "context": spec.context,
         "dimensions": {
             "layers": spec.layers,
+            "encoder_layers": spec.encoder_layers,
             "width": spec.width,
             "heads": spec.attention.heads,
             "kv_heads": spec.attention.kv_heads,
@@ -83,9 +86,9 @@ def _facts(path: Path) -> dict[str, Any]:
         "parameters": {"total": count.total, "active": count.active, "embedding": count.embedding},
         "bytes": {"in_bf16": 2 * count.total, "in_fp32": 4 * count.total},
         "flops_per_token": {
-            "training": round(flops_per_token(spec, shapes, spec.context)),
-            "generating_the_first": round(generation_flops(spec, shapes, 0)),
-            "generating_the_last": round(generation_flops(spec, shapes, spec.context)),
+            "training": round(flops_per_token(spec, shapes, spec.context, source)),
+            "generating_the_first": round(generation_flops(spec, shapes, 0, source)),
+            "generating_the_last": round(generation_flops(spec, shapes, spec.context, source)),
         },
         "tokenizer": None if tokenizer is None else {"entries": tokenizer.vocabulary, "end_id": tokenizer.end_id},
         "faults": faults,

@@ -20,6 +20,7 @@ from jingu.infer.sampling import Sampling, choose
 from jingu.infer.text import TextStream
 from jingu.model.decoder import Decoder
 from jingu.model.products import linear
+from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer import Tokenizer
 
 Finish = Literal["end", "stop", "length"]
@@ -48,25 +49,31 @@ def generate(
     stop: Sequence[str],
     tokenizer: Tokenizer,
     end_ids: Collection[int] | None = None,
+    start_id: int | None = None,
 ) -> Iterator[Piece]:
-    """Continue a prompt, a piece a token. The same arguments give the same text.
+    """Continue a prompt (with an encoder: answer it), a piece a token. The same arguments give the same text.
 
     Also for a model laid out over ranks: every rank calls it with the same arguments and takes the same steps.
 
     Args:
-        prompt_ids: empty to begin a new document (the end token is what came before).
+        prompt_ids: empty to begin a new document (the end token is what came before); where there is an encoder, what
+            it reads, and the end token after it.
         max_tokens: most tokens to generate.
         stop: the text ends before the first of these.
         end_ids: tokens that end the text; None: the tokenizer's end token.
+        start_id: what stands before the first token of a decoder with an encoder; None: as the tokenizer says.
 
     Raises:
         JinguError: prompt and answer do not fit the model's context, or the prompt has ids the model has not.
     """
     prompt = list(prompt_ids) or [tokenizer.end_id]
     check_fit(model, prompt, max_tokens)
+    source: list[int] | None = None
+    if model.spec.encoder_layers is not None:
+        source, prompt = [*prompt_ids, tokenizer.end_id], [tokenizer.start_id if start_id is None else start_id]
     stream = TextStream(tokenizer.decode, stop)
     ends = {tokenizer.end_id} if end_ids is None else set(end_ids)
-    return _pieces(model, prompt, sampling, max_tokens, stream, ends)
+    return _pieces(model, prompt, source, sampling, max_tokens, stream, ends)
 
 
 def check_fit(model: Decoder, prompt: Sequence[int], max_tokens: int) -> None:
@@ -74,7 +81,7 @@ def check_fit(model: Decoder, prompt: Sequence[int], max_tokens: int) -> None:
     spec = model.spec
     if max_tokens < 1:
         raise JinguError(f"{max_tokens} tokens were asked for.", where="max_tokens", fix="Ask for 1 or more.")
-    room = spec.context - len(prompt)
+    room = room_after(spec, len(prompt))
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
         raise JinguError(
@@ -91,15 +98,30 @@ def check_fit(model: Decoder, prompt: Sequence[int], max_tokens: int) -> None:
         )
 
 
+def room_after(spec: ModelSpec, prompt: int) -> int:
+    """Tokens that can be generated after a prompt of so many."""
+    if spec.encoder_layers is None:
+        return spec.context - prompt
+    return spec.context if prompt < spec.context else 0  # in the encoder the end token follows it
+
+
 def _pieces(
-    model: Decoder, prompt: list[int], sampling: Sampling, max_tokens: int, stream: TextStream, ends: set[int]
+    model: Decoder,
+    prompt: list[int],
+    source: list[int] | None,
+    sampling: Sampling,
+    max_tokens: int,
+    stream: TextStream,
+    ends: set[int],
 ) -> Iterator[Piece]:
     device = next(model.parameters()).device
     cache = StaticCache(model.spec.layers, len(prompt) + max_tokens)
     generator = torch.Generator().manual_seed(sampling.seed)
     ids, fresh = list(prompt), list(prompt)
+    source_BS = None if source is None else torch.tensor([source], device=device)
     for count in range(1, max_tokens + 1):
-        logits_V = next_logits(model, torch.tensor([fresh], device=device), cache)[0]
+        logits_V = next_logits(model, torch.tensor([fresh], device=device), cache, source_BS)[0]
+        source_BS = None  # the cache has what the blocks need of it
         token = choose(logits_V, ids, sampling, generator)
         ids.append(token)
         fresh = [token]
@@ -119,8 +141,9 @@ def _pieces(
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, tokens_BT: Tensor, cache: StaticCache) -> Tensor:
-    """Scores [B, V] of the token after these; only the last position goes through the head.
+def next_logits(model: Decoder, tokens_BT: Tensor, cache: StaticCache, source_BS: Tensor | None = None) -> Tensor:
+    """Scores [B, V] of the token after these; only the last position goes through the head. A model with an encoder
+    needs the source with the first tokens.
 
     The head is applied inside the model's forward, where an engine that shards parameters has gathered its weight.
     """
@@ -128,8 +151,9 @@ def next_logits(model: Decoder, tokens_BT: Tensor, cache: StaticCache) -> Tensor
     def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
         return linear(hidden_BTD[:, -1], weight_VD)
 
+    source = {} if source_BS is None else {"source_BS": source_BS}
     with eager():
-        scores: Tensor = model(tokens_BT, cache=cache, loss=head)
+        scores: Tensor = model(tokens_BT, cache=cache, loss=head, **source)
     return scores
 
 

@@ -34,7 +34,7 @@ def generate(
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Print the prompt and its continuation as it grows; then, to stderr, how fast it came.
+    """Print the prompt and its continuation (with an encoder, its answer) as it grows; then, to stderr, the speed.
 
     Args:
         model: a run, a step of a run, a Hugging Face folder or a GGUF file.
@@ -52,9 +52,11 @@ def generate(
     name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
     decoder = load_model(opened, _DTYPES[name], place)
     ids = tokenizer.encode(prompt)
-    pieces = pieces_of(decoder, ids, sampling, max_tokens, stop or (), tokenizer, opened.end_ids or None)
+    pieces = pieces_of(
+        decoder, ids, sampling, max_tokens, stop or (), tokenizer, opened.end_ids or None, opened.start_id
+    )
     start = time.perf_counter()
-    sys.stdout.write(prompt)
+    sys.stdout.write(prompt if opened.spec.encoder_layers is None else "")
     count = 0
     for count, piece in enumerate(pieces, start=1):  # noqa: B007
         sys.stdout.write(piece.text)

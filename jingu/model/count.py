@@ -10,7 +10,7 @@ import torch
 from jingu.model.spec import Experts, ModelSpec
 
 Shapes = Mapping[str, torch.Size]
-_TABLES = ("embedding.weight", "positions.weight")
+_TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,44 @@ def count_parameters(spec: ModelSpec, shapes: Shapes) -> Parameters:
     """From the names and shapes of a model's parameters."""
     total = sum(shape.numel() for shape in shapes.values())
     active = sum(_met(spec, shape) for shape in shapes.values())
-    return Parameters(total, active, sum(shapes[name].numel() for name in _TABLES if name in shapes))
+    return Parameters(total, active, sum(shape.numel() for name, shape in shapes.items() if name.endswith(_TABLES)))
 
 
-def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int) -> float:
-    """Operations a token of forward and backward: 6 a weight that is multiplied, and attention to what it sees."""
+def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int = 0) -> float:
+    """Operations a token of forward and backward: 6 a weight that is multiplied, and attention to what it sees.
+
+    Args:
+        sequence: tokens a row, of the decoder where there is an encoder.
+        source: tokens a row that the encoder reads; what they cost is shared among those of the decoder.
+    """
     window = min(spec.attention.window or sequence, sequence)
     seen = window * (1 - window / (2 * sequence))  # on average; without a window, half of the sequence
-    return 6.0 * _multiplied(spec, shapes) + 12.0 * _attention(spec) * seen
+    own, read = _multiplied(spec, shapes)
+    share = source / sequence
+    attended = spec.layers * (seen + source) + (spec.encoder_layers or 0) * source * share
+    return 6.0 * (own + share * read) + 12.0 * _head_width(spec) * attended
 
 
-def generation_flops(spec: ModelSpec, shapes: Shapes, past: int) -> float:
-    """Operations to generate the token that follows `past` others: 2 a weight, and attention to those it sees."""
-    return 2.0 * _multiplied(spec, shapes) + 4.0 * _attention(spec) * min(spec.attention.window or past, past)
+def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0) -> float:
+    """Operations to generate the token that follows `past` others: 2 a weight, and attention to those it sees; and
+    to a source that was read before."""
+    seen = min(spec.attention.window or past, past) + source
+    return 2.0 * _multiplied(spec, shapes)[0] + 4.0 * _head_width(spec) * spec.layers * seen
 
 
-def _multiplied(spec: ModelSpec, shapes: Shapes) -> int:
-    """Weights of matrices that a token is multiplied by: all but tables that serve as no head."""
+def _multiplied(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
+    """Weights of matrices that a token is multiplied by (all but tables that serve as no head): those of the
+    decoder's tokens, and those of the tokens that an encoder reads."""
     tables = () if spec.tied_embeddings else ("embedding.weight",)
-    skipped = {"positions.weight", *tables}
-    return sum(_met(spec, shape) for name, shape in shapes.items() if len(shape) >= 2 and name not in skipped)
+    skipped = ("positions.weight", "relative_bias.weight", *tables)
+    counts = [0, 0]
+    for name, shape in shapes.items():
+        if len(shape) >= 2 and not name.endswith(skipped):
+            read = name.startswith("encoder.") or name.endswith(
+                ("cross_attention.k.weight", "cross_attention.v.weight")
+            )
+            counts[read] += _met(spec, shape)
+    return counts[0], counts[1]
 
 
 def _met(spec: ModelSpec, shape: torch.Size) -> int:
@@ -61,5 +79,5 @@ def _met(spec: ModelSpec, shape: torch.Size) -> int:
     )
 
 
-def _attention(spec: ModelSpec) -> int:
-    return spec.layers * spec.attention.heads * spec.attention.head_size
+def _head_width(spec: ModelSpec) -> int:
+    return spec.attention.heads * spec.attention.head_size

@@ -119,6 +119,13 @@ class Tokenizer:
         first special token."""
         return self._end_id
 
+    @property
+    def start_id(self) -> int:
+        """The token before the first of a decoder with an encoder: `pad_token` of the configuration (as T5 has it),
+        or else the end token."""
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return vocabulary.get(_content(self._config.get("pad_token")), self._end_id)
+
     def _find_end(self) -> int:
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         for name in (_content(self._config.get("eos_token")), *_ENDS):

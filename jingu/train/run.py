@@ -21,6 +21,7 @@ from jingu.config.schema import RunConfig
 from jingu.data.batches import BatchSource
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.errors import JinguError
+from jingu.infer.generate import room_after
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ def _check_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> 
     settings = config.evaluation
     for number, prompt in enumerate(settings.prompts if settings.every else []):
         size = len(tokenizer.encode(prompt)) or 1
-        if size + settings.prompt_tokens > spec.context:
+        if settings.prompt_tokens > room_after(spec, size):
             raise JinguError(
                 f"the prompt has {size} tokens and {settings.prompt_tokens} more (evaluation.prompt_tokens) follow, "
                 f"but the model's context is {spec.context} tokens.",

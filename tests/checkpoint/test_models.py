@@ -18,8 +18,10 @@ from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.count import flops_per_token, generation_flops
 from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
+from jingu.model.spec import replaced
 from jingu.text.tokenizer import train_tokenizer
 
 
@@ -44,6 +46,7 @@ def test_every_family_and_preset_is_listed(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     lines = [line.split() for line in out.split("\n")]
     assert ["llama", "llama-2-7b", "6,738,415,616", "32", "4096", "32", "4096"] in lines
+    assert ["t5", "t5-v1.1-small", "76,961,152", "8+8", "512", "6", "512"] in lines
     assert {line[0] for line in lines if line} >= set(FAMILIES)
 
 
@@ -93,3 +96,22 @@ def test_operations_are_those_torch_counts() -> None:
         shapes = parameter_shapes(spec)
         assert flops_per_token(spec, shapes, 16) * 16 == 3 * (counter.get_total_flops() - attention / 2)
         assert generation_flops(spec, shapes, 16) * 16 == counter.get_total_flops()
+
+
+def test_operations_of_an_encoder_are_those_torch_counts() -> None:
+    """A source of 24 tokens beside 16; only what the decoder sees of itself is causal."""
+    for family in ("t5", "mt5"):
+        spec = spec_from_settings(ModelSettings(family=family, width=24, heads=3, layers=2), 101, 24)
+        spec = replaced(spec, encoder_layers=3)
+        with torch.device("meta"):
+            model = make_model(spec)
+            source, tokens = (torch.zeros(1, count, dtype=torch.int64) for count in (24, 16))
+            with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+                model.logits(model(tokens, source_BS=source))
+        own = 4 * spec.layers * 16 * 16 * 24
+        shapes = parameter_shapes(spec)
+        measured = counter.get_total_flops()
+        assert flops_per_token(spec, shapes, 16, 24) * 16 == pytest.approx(3 * (measured - own / 2))
+        read = 3 * (2 * 24 * (4 * 24 * 24 + (2 + (family == "mt5")) * 24 * spec.feed_forward.size) + 4 * 24 * 24 * 24)
+        read += 2 * 2 * 24 * 2 * 24 * 24  # of the encoder's blocks; and the keys and values made of its states
+        assert generation_flops(spec, shapes, 16, 24) * 16 == pytest.approx(measured - read)

@@ -12,6 +12,7 @@ from jingu.checkpoint.hub import parameter_shapes
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
+<<<<<<< HEAD
 from jingu.model.count import count_parameters
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
@@ -21,6 +22,15 @@ from jingu.model.spec import AlibiPositions, ModelSpec
 # Mixtral and Qwen3-MoE the cards of mistralai/Mixtral-8x7B-v0.1 and 8x22B-v0.1, Qwen/Qwen3-30B-A3B and
 # 235B-A22B. Tied heads count once; of ChatGLM3's files, 32 more
 # numbers are rotary tables.
+=======
+from jingu.model.encoder_decoder import make_model
+from jingu.model.families import FAMILIES
+from jingu.model.spec import AlibiPositions, ModelSpec
+
+# As the models' cards, papers or the sizes of their files tell. Tied heads count once; of ChatGLM3's files, 32 more
+# numbers are rotary tables. T5, its version 1.1 and mT5: the sizes that transformers counts in their published
+# weights.
+>>>>>>> e78f9a2 (Encoder-decoders: T5, mT5 and CPM-2, trained, generated with and converted as the decoders are)
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -67,6 +77,21 @@ PUBLISHED = {
     "baichuan2-7b": 7_505_973_248,
     "baichuan2-13b": 13_896_668_160,
     "chatglm3-6b": 12_487_168_064 // 2 - 32,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1.1-small": 76_961_152,
+    "t5-v1.1-base": 247_577_856,
+    "t5-v1.1-large": 783_150_080,
+    "t5-v1.1-xl": 2_849_757_184,
+    "t5-v1.1-xxl": 11_135_332_352,
+    "mt5-small": 300_176_768,
+    "mt5-base": 582_401_280,
+    "mt5-large": 1_229_581_312,
+    "mt5-xl": 3_742_619_648,
+    "mt5-xxl": 12_921_057_280,
 }
 
 
@@ -77,10 +102,11 @@ def preset_spec(preset: str, **settings: Any) -> ModelSpec:
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_as_many_parameters_as_published(preset: str) -> None:
     with torch.device("meta"):
-        model = Decoder(preset_spec(preset))
+        model = make_model(preset_spec(preset))
     assert sum(prod(parameter.shape) for parameter in model.parameters()) == PUBLISHED[preset]
 
 
+<<<<<<< HEAD
 # Layers, width, vocabulary; queries' and keys' sizes together; size and number of experts; how many of them a token
 # meets; and the billions that the papers tell of them.
 MIXTURES = {
@@ -106,6 +132,12 @@ def test_total_and_active_parameters_follow_from_the_dimensions(preset: str) -> 
 def test_every_family_has_a_preset() -> None:
     assert all(family.presets for family in FAMILIES.values())
     assert set(PUBLISHED) == {name for family in FAMILIES.values() for name in family.presets}
+=======
+def test_cpm2_has_as_many_parameters_as_its_paper_rounds_to() -> None:
+    """arXiv 2106.10715 tells 11 and 198 billion; 26,240 entries, and 32 experts in every block."""
+    counts = [sum(map(prod, parameter_shapes(preset_spec(name)).values())) for name in ("cpm2-11b", "cpm2-moe-198b")]
+    assert [round(count / 1e9) for count in counts] == [11, 198]
+>>>>>>> e78f9a2 (Encoder-decoders: T5, mT5 and CPM-2, trained, generated with and converted as the decoders are)
 
 
 def test_presets_have_names_of_their_own() -> None:
