@@ -12,25 +12,16 @@ from jingu.checkpoint.hub import parameter_shapes
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-<<<<<<< HEAD
 from jingu.model.count import count_parameters
-from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES
 from jingu.model.spec import AlibiPositions, ModelSpec
 
 # As the models' cards, papers or the sizes of their files (an index's total_size by the bytes of a number) tell: for
 # Mixtral and Qwen3-MoE the cards of mistralai/Mixtral-8x7B-v0.1 and 8x22B-v0.1, Qwen/Qwen3-30B-A3B and
 # 235B-A22B. Tied heads count once; of ChatGLM3's files, 32 more
-# numbers are rotary tables.
-=======
-from jingu.model.encoder_decoder import make_model
-from jingu.model.families import FAMILIES
-from jingu.model.spec import AlibiPositions, ModelSpec
-
-# As the models' cards, papers or the sizes of their files tell. Tied heads count once; of ChatGLM3's files, 32 more
 # numbers are rotary tables. T5, its version 1.1 and mT5: the sizes that transformers counts in their published
 # weights.
->>>>>>> e78f9a2 (Encoder-decoders: T5, mT5 and CPM-2, trained, generated with and converted as the decoders are)
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -93,6 +84,8 @@ PUBLISHED = {
     "mt5-xl": 3_742_619_648,
     "mt5-xxl": 12_921_057_280,
 }
+# arXiv 2106.10715, in billions; with 26,240 entries, and 32 experts in every block.
+ROUNDED = {"cpm2-11b": 11, "cpm2-moe-198b": 198}
 
 
 def preset_spec(preset: str, **settings: Any) -> ModelSpec:
@@ -106,7 +99,6 @@ def test_as_many_parameters_as_published(preset: str) -> None:
     assert sum(prod(parameter.shape) for parameter in model.parameters()) == PUBLISHED[preset]
 
 
-<<<<<<< HEAD
 # Layers, width, vocabulary; queries' and keys' sizes together; size and number of experts; how many of them a token
 # meets; and the billions that the papers tell of them.
 MIXTURES = {
@@ -131,13 +123,12 @@ def test_total_and_active_parameters_follow_from_the_dimensions(preset: str) -> 
 
 def test_every_family_has_a_preset() -> None:
     assert all(family.presets for family in FAMILIES.values())
-    assert set(PUBLISHED) == {name for family in FAMILIES.values() for name in family.presets}
-=======
+    assert {*PUBLISHED, *ROUNDED} == {name for family in FAMILIES.values() for name in family.presets}
+
+
 def test_cpm2_has_as_many_parameters_as_its_paper_rounds_to() -> None:
-    """arXiv 2106.10715 tells 11 and 198 billion; 26,240 entries, and 32 experts in every block."""
-    counts = [sum(map(prod, parameter_shapes(preset_spec(name)).values())) for name in ("cpm2-11b", "cpm2-moe-198b")]
-    assert [round(count / 1e9) for count in counts] == [11, 198]
->>>>>>> e78f9a2 (Encoder-decoders: T5, mT5 and CPM-2, trained, generated with and converted as the decoders are)
+    for preset, billions in ROUNDED.items():
+        assert round(sum(map(prod, parameter_shapes(preset_spec(preset)).values())) / 1e9) == billions
 
 
 def test_presets_have_names_of_their_own() -> None:
