@@ -119,6 +119,8 @@ class ModelSettings(Settings):
     """A published model, such as `llama-2-7b`; every setting that is given besides takes its value's place."""
     layers: Positive | None = None
     """Number of blocks; null: the preset's, or 6."""
+    encoder_layers: Positive | None = None
+    """Number of blocks of the encoder, for families that have one; null: the preset's, or as many as layers."""
     width: Positive | None = None
     """Size of the hidden state; null: the preset's, or 384."""
     heads: Positive | None = None

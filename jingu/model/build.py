@@ -48,7 +48,9 @@ def spec_from_settings(
     changes = {
         "width": settings.width,
         "layers": settings.layers,
+        "encoder_layers": _encoder_layers(settings, template),
         "tied_embeddings": settings.tied_embeddings,
+        "scaled_head": template.scaled_head and settings.tied_embeddings is not False,
         "initial_std": settings.initial_std,
     }
     feed_forward = settings.feed_forward
@@ -97,6 +99,16 @@ def find_family(name: str) -> Family:
             fix=f"{hint}Known are {', '.join(FAMILIES)}.",
         )
     return FAMILIES[name]
+
+
+def _encoder_layers(settings: ModelSettings, start: ModelSpec) -> int | None:
+    if start.encoder_layers is None and settings.encoder_layers is not None:
+        raise JinguError(
+            f"the family {start.family!r} has no encoder.",
+            where="model.encoder_layers",
+            fix="Leave it out, or choose a family that has one (t5).",
+        )
+    return start.encoder_layers and (settings.encoder_layers or settings.layers)
 
 
 def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | None) -> int:

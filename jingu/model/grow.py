@@ -24,7 +24,7 @@ from jingu.model.spec import AlibiPositions, Experts, ModelSpec, replaced
 DepthRule = Literal["interleaved", "stacked"]
 _MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 _EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
-_INTO_STREAM = (".attention.output.", ".feed_forward.down.", ".feed_forward.shared.down.")
+_INTO_STREAM = (".attention.output.", ".cross_attention.output.", ".feed_forward.down.", ".feed_forward.shared.down.")
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,9 @@ def wider(model: Model, width: int, noise: float = 0.0, seed: int = 0) -> Model:
     if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared:
         sizes["shared"] = times * spec.feed_forward.shared
     inner = spec.feed_forward.model_copy(update=sizes)
-    # The head reads k copies. Rows of a normalised head have become √k times as long before they are normalised.
-    final = times**0.5 if spec.normalised_head else times
+    # The head reads k copies. Rows of a normalised head have become √k times as long before they are normalised, and
+    # a scaled head divides by √k of itself.
+    final = times**0.5 if spec.normalised_head or spec.scaled_head else times
 
     def read(name: str) -> Tensor:
         old = model.read(name)
@@ -174,7 +175,7 @@ def wider(model: Model, width: int, noise: float = 0.0, seed: int = 0) -> Model:
             return old
         if old.ndim == 1:
             return old.repeat(times) / (final if name.startswith("norm.") else 1)
-        if name in ("embedding.weight", "positions.weight", "head.weight"):
+        if name.endswith(("embedding.weight", "positions.weight", "relative_bias.weight")) or name == "head.weight":
             return old.repeat(1, times)
         only_inputs = name.endswith((".router.weight", ".shared_gate.weight"))
         rows = old if only_inputs else old.repeat(*[1] * (old.ndim - 2), times, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.grow import Model, deeper, wider, with_experts, with_vocabulary
 from jingu.model.spec import Experts, ModelSpec
 
@@ -27,6 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"family": "bloom"},
     "baichuan2": {"family": "baichuan2"},
     "chatglm3": {"family": "chatglm3", "heads": 6, "kv_heads": 2, "head_size": 8},
+    "t5": {"family": "t5"},
+    "mt5": {"family": "mt5", "encoder_layers": 2},
     "mixtral": {"family": "mixtral", "experts": {"number": 5, "shared": 7, "shared_gated": True}},
 }
 EACH = pytest.mark.parametrize("family", FAMILIES)
@@ -39,16 +41,17 @@ def model_of(family: str) -> Model:
     generator = torch.Generator().manual_seed(0)
     state = {
         name: torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3 + ("norm" in name)
-        for name, tensor in Decoder(spec).state_dict().items()
+        for name, tensor in make_model(spec).state_dict().items()
     }
     return Model(spec, state.__getitem__)
 
 
 def logits(model: Model, dtype: torch.dtype = torch.float64) -> Tensor:
-    decoder = Decoder(model.spec).to(dtype).eval()
+    decoder = make_model(model.spec).to(dtype).eval()
     decoder.load_state_dict({name: model.read(name).to(dtype) for name in decoder.state_dict()})
     with torch.no_grad():
-        return decoder.logits(decoder(TOKENS))
+        source = {"source_BS": TOKENS.flip(1)} if model.spec.encoder_layers else {}
+        return decoder.logits(decoder(TOKENS, **source))
 
 
 def equal(new: Tensor, old: Tensor, tolerance: float = 1e-12) -> bool:
@@ -100,7 +103,7 @@ def test_noise_sets_copies_apart() -> None:
     """Without it copies get equal gradients and stay copies; with it they do not."""
     for noise, apart in ((0.0, False), (0.1, True)):
         grown = wider(model_of("llama"), 48, noise)
-        decoder = Decoder(grown.spec).double()
+        decoder = make_model(grown.spec).double()
         decoder.load_state_dict({name: grown.read(name) for name in decoder.state_dict()})
         decoder.logits(decoder(TOKENS)).square().sum().backward()
         first, second = decoder.blocks[1].feed_forward.up.weight.grad.chunk(2)  # type: ignore[union-attr]
@@ -143,7 +146,7 @@ def test_rows_of_a_vocabulary(family: str) -> None:
         assert torch.equal(after[:53], before.flip(0))
         assert torch.allclose(after[53], before[[3, 4, 7]].mean(0), rtol=1e-12)
         assert torch.allclose(after[54], before.mean(0), rtol=1e-12)
-    decoder = Decoder(grown.spec).double().eval()
+    decoder = make_model(grown.spec).double().eval()
     decoder.load_state_dict({name: grown.read(name) for name in decoder.state_dict()})
     with torch.no_grad():
         assert equal(decoder.logits(decoder(52 - TOKENS))[..., :53], logits(old).flip(-1))
