@@ -47,8 +47,9 @@ def bare(folder: Path) -> None:
     from torch import nn
 
     from jingu.config.load import load_config
-    from jingu.data.batches import BatchSource
+    from jingu.data.batches import BatchSource, Windows
     from jingu.data.dataset import open_dataset
+    from jingu.data.mixture import plan_mixture
     from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise
@@ -56,7 +57,8 @@ def bare(folder: Path) -> None:
 
     torch.set_num_threads(THREADS)
     config = load_config(folder / "run.yaml", [])
-    source = BatchSource(open_dataset(folder / "data", "train"), SEQUENCE, BATCH, 0)
+    windows = Windows(open_dataset(folder / "data", "train"), SEQUENCE, 0)
+    source = BatchSource((windows,), plan_mixture([(0, [1.0])], [None]), BATCH)
     spec = spec_from_settings(config.model, VOCABULARY, SEQUENCE)
     with torch.device("meta"):
         model = Decoder(spec)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig, Settings
-from jingu.config.tree import describe, either, field_kinds, fields, sections
+from jingu.config.tree import describe, either, field_kinds, fields, item_sections, sections
 
 OPENING = """\
 # Every setting
@@ -56,12 +56,18 @@ def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
     yield "| setting | default | takes | what it is |"
     yield "|---|---|---|---|"
     for key in keys:
-        inner = sections(fields(model)[key])
+        field = fields(model)[key]
+        inner, items = sections(field), item_sections(field)
         if not inner:
             yield row(model, key, prefix)
-        elif prefix:
-            for part in inner.values():
-                yield from (row(part, own, f"{prefix}{key}.") for own in fields(part))
+        elif prefix and len(inner) > 1:
+            default = field.get_default(call_default_factory=True).type
+            meaning = " ".join(f"`{tag}`: {part.__doc__}" for tag, part in inner.items())
+            yield f"| `{prefix}{key}.type` | `{default}` | {either(list(inner))} | {meaning} |"
+        for part in inner.values() if prefix else ():
+            yield from (row(part, own, f"{prefix}{key}.") for own in fields(part) if own != "type" or len(inner) == 1)
+        if items:
+            yield from (row(items, own, f"{prefix}{key}.") for own in fields(items))
 
 
 def row(model: type[Settings], key: str, prefix: str) -> str:

@@ -10,7 +10,19 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig, Settings
 from jingu.config.strict_yaml import Document, KeyPath
-from jingu.config.tree import Kind, all_keys, describe, either, field_kinds, fields, find, item_kinds, sections, written
+from jingu.config.tree import (
+    Kind,
+    all_keys,
+    describe,
+    either,
+    field_kinds,
+    fields,
+    find,
+    item_kinds,
+    item_sections,
+    sections,
+    written,
+)
 from jingu.errors import JinguError
 
 Told = tuple[str, str | None]
@@ -136,7 +148,13 @@ def _mistake(detail: Any, document: Document) -> tuple[KeyPath, Told]:
         if isinstance(value, dict):
             return (*path, "type"), _wrong_tag(_dotted(path), value.get("type"), list(sections(field)))
         return path, _not_a_section(path, field, value, document)
-    index = next((part for part in detail["loc"] if isinstance(part, int)), None)
+    if isinstance(path[-1], int):
+        items = item_sections(field)
+        assert items is not None
+        what = f"{_dotted(path)} is a section of settings, not {_given(value)}."
+        return path, (what, f"Its settings are: {', '.join(items.model_fields)}.")
+    indices = [part for part in detail["loc"] if isinstance(part, int)]
+    index = next(iter(indices[sum(isinstance(part, int) for part in path) :]), None)
     if index is not None and isinstance(value, list) and item_kinds(field):
         name = f"item {index + 1} of {_dotted(path)}"
         return (*path, index), _wrong(name, item_kinds(field), (*path, index), field, document)
@@ -155,6 +173,9 @@ def _locate(loc: tuple[str | int, ...]) -> tuple[KeyPath, FieldInfo | None, type
     for key in rest:
         path = (*path, key)
         field = fields(model).get(str(key))
+        if field and (items := item_sections(field)) and isinstance(index := next(rest, None), int):
+            path, model = (*path, index), items
+            continue
         variants = sections(field) if field else {}
         if not variants:
             break

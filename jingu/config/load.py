@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from jingu.config.explain import combined, explain
 from jingu.config.schema import RunConfig, Settings
 from jingu.config.strict_yaml import Document, KeyPath, Origin, dump, parse
-from jingu.config.tree import field_kinds, fields, find, item_kinds, sections
+from jingu.config.tree import field_kinds, fields, find, item_kinds, item_sections, sections
 from jingu.errors import JinguError
 
 
@@ -143,6 +143,10 @@ def _settle(value: dict[str, Any], model: type[Settings], path: KeyPath, documen
         elif isinstance(item, dict) and variants:
             for variant in variants.values():
                 _settle(item, variant, here, document)
+        elif (items := item_sections(field)) and isinstance(item, list):
+            for index, part in enumerate(item):
+                if isinstance(part, dict):
+                    _settle(part, items, (*here, index), document)
         elif str in {kind.type for kind in field_kinds(field)} and not isinstance(item, list):
             value[key] = _as_text(item, here, document)
         elif str in {kind.type for kind in item_kinds(field)} and isinstance(item, list):

@@ -66,6 +66,47 @@ class TokenizerSettings(Settings):
     """Train on about this many bytes of the corpus, spread evenly over its documents."""
 
 
+class FullOrderSettings(Settings):
+    """One order over all windows."""
+
+    type: Literal["full"] = "full"
+
+
+class BlockOrderSettings(Settings):
+    """For slow storage: large blocks in random order, and the windows of a few open blocks mixed."""
+
+    type: Literal["blocks"] = "blocks"
+    block_tokens: Positive = 16_777_216
+    """Tokens of a block, which lie next to each other."""
+    open_blocks: Positive = 16
+    """Blocks whose windows are mixed with each other."""
+
+
+Order = Annotated[FullOrderSettings | BlockOrderSettings, Discriminator("type"), _type_or("full")]
+
+
+class SourceSettings(Settings):
+    """One of several corpora that a run mixes."""
+
+    path: Place = "data"
+    """Folder of its built data set; its last part names the source."""
+    input: list[Place] | Place = []
+    """What `jingu data build` makes it of, as in `data.input`; an empty list: it is built already."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Its share of the samples, beside the weights of the others."""
+    most_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Most times that its text is used; then the others share on. null: no limit."""
+
+
+class StageSettings(Settings):
+    """Other weights from a step on."""
+
+    from_step: NotNegative = 0
+    """The first step (from 0) with these weights."""
+    weights: list[Annotated[float, Field(ge=0)]] = []
+    """A weight for each of `data.sources`, in their order; 0 leaves one out."""
+
+
 class DataSettings(Settings):
     """The corpus, and the data set that `jingu data build` makes of it."""
 
@@ -85,6 +126,22 @@ class DataSettings(Settings):
     """Processes that build; auto: one a core."""
     shard_tokens: Positive = 500_000_000
     """A new shard begins after about this many tokens."""
+    sources: list[SourceSettings] = []
+    """Several corpora in place of `input` and `path`, mixed by their weights."""
+    stages: list[StageSettings] = []
+    """Weights by step, in place of the sources' own, each stage until the next one begins."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """With T, each weight is multiplied by its source's tokens ^ (1/T); null: the weights as they are."""
+    order: Order = FullOrderSettings()
+
+    @property
+    def corpora(self) -> list[SourceSettings]:
+        """The sources; `input` and `path` are the short form of one."""
+        return self.sources or [SourceSettings(path=self.path, input=self.input)]
+
+    def of(self, source: SourceSettings) -> DataSettings:
+        """The settings of one source alone."""
+        return self.model_copy(update={"path": source.path, "input": source.input, "sources": []})
 
 
 class ExpertsSettings(Settings):

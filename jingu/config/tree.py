@@ -61,11 +61,20 @@ def sections(field: FieldInfo) -> Sections:
     return {kind.value: model for model in models for kind in field_kinds(model.model_fields["type"])}
 
 
+def item_sections(field: FieldInfo) -> type[Settings] | None:
+    """The model of the items, of a field that takes a list of sections."""
+    models = (kind.type for kind in item_kinds(field) if isinstance(kind.type, type))
+    return next((model for model in models if issubclass(model, Settings)), None)
+
+
 def find(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> FieldInfo | None:
     """The field at a path, in whichever variant of a section has it first."""
     field = fields(model).get(str(path[0])) if path else None
     if field is None or len(path) == 1:
         return field
+    items = item_sections(field)
+    if items and isinstance(path[1], int):
+        return find(path[2:], items) if len(path) > 2 else field
     inner = (find(path[1:], variant) for variant in sections(field).values())
     return next((found for found in inner if found), None)
 
@@ -76,7 +85,7 @@ def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
     keys: dict[str, None] = {}
     for name, field in fields(model).items():
         keys[name] = None
-        for variant in sections(field).values():
+        for variant in [*sections(field).values(), *filter(None, [item_sections(field)])]:
             keys |= {f"{name}.{key}": None for key in all_keys(variant)}
     return tuple(keys)
 
@@ -109,8 +118,11 @@ def _words(kind: Kind, whole_too: bool) -> list[str]:
         return ["a whole number" + _range(kind.limits)]
     if kind.type is float:
         return [("a number with a decimal point" if whole_too else "a number") + _range(kind.limits)]
-    plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"], list: ["a list of texts"]}
-    return plain.get(get_origin(kind.type) or kind.type, ["a section"])
+    if get_origin(kind.type) is list:
+        (item,) = {kind.type if kind.type in (str, float) else Settings for kind in kinds(get_args(kind.type)[0])}
+        return ["a list of " + {str: "texts", float: "numbers", Settings: "sections"}[item]]
+    plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"]}
+    return plain.get(kind.type, ["a section"])
 
 
 def _range(limits: tuple[Any, ...]) -> str:

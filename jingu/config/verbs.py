@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jingu.config.schema import RunConfig
-from jingu.config.tree import sections
+from jingu.config.schema import RunConfig, Settings
+from jingu.config.tree import fields, sections
 
 
 def schema() -> None:
@@ -17,9 +17,14 @@ def schema() -> None:
 def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a run's file."""
     tree = RunConfig.model_json_schema()
-    for field in RunConfig.model_fields.values():
+    _require_types(RunConfig, tree["$defs"])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "A run of jingu"}
+
+
+def _require_types(model: type[Settings], definitions: dict[str, Any]) -> None:
+    """Without its `type:` a section is of the default type, and only of that."""
+    for field in fields(model).values():
         for tag, variant in sections(field).items():
             if tag and not isinstance(field.get_default(call_default_factory=True), variant):
-                # Without its `type:` a section is of the default type, and only of that.
-                tree["$defs"][variant.__name__]["required"] = ["type"]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "A run of jingu"}
+                definitions[variant.__name__]["required"] = ["type"]
+            _require_types(variant, definitions)

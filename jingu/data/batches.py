@@ -10,29 +10,35 @@ import torch
 
 from jingu.data.batch import Batch
 from jingu.data.dataset import TokenDataset
-from jingu.data.order import Permutation
+from jingu.data.mixture import Mixture
+from jingu.data.order import BlockOrder, Permutation, window_offset
 from jingu.errors import JinguError
 
 IGNORED = -100
 """Label of a place that is not trained."""
 
+Numbers = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
-class BatchSource:
-    """Training batches from a data set cut into windows of `sequence_length` predictions.
+class Windows:
+    """A data set cut into windows of `sequence_length` predictions, in a new order each epoch.
 
-    Window w holds the tokens [w·s, w·s + s], both ends in, so that each token but the first is predicted once
-    an epoch. Samples are numbered over the whole run: sample j is in epoch j // windows, and the epoch's own
-    permutation says which window it is. Step n takes samples [n·global_size, (n + 1)·global_size).
+    Window w of an epoch holds the tokens [o + w·s, o + w·s + s], both ends in, where s is the sequence length and o
+    the epoch's own offset below s (0 in the first); past the end of the data it goes on at its beginning. So an
+    epoch predicts each token once, but for less than a window's worth of them, and these are others each time.
     """
 
     dataset: TokenDataset
     sequence_length: int
-    global_size: int
     seed: int
+    block_windows: int | None = None
+    """Windows of a block of the order for slow storage; None: one order over all."""
+    open_blocks: int = 1
+    """Blocks whose windows are mixed."""
 
     def __post_init__(self) -> None:
-        if self.windows < 1:
+        if len(self) < 1:
             raise JinguError(
                 f"the data set has {self.dataset.tokens:,} tokens for training, but one sequence of "
                 f"{self.sequence_length:,} needs {self.sequence_length + 1:,}.",
@@ -40,31 +46,64 @@ class BatchSource:
                 fix="Give more text, or set batch.sequence_length lower.",
             )
 
-    @property
-    def windows(self) -> int:
+    def __len__(self) -> int:
         """Windows an epoch."""
         return (self.dataset.tokens - 1) // self.sequence_length
 
-    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
-        """[global_size] numbers, over the whole run, of the samples of step `step` (0-based)."""
-        return np.arange(step * self.global_size, (step + 1) * self.global_size, dtype=np.int64)
-
-    def window_ids(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The window that each sample is."""
-        epochs, places = np.divmod(samples, self.windows)
-        windows = np.empty_like(places)
+    def starts(self, samples: Numbers) -> Numbers:
+        """The place of each sample's first token; samples are numbered over all epochs."""
+        epochs, places = np.divmod(samples, len(self))
+        starts = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
-            of_epoch = epochs == epoch
-            windows[of_epoch] = Permutation(self.windows, self.seed, epoch)(places[of_epoch])
-        return windows
+            inside = epochs == epoch
+            windows = self._order(epoch)(places[inside])
+            starts[inside] = windows * self.sequence_length + window_offset(self.sequence_length, self.seed, epoch)
+        return starts % self.dataset.tokens
+
+    def _order(self, epoch: int) -> Permutation | BlockOrder:
+        if self.block_windows is None:
+            return Permutation(len(self), self.seed, epoch)
+        return BlockOrder(len(self), self.block_windows, self.open_blocks, self.seed, epoch)
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Training batches: sample j of the run comes from the source that the mixture says, in that source's order.
+
+    Step n takes samples [n·global_size, (n + 1)·global_size).
+    """
+
+    sources: tuple[Windows, ...]
+    mixture: Mixture
+    global_size: int
+
+    def locate(self, step: int) -> tuple[Numbers, Numbers, Numbers]:
+        """For each row of step `step` (0-based): its source, its number among that source's samples, and the place
+
+        of its first token there; all [global_size].
+        """
+        samples = np.arange(step * self.global_size, (step + 1) * self.global_size, dtype=np.int64)
+        return self._locate(samples)
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Rows [first, first + count) of the global batch of step `step` (0-based)."""
         if not 0 <= first <= first + count <= self.global_size:
             raise ValueError(f"rows {first} to {first + count} of a global batch of {self.global_size}")
-        windows = self.window_ids(self.sample_ids(step)[first : first + count])
-        rows_BS = self.dataset.gather(windows * self.sequence_length, self.sequence_length + 1)
+        start = step * self.global_size + first
+        which, _, starts = self._locate(np.arange(start, start + count, dtype=np.int64))
+        rows_BS = np.empty((count, self.sources[0].sequence_length + 1), dtype=np.int64)
+        for source in np.unique(which).tolist():
+            inside = which == source
+            rows_BS[inside] = self.sources[source].dataset.gather(starts[inside], rows_BS.shape[1])
         return _batch(rows_BS[:, :-1], rows_BS[:, 1:])
+
+    def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        which, numbers = self.mixture.locate(samples)
+        starts = np.empty_like(numbers)
+        for source in np.unique(which).tolist():
+            inside = which == source
+            starts[inside] = self.sources[source].starts(numbers[inside])
+        return which, numbers, starts
 
 
 def held_out_windows(dataset: TokenDataset, sequence_length: int) -> int:
@@ -90,6 +129,6 @@ def held_out_batch(dataset: TokenDataset, sequence_length: int, first: int, coun
     return _batch(tokens.reshape(count, sequence_length), labels.reshape(count, sequence_length))
 
 
-def _batch(tokens_BT: npt.NDArray[np.int64], labels_BT: npt.NDArray[np.int64]) -> Batch:
+def _batch(tokens_BT: Numbers, labels_BT: Numbers) -> Batch:
     # Copies, so that each is contiguous and the two share no memory.
     return Batch(torch.from_numpy(tokens_BT.copy()), torch.from_numpy(labels_BT.copy()))

@@ -30,12 +30,15 @@ from tqdm import tqdm
 from jingu.config.schema import DataSettings, RunConfig
 from jingu.data.indexed import IndexedReader, IndexedWriter, best_dtype
 from jingu.data.manifest import Manifest, Shard, Split, SplitName, check_sizes, damaged
+from jingu.data.sources import checked_corpora
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder
 from jingu.text.corpus import Span, Tally, describe_files, find_files, plan_units, read_documents
 from jingu.text.record import differences
 from jingu.text.tokenizer import Tokenizer
 
+NOT_OF_THE_BUILD = {"path", "workers", "sources", "stages", "temperature", "order"}
+"""Settings of `data` that do not change a data set's content."""
 Unit = tuple[Span, ...]
 Counts = npt.NDArray[np.int64]
 
@@ -52,12 +55,19 @@ class Encoded:
 
 
 def build(config: RunConfig) -> None:
-    """Build the data set of the run in `data.path`, unless the very same is there already."""
-    path = Path(config.data.path)
-    tokenizer_path = Path(config.tokenizer.path)
+    """Build the data set of each source of the run in its `path`, unless the very same is there already."""
+    corpora = checked_corpora(config.data)
+    for source in corpora:
+        if source.input or len(corpora) == 1:
+            build_source(config.data.of(source), Path(config.tokenizer.path))
+
+
+def build_source(data: DataSettings, tokenizer_path: Path) -> None:
+    """Build one data set."""
+    path = Path(data.path)
     tokenizer = Tokenizer.load(tokenizer_path)
-    files = find_files(config.data)
-    settings = config.data.model_dump(mode="json", exclude={"path", "workers"})
+    files = find_files(data)
+    settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
     if (old := Manifest.load(path)) is not None:
         _refuse_other(path, old, settings)
@@ -65,12 +75,12 @@ def build(config: RunConfig) -> None:
         _print_summary(old)
         return
     units = plan_units(files)
-    workers = min(_cores() if config.data.workers == "auto" else config.data.workers, max(len(units), 1))
+    workers = min(_cores() if data.workers == "auto" else data.workers, max(len(units), 1))
     began = time.monotonic()
     with new_folder(path) as place:
-        job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), config.data)
+        job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), data)
         encode = partial(_encode_all, job, units, workers)
-        manifest = _write(place, encode, settings, tokenizer, config.data)
+        manifest = _write(place, encode, settings, tokenizer, data)
         manifest.save(place)
     print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
     _print_summary(manifest)

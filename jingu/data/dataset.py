@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,16 @@ class TokenDataset:
         return self.manifest.end_id
 
     def gather(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """[len(starts), length] ids from each start on; a row may run over shards."""
+        """[len(starts), length] ids from each start on; rows run over shards, and past the end to the beginning."""
         out = np.empty((len(starts), length), dtype=np.int64)
         firsts = np.searchsorted(self.starts, starts, side="right") - 1
         for row, start, shard in zip(out, starts.tolist(), firsts.tolist(), strict=True):
-            done = 0
+            done, place = 0, start - int(self.starts[shard])
             while done < length:
-                part = self.shards[shard][start + done - int(self.starts[shard]) :][: length - done]
+                part = self.shards[shard][place:][: length - done]
                 row[done : done + len(part)] = part
-                done += len(part)
-                shard += 1
+                done, place = done + len(part), 0
+                shard = (shard + 1) % len(self.shards)
         return out
 
 
@@ -75,6 +75,13 @@ def open_dataset(path: Path, split: SplitName) -> TokenDataset:
         shards.append(reader.ids)
     starts = np.cumsum([0, *(len(ids) for ids in shards)], dtype=np.int64)
     return TokenDataset(path, split, manifest, shards, starts)
+
+
+def joined(datasets: list[TokenDataset]) -> TokenDataset:
+    """Splits of several data sets of one tokenizer, one after another."""
+    shards = [ids for dataset in datasets for ids in dataset.shards]
+    starts = np.cumsum([0, *(len(ids) for ids in shards)], dtype=np.int64)
+    return replace(datasets[0], shards=shards, starts=starts)
 
 
 def check_tokenizer(dataset: TokenDataset, tokenizer: Tokenizer) -> None:

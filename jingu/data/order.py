@@ -8,6 +8,7 @@ Domains", 2002). Any part of the order costs the same, at any n.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +19,21 @@ LARGEST = 1 << 48
 SMALL = 256
 """Up to here positions are sorted by a keyed hash: a network of so few bits would mix badly."""
 
+Places = npt.NDArray[np.int64]
+
 
 class Permutation:
-    """The permutation of [0, n) for a seed and an epoch; the same on every machine."""
+    """The permutation of [0, n) for a seed, an epoch and what else tells it from others; the same on every machine."""
 
-    def __init__(self, n: int, seed: int, epoch: int) -> None:
+    def __init__(self, n: int, seed: int, epoch: int, *more: int) -> None:
         if not 1 <= n <= LARGEST:
             raise ValueError(f"a permutation of {n} positions; it must have 1 to {LARGEST}")
         self.n = n
         self._half = np.uint64((n - 1).bit_length() + 1 >> 1)
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS, person=b"jingu order")
-        self._keys = np.frombuffer(digest.digest(), "<u8")
+        self._keys = np.frombuffer(_digest(8 * ROUNDS, seed, epoch, *more), "<u8")
 
-    def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def __call__(self, positions: Places) -> Places:
         """What stands at each of the positions, all of them in [0, n)."""
         x = positions.astype(np.uint64)
         if len(x) and int(x.max()) >= self.n:
@@ -48,6 +50,75 @@ class Permutation:
         for key in self._keys:
             left, right = right, left ^ (_mix(right + key) & self._mask)
         return (left << self._half) | right
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """An order of [0, n) for slow storage: blocks in random order, and their windows mixed within `open` of them.
+
+    So reads stay within a few large blocks at a time. n is cut into blocks of `block`, of which the last may be
+    shorter; it takes a random place among the others. Pure and stored nowhere, as `Permutation` is.
+    """
+
+    n: int
+    block: int
+    open: int
+    seed: int
+    epoch: int
+
+    def __call__(self, positions: Places) -> Places:
+        """What stands at each of the positions, all of them in [0, n)."""
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self.n:
+            raise ValueError(f"a position outside [0, {self.n})")
+        groups = self._block_at(positions) // self.open
+        mixed = np.empty_like(positions)
+        for group in np.unique(groups).tolist():
+            first, end = self._starts(np.array([group * self.open, (group + 1) * self.open])).tolist()
+            inside = groups == group
+            mixed[inside] = first + Permutation(end - first, self.seed, self.epoch, 1, group)(positions[inside] - first)
+        turns = self._block_at(mixed)
+        return self._identity(turns) * self.block + mixed - self._starts(turns)
+
+    @property
+    def _full(self) -> int:
+        """Blocks of whole length."""
+        return self.n // self.block
+
+    @property
+    def _short_turn(self) -> int:
+        """The turn at which the short block comes (it may have no windows)."""
+        return int.from_bytes(_digest(8, self.seed, self.epoch, 2), "little") % (self._full + 1)
+
+    def _starts(self, turns: Places) -> Places:
+        """The position at which the block of each turn begins; past the last, n."""
+        return np.minimum(
+            turns * self.block - np.where(turns > self._short_turn, self.block - self.n % self.block, 0), self.n
+        )
+
+    def _block_at(self, positions: Places) -> Places:
+        """The turn to which each position belongs."""
+        before = self._short_turn * self.block
+        missing = self.block - self.n % self.block
+        later = np.maximum((positions + missing) // self.block, self._short_turn)
+        return np.where(positions < before, positions // self.block, later)
+
+    def _identity(self, turns: Places) -> Places:
+        """Which block has each turn."""
+        blocks = np.full_like(turns, self._full)
+        full = turns != self._short_turn
+        if self._full:
+            places = turns[full] - (turns[full] > self._short_turn)
+            blocks[full] = Permutation(self._full, self.seed, self.epoch, 3)(places)
+        return blocks
+
+
+def window_offset(sequence_length: int, seed: int, epoch: int) -> int:
+    """How far the windows of an epoch are moved, in tokens: not at all in the first, by chance in later ones."""
+    return int.from_bytes(_digest(8, seed, epoch, 4), "little") % sequence_length if epoch else 0
+
+
+def _digest(size: int, *numbers: int) -> bytes:
+    return hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=size, person=b"jingu order").digest()
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

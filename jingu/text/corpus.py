@@ -81,7 +81,8 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
     A folder is read recursively and gives the files with one of `data.suffixes`; a file named directly or
     by a pattern (`*`, `?`, `[…]`, `**`) is taken whatever its ending.
     """
-    inputs = [settings.input] if isinstance(settings.input, str) else settings.input
+    given = [source.input for source in settings.corpora]
+    inputs = [name for each in given for name in ([each] if isinstance(each, str) else each)]
     if not inputs:
         fix = "Name text files, .jsonl files, folders or patterns."
         raise JinguError("no corpus is given.", where="data.input", fix=fix)

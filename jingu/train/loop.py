@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import FP16Settings
+from jingu.data.receipt import Receipt
 from jingu.model.decoder import Decoder
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say
@@ -44,6 +45,8 @@ class Progress:
     evaluation_due: bool = False
     """Whether the run was stopped at a step that it should have evaluated."""
     loss_scale: LossScale = field(default_factory=LossScale)
+    receipt: Receipt = field(default_factory=Receipt)
+    """What it has been trained on."""
 
 
 @dataclass(frozen=True)

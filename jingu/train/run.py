@@ -19,7 +19,8 @@ from jingu.config.compare import harmful_differences
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.data.batches import BatchSource
-from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
+from jingu.data.dataset import TokenDataset, joined, open_dataset
+from jingu.data.sources import open_sources
 from jingu.errors import JinguError
 from jingu.infer.generate import room_after
 from jingu.model.spec import ModelSpec
@@ -45,8 +46,8 @@ class Run:
 
     @property
     def data_receipt(self) -> list[str]:
-        """What the training data is: checksums of its shards, in order."""
-        return [shard.bin_xxh3 for shard in self.source.dataset.manifest.train.shards]
+        """What the training data is: checksums of its shards, source by source."""
+        return [shard.bin_xxh3 for each in self.source.sources for shard in each.dataset.manifest.train.shards]
 
 
 def open_run(config: RunConfig) -> Run:
@@ -58,14 +59,11 @@ def open_run(config: RunConfig) -> Run:
     folder = Path(config.runs) / config.name
     _check_configuration(folder, config)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    train = open_dataset(Path(config.data.path), "train")
-    check_tokenizer(train, tokenizer)
-    batch = config.batch
-    source = BatchSource(train, batch.sequence_length, batch.global_size, config.seed)
+    source = open_sources(config, tokenizer)
     spec = spec_of_run(config, folder, tokenizer)
     held_out = None
     if config.evaluation.every and config.data.held_out:
-        held_out = open_dataset(Path(config.data.path), "held_out")
+        held_out = joined([open_dataset(each.dataset.path, "held_out") for each in source.sources])
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
@@ -119,7 +117,8 @@ def _check_checkpoints(run: Run) -> None:
             continue  # a damaged one is passed over when the run resumes
         if state["data"] != run.data_receipt:
             raise JinguError(
-                f"the run was trained until step {step} on another data set than the one in {run.source.dataset.path}.",
+                f"the run was trained until step {step} on another data set than the one in "
+                f"{', '.join(str(each.dataset.path) for each in run.source.sources)}.",
                 where=run.folder,
                 fix="Put that data set back, or start a new run (name=...).",
             )

@@ -17,6 +17,8 @@ from jingu.checkpoint.resume import Keep, find_latest, prune, step_folder
 from jingu.checkpoint.store import load, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
+from jingu.data.receipt import Receipt, check_receipt, extend
+from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.count import flops_per_token
 from jingu.model.decoder import Decoder
@@ -194,11 +196,15 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
     folder = step_folder(run.checkpoints, step)
     load(folder, checkpoint_tensors(model, optimizer), agree=all_agree)
     say(f"Going on from step {step}.")
-    progress = read_state(folder)["progress"]
-    return Progress(**{**progress, "loss_scale": LossScale(**progress["loss_scale"])})
+    kept = read_state(folder)["progress"]
+    state = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
+    progress = Progress(**{**kept, **state})
+    check_receipt(progress.receipt, run.source, folder)
+    return progress
 
 
 def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
+    progress.receipt = extend(progress.receipt, run.source, progress.step)
     state = {
         "progress": asdict(progress),
         "data": run.data_receipt,
@@ -240,11 +246,12 @@ def _decide_compile(config: RunConfig, device: torch.device, training_seconds: f
 def _summary(run: Run, plan: BatchPlan, ranks: Ranks, precision: Precision, compiles: bool, parameters: int) -> str:
     steps = run.config.train.steps
     tokens = steps * plan.tokens_per_step
-    epochs = tokens / run.source.dataset.tokens
+    used = epochs_used(run.config, run.source)
+    epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
         f"{run.config.name}: {run.spec.family}, {parameters / 1e6:.1f}M parameters, {ranks.world} rank(s) on "
         f"{ranks.device.type} in {precision.name}{', compiled' if compiles else ''}; {steps} steps of "
-        f"{plan.tokens_per_step:,} tokens, {tokens / 1e6:.1f}M in all ({epochs:.2f} epochs)."
+        f"{plan.tokens_per_step:,} tokens, {tokens / 1e6:.1f}M in all ({epochs})."
     )
 
 

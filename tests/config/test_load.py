@@ -174,6 +174,8 @@ def _values(kind: Kind) -> st.SearchStrategy[Any]:
             st.text(min_size=1, max_size=9),
             st.sampled_from(["no", "007", "~", "1e5", "null", "- a", "a: b", "\x85", "a\n\u2028 b"]),
         )
+    if isinstance(kind.type, type) and issubclass(kind.type, Settings):
+        return _sections(kind.type)
     return {bool: st.booleans(), type(None): st.none()}.get(kind.type, st.just(kind.value))
 
 

@@ -13,11 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.data.batches import IGNORED, BatchSource, held_out_batch, held_out_windows
+from jingu.data.batches import IGNORED, BatchSource, Windows, held_out_batch, held_out_windows
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.indexed import IndexedReader
+from jingu.data.mixture import plan_mixture
+from jingu.data.order import window_offset
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, train_tokenizer
+
+
+def one_source(dataset: TokenDataset, sequence: int, size: int, seed: int) -> BatchSource:
+    return BatchSource((Windows(dataset, sequence, seed),), plan_mixture([(0, [1.0])], [None]), size)
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +60,9 @@ def test_gathered_rows_run_over_shards(
 def test_any_division_gives_the_same_rows(
     train_data: TokenDataset, step: int, size: int, sequence: int, data: st.DataObject
 ) -> None:
-    whole = BatchSource(train_data, sequence, size, 5).batch(step, 0, size)
+    whole = one_source(train_data, sequence, size, 5).batch(step, 0, size)
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
-    source = BatchSource(train_data, sequence, size, 5)
+    source = one_source(train_data, sequence, size, 5)
     source.batch(data.draw(st.integers(0, 99)), 0, size)  # no history
     parts = [source.batch(step, first, end - first) for first, end in pairwise(cuts)]
     for name in ("tokens", "labels"):
@@ -68,50 +74,72 @@ def test_any_division_gives_the_same_rows(
 
 
 @pytest.mark.parametrize("sequence", [7, 64, 1000])
-@pytest.mark.parametrize("size", [1, 5])
-def test_every_window_once_an_epoch(train_data: TokenDataset, all_ids: np.ndarray, sequence: int, size: int) -> None:
-    source = BatchSource(train_data, sequence, size, 11)
-    windows = source.windows
+@pytest.mark.parametrize("size", [5])
+@pytest.mark.parametrize("blocks", [(None, 1), (4, 3)])
+def test_every_window_once_an_epoch(
+    train_data: TokenDataset, all_ids: np.ndarray, sequence: int, size: int, blocks: tuple[int | None, int]
+) -> None:
+    """In the first epoch from the first token on; in later ones moved by a distance of their own."""
+    source = BatchSource((Windows(train_data, sequence, 11, *blocks),), plan_mixture([(0, [1.0])], [None]), size)
+    windows = len(source.sources[0])
     assert windows == (len(all_ids) - 1) // sequence
-    steps = -(-2 * windows // size)
+    steps = -(-3 * windows // size)
     batches = [source.batch(step, 0, size) for step in range(steps)]
     tokens = torch.cat([batch.tokens for batch in batches]).numpy()
     labels = torch.cat([batch.labels for batch in batches]).numpy()
     used = windows * sequence
-    expected = sorted(all_ids[:used].reshape(windows, sequence).tolist())
-    for epoch in (0, 1):
+    offsets = [window_offset(sequence, 11, epoch) for epoch in range(3)]
+    assert offsets[0] == 0 and len(set(offsets)) > 1
+    for epoch, offset in enumerate(offsets):
         part = slice(epoch * windows, (epoch + 1) * windows)
-        assert sorted(tokens[part].tolist()) == expected
+        moved = np.roll(all_ids, -offset)
+        assert sorted(tokens[part].tolist()) == sorted(moved[:used].reshape(windows, sequence).tolist())
+        assert sorted(labels[part].tolist()) == sorted(moved[1 : used + 1].reshape(windows, sequence).tolist())
         assert np.array_equal(tokens[part][:, 1:], labels[part][:, :-1])
-    assert sorted(labels[:windows].tolist()) == sorted(all_ids[1 : used + 1].reshape(windows, sequence).tolist())
-    if windows > 20:
-        assert not np.array_equal(tokens[:windows], tokens[windows : 2 * windows])
 
 
 def test_samples_are_numbered_over_the_run(train_data: TokenDataset) -> None:
-    source = BatchSource(train_data, 16, 6, 0)
-    assert source.sample_ids(3).tolist() == [18, 19, 20, 21, 22, 23]
-    epoch = source.window_ids(np.arange(source.windows))
-    assert sorted(epoch.tolist()) == list(range(source.windows))
-    other = BatchSource(train_data, 16, 6, 1).window_ids(np.arange(source.windows))
+    source = one_source(train_data, 16, 6, 0)
+    windows = source.sources[0]
+    assert source.locate(3)[1].tolist() == [18, 19, 20, 21, 22, 23]
+    epoch = windows.starts(np.arange(len(windows)))
+    assert sorted(epoch.tolist()) == list(range(0, 16 * len(windows), 16))
+    other = Windows(train_data, 16, 1).starts(np.arange(len(windows)))
     assert (epoch == other).mean() < 0.2
     # Another global batch takes the same samples in the same order.
-    rows = torch.cat([BatchSource(train_data, 16, 4, 0).batch(step, 0, 4).tokens for step in range(3)])
+    rows = torch.cat([one_source(train_data, 16, 4, 0).batch(step, 0, 4).tokens for step in range(3)])
     assert torch.equal(rows, torch.cat([source.batch(step, 0, 6).tokens for step in range(2)]))
+
+
+def test_each_row_comes_from_the_source_that_the_mixture_says(
+    train_data: TokenDataset, held_out_data: TokenDataset
+) -> None:
+    sources = Windows(train_data, 24, 1), Windows(held_out_data, 24, 2)
+    mixed = BatchSource(sources, plan_mixture([(0, [2.0, 1.0])], [None, None]), 7)
+    alone = [BatchSource((each,), plan_mixture([(0, [1.0])], [None]), 1) for each in sources]
+    taken = [0, 0]
+    for step in range(30):
+        which, numbers, _ = mixed.locate(step)
+        batch = mixed.batch(step, 0, 7)
+        for row, (source, number) in enumerate(zip(which.tolist(), numbers.tolist(), strict=True)):
+            assert number == taken[source]
+            assert torch.equal(batch.tokens[row], alone[source].batch(number, 0, 1).tokens[0])
+            taken[source] += 1
+    assert taken == [140, 70]
 
 
 def test_rows_outside_the_batch_are_a_bug(train_data: TokenDataset) -> None:
     for first, count in ((0, 7), (-1, 2), (6, 1)):
         with pytest.raises(ValueError, match="of a global batch of 6"):
-            BatchSource(train_data, 16, 6, 0).batch(0, first, count)
-    assert BatchSource(train_data, 16, 6, 0).batch(0, 6, 0).tokens.shape == (0, 16)
+            one_source(train_data, 16, 6, 0).batch(0, first, count)
+    assert one_source(train_data, 16, 6, 0).batch(0, 6, 0).tokens.shape == (0, 16)
 
 
 def test_too_little_text_is_explained(train_data: TokenDataset, built_folder: Path) -> None:
     tokens = train_data.tokens
-    assert BatchSource(train_data, tokens - 1, 1, 0).windows == 1
+    assert len(one_source(train_data, tokens - 1, 1, 0).sources[0]) == 1
     with pytest.raises(JinguError) as caught:
-        BatchSource(train_data, tokens, 1, 0)
+        one_source(train_data, tokens, 1, 0)
     assert str(caught.value) == (
         f"{built_folder}: the data set has {tokens:,} tokens for training, but one sequence of {tokens:,} needs "
         f"{tokens + 1:,}. Give more text, or set batch.sequence_length lower."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jingu.data.order import LARGEST, Permutation
+from jingu.data.order import LARGEST, BlockOrder, Permutation
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64), st.integers(0, 1000))
@@ -93,3 +93,40 @@ def test_impossible_sizes_and_places_are_refused() -> None:
     for place in (10, -1):
         with pytest.raises(ValueError, match=r"outside \[0, 10\)"):
             Permutation(10, 0, 0)(np.array([place]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 400), st.integers(1, 7), st.integers(0, 99), st.integers(0, 9))
+@example(12, 4, 2, 0, 0)
+@example(3, 4, 1, 0, 0)
+def test_an_order_in_blocks_is_a_bijection(n: int, block: int, opened: int, seed: int, epoch: int) -> None:
+    order = BlockOrder(n, block, opened, seed, epoch)
+    whole = order(np.arange(n))
+    assert np.array_equal(np.sort(whole), np.arange(n))
+    some = np.random.default_rng(seed).integers(0, n, 9)
+    assert np.array_equal(order(some), whole[some])
+    with pytest.raises(ValueError, match="a position outside"):
+        order(np.array([n]))
+
+
+@pytest.mark.parametrize("n", [64 * 100, 64 * 100 + 17])
+def test_an_order_in_blocks_reads_few_of_them_at_a_time_and_mixes_them(n: int) -> None:
+    block, opened = 64, 5
+    for epoch in range(5):
+        order = BlockOrder(n, block, opened, 1, epoch)(np.arange(n))
+        read = order // block
+        # A stretch a block shorter than the open ones touches those of at most two groups, and each block once.
+        stretch = block * (opened - 1)
+        assert max(len(set(read[at : at + stretch].tolist())) for at in range(0, n, 7)) <= 2 * opened
+        first = {number: int(np.flatnonzero(read == number)[0]) for number in set(read.tolist())}
+        last = {number: int(np.flatnonzero(read == number)[-1]) for number in first}
+        assert max(last[number] - first[number] for number in first) < block * opened
+        # Within them, windows follow one another by chance, and so do the blocks.
+        assert (np.diff(order) == 1).mean() < 0.02
+        groups = sorted(first, key=first.__getitem__)
+        assert (np.abs(np.diff(groups)) == 1).mean() < 0.1
+    assert BlockOrder(n, block, opened, 1, 0)(np.arange(n)).tolist() != order.tolist()
+
+
+def test_an_order_in_blocks_never_changes() -> None:
+    assert BlockOrder(10, 3, 2, 1, 2)(np.arange(10)).tolist() == [8, 6, 7, 9, 4, 5, 3, 1, 0, 2]

@@ -1,0 +1,118 @@
+"""The data of a run: its sources opened, checked and mixed as `data` says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig, SourceSettings
+from jingu.data.batches import BatchSource, Windows
+from jingu.data.dataset import check_tokenizer, open_dataset
+from jingu.data.mixture import Mixture, plan_mixture
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+
+MANY_EPOCHS = 4
+"""Text repeated more often than this teaches little more (Muennighoff et al., "Scaling Data-Constrained Language
+Models", 2023)."""
+
+
+def checked_corpora(data: DataSettings) -> list[SourceSettings]:
+    """`data.corpora`, where they do not contradict each other."""
+    plain = DataSettings()
+    if data.sources and (data.input != plain.input or data.path != plain.path):
+        raise JinguError(
+            "data.sources is there, and so is data.input or data.path.",
+            where="data",
+            fix="Make the one corpus another of data.sources.",
+        )
+    paths = [source.path for source in data.corpora]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise JinguError(f"two sources have the same path, {twice}.", where="data.sources")
+    return data.corpora
+
+
+def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
+    """Open the training split of every source of the run, and plan their mixture.
+
+    Raises:
+        JinguError: a data set is missing, damaged or of another tokenizer, the stages do not fit the sources, or
+            the caps of epochs leave nothing to train on before the run's end.
+    """
+    data, batch = config.data, config.batch
+    windows = []
+    for number, settings in enumerate(checked_corpora(data)):
+        dataset = open_dataset(Path(settings.path), "train")
+        check_tokenizer(dataset, tokenizer)
+        windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
+    source = BatchSource(tuple(windows), mixture_of(config, windows), batch.global_size)
+    samples = config.train.steps * batch.global_size
+    if source.mixture.end is not None and source.mixture.end < samples:
+        raise JinguError(
+            f"every source has reached its cap of epochs at step {source.mixture.end // batch.global_size:,} of "
+            f"{config.train.steps:,}.",
+            where="data.sources",
+            fix="Raise the sources' most_epochs, give more text, or set train.steps lower.",
+        )
+    return source
+
+
+def mixture_of(config: RunConfig, windows: list[Windows]) -> Mixture:
+    """The mixture that the settings say, for sources with so many windows."""
+    data = config.data
+    sources = data.corpora
+    stages = [(stage.from_step, stage.weights) for stage in data.stages]
+    if not stages or stages[0][0] > 0:
+        stages = [(0, [source.weight for source in sources]), *stages]
+    _check_stages(stages, len(sources))
+    factors = [1.0] * len(sources)
+    if data.temperature is not None:
+        largest = max(len(each) for each in windows)
+        factors = [(len(each) / largest) ** (1 / data.temperature) for each in windows]
+    caps = [
+        None if source.most_epochs is None else math.ceil(source.most_epochs * len(each))
+        for source, each in zip(sources, windows, strict=True)
+    ]
+    return plan_mixture(
+        [
+            (
+                step * config.batch.global_size,
+                [weight * factor for weight, factor in zip(weights, factors, strict=True)],
+            )
+            for step, weights in stages
+        ],
+        caps,
+    )
+
+
+def epochs_used(config: RunConfig, source: BatchSource) -> list[tuple[str, float, float]]:
+    """For each source its name, its share of the run's samples, and how often its text is used."""
+    samples = config.train.steps * config.batch.global_size
+    counts = source.mixture.counts(samples)
+    names = [Path(each.path).name for each in config.data.corpora]
+    return [
+        (name, count / samples, count / len(windows))
+        for name, count, windows in zip(names, counts, source.sources, strict=True)
+    ]
+
+
+def _blocks(config: RunConfig) -> tuple[int | None, int]:
+    order = config.data.order
+    if not isinstance(order, BlockOrderSettings):
+        return None, 1
+    return max(order.block_tokens // config.batch.sequence_length, 1), order.open_blocks
+
+
+def _check_stages(stages: list[tuple[int, list[float]]], sources: int) -> None:
+    steps = [step for step, _ in stages]
+    if steps != sorted(set(steps)):
+        raise JinguError("the stages must begin at later and later steps.", where="data.stages")
+    for step, weights in stages:
+        if len(weights) != sources:
+            raise JinguError(
+                f"from step {step} on there are {len(weights)} weights for {sources} sources.",
+                where="data.stages",
+                fix="Give one for each of data.sources, in their order; 0 leaves a source out.",
+            )
+        if not any(weights):
+            raise JinguError(f"from step {step} on every weight is 0.", where="data")
