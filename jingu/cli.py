@@ -114,7 +114,27 @@ VERBS = {
     "data inspect": Verb(
         "show a data set", "jingu.data.build:inspect", (_place("path", "FOLDER", "the folder of the data set"),)
     ),
-    "train": Verb("train a model, or go on training it", "jingu.train.verbs:train", (_PROCESSES,), run_file=True),
+    "train": Verb(
+        "train a model, or go on training it",
+        "jingu.train.verbs:train",
+        (
+            _PROCESSES,
+            _option("--trace", "FOLDER", _path, "write fingerprints there of what each module gives in the first step"),
+        ),
+        run_file=True,
+    ),
+    "verify": Verb(
+        "prove that two layouts compute the same, or name what differs first",
+        "jingu.train.verify:verify",
+        (
+            ("--against", {"metavar": "key=value", "nargs": "+", "help": "settings of the other layout (one process)"}),
+            ("--all", {"metavar": "N", "type": _whole(2), "dest": "all_of", "help": "every layout of N ranks instead"}),
+            _option("--processes", "N", _whole(1), "ranks of the other layout (as few as it takes)"),
+            _option("--steps", "N", _whole(1), "optimizer steps to compare", 3),
+            _option("--precision", "TYPE", _one_of("fp64", "fp32", "bf16", "fp16"), "compute in this", "fp64"),
+        ),
+        run_file=True,
+    ),
     "generate": Verb(
         "continue a text",
         "jingu.infer.verbs:generate",

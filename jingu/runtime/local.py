@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
@@ -25,11 +26,14 @@ _WATCH_SECONDS = 0.05
 Child = subprocess.Popen[bytes]
 
 
-def start_local_ranks(processes: int, arguments: Sequence[str]) -> int:
+def start_local_ranks(processes: int, arguments: Sequence[str], output: Path | None = None) -> int:
     """Run `jingu ARGUMENTS` as `processes` local ranks; returns the exit code of the one that failed, or 0.
 
     The ranks find each other as under torchrun, by its environment variables and a store that this process holds.
     SIGINT and SIGTERM are handed on to each rank once, so that all of them save and leave.
+
+    Args:
+        output: a file for what they print, instead of the terminal.
 
     Raises:
         JinguError: a rank was killed.
@@ -45,12 +49,16 @@ def start_local_ranks(processes: int, arguments: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(processes),
     }
     children: list[Child] = []
-    with _handing_on_signals(children):
+    with ExitStack() as stack:
+        stack.enter_context(_handing_on_signals(children))
+        words = stack.enter_context(output.open("wb")) if output else None
         for rank in range(processes):
             command = [sys.executable, "-m", "jingu", *arguments]
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # A group of their own: Ctrl-C in the terminal reaches them through this process, and only once.
-            children.append(subprocess.Popen(command, env={**common, **own}, process_group=0))
+            children.append(
+                subprocess.Popen(command, env={**common, **own}, process_group=0, stdout=words, stderr=words)
+            )
         try:
             codes = _watch(children)
         finally:

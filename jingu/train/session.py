@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
@@ -47,8 +48,18 @@ NONE, NO_GOOD_ONE = -1, -2
 """In place of a step: the run has no checkpoint, or only damaged ones."""
 
 
-def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool:
-    """Build the model on its mesh, find the way back, and run the loop; returns whether the run is complete."""
+def train_run(
+    run: Run,
+    plan: BatchPlan,
+    ranks: Ranks,
+    stop: SharedStop,
+    watch: Callable[[nn.Module, DeviceMesh], None] | None = None,
+) -> bool:
+    """Build the model on its mesh, find the way back, and run the loop; returns whether the run is complete.
+
+    Args:
+        watch: called with model and mesh before the first step.
+    """
     config = run.config
     precision = choose_precision(config.precision, ranks.device)
     mesh = build_mesh(axis_sizes(config.parallel, ranks.world, run.spec), ranks.device)
@@ -60,6 +71,8 @@ def train_run(run: Run, plan: BatchPlan, ranks: Ranks, stop: SharedStop) -> bool
     wanted = all_agree(_decide_compile(config, ranks.device, seconds))
     task, model, optimizer, compiles = _prepare(run, mesh, plan, ranks, precision, compiles=wanted)
     progress = _find_way_back(run, model, optimizer, ranks)
+    if watch is not None:
+        watch(model, mesh)
     loop = Loop(
         run=run,
         task=task,

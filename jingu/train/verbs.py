@@ -16,10 +16,14 @@ from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
 from jingu.runtime.signals import SharedStop, StopRequest, listening
 from jingu.train.run import Run, held, open_run, write_run
 from jingu.train.session import train_run
+from jingu.train.trace import Trace
 
 
-def train(config: RunConfig, processes: int | None = None) -> int:
+def train(config: RunConfig, processes: int | None = None, trace: Path | None = None) -> int:
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
+
+    Args:
+        trace: folder for fingerprints of what every module gives in the first step.
 
     Returns:
         The exit code: 0 when the run is complete, 130 where it was asked to stop and saved.
@@ -28,17 +32,17 @@ def train(config: RunConfig, processes: int | None = None) -> int:
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to go on.
     """
     if processes is not None and processes > 1 and not under_launcher():
-        return _start_ranks(config, processes)
+        return _start_ranks(config, processes, ["--trace", str(trace)] if trace else [])
     threads = None if config.device.threads == "auto" else config.device.threads
     with joined(config.device.type, threads) as ranks, listening(tell=ranks.is_first) as request:
-        return train_joined(config, ranks, request)
+        return train_joined(config, ranks, request, trace)
 
 
-def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest) -> int:
+def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: Path | None = None) -> int:
     """`train`, as one of the ranks of a group that exists."""
     with ExitStack() as stack:
         stack.enter_context(one_voice(ranks))
-        run, plan = _open(config, ranks.world)
+        run, plan = open_with_plan(config, ranks.world)
         error: Exception | None = None
         try:
             if ranks.is_first:
@@ -49,19 +53,24 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest) -> int:
         if not all_agree(error is None):
             raise error or SystemExit(2)
         stack.enter_context(logging_to(run.folder / "log", ranks))
-        return 0 if train_run(run, plan, ranks, SharedStop(request, ranks.world)) else STOPPED
+        watch = None
+        if trace is not None:
+            listener = Trace(trace, ranks.rank, plan.rows_per_rank)
+            stack.callback(listener.write)
+            watch = listener.attach
+        return 0 if train_run(run, plan, ranks, SharedStop(request, ranks.world), watch) else STOPPED
 
 
-def _open(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:
+def open_with_plan(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:
     """The run and the division of its batch. Raises JinguError where ranks, model and batch do not fit together."""
     run = open_run(config)
     return run, plan_batch(config.batch, axis_sizes(config.parallel, ranks, run.spec).data)
 
 
-def _start_ranks(config: RunConfig, processes: int) -> int:
+def _start_ranks(config: RunConfig, processes: int, options: list[str]) -> int:
     """Check all that can be checked once, here, before any rank starts; then start them."""
-    _open(config, processes)
+    open_with_plan(config, processes)
     with tempfile.TemporaryDirectory(prefix="jingu-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")
-        return start_local_ranks(processes, ["train", str(file)])
+        return start_local_ranks(processes, ["train", str(file), *options])

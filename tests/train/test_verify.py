@@ -1,0 +1,272 @@
+"""`jingu verify`: layouts that compute the same are called equal; mistakes planted in one are found, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jingu.cli import main
+from jingu.config.load import dump_yaml, load_config
+from jingu.errors import JinguError
+from jingu.train.trace import Noted, _sums, differences
+from jingu.train.verify import TOLERANCES, Check, Workbench, checks, explain, first_divergence, short_run, valid_layouts
+
+# What is planted in one layout
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def missing_reduction() -> Iterator[None]:
+    """One block's gradients are never added up over the ranks."""
+    from jingu.parallel import apply
+    from jingu.train import session, step
+
+    honest = apply.before_micro_batch
+
+    def planted(model: Any, zero: int, *, last: bool) -> None:
+        honest(model, zero, last=last)
+        model.blocks[0].set_requires_gradient_sync(False)
+
+    with replaced(session, "before_micro_batch", planted), replaced(step, "before_micro_batch", planted):
+        yield
+
+
+@contextmanager
+def wrong_gradient_scale() -> Iterator[None]:
+    """One block's gradients are averaged over the ranks where they should be added."""
+    from torch.distributed.fsdp import FSDPModule
+
+    honest = FSDPModule.set_gradient_divide_factor
+
+    def planted(self: Any, factor: float) -> None:
+        honest(self, 2.0 if hasattr(self, "attention") and self.last else factor)
+
+    from jingu.model.decoder import Decoder
+
+    made = Decoder.__init__
+
+    def marked(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        for block in self.blocks:
+            block.last = block is self.blocks[-1]
+
+    with replaced(FSDPModule, "set_gradient_divide_factor", planted), replaced(Decoder, "__init__", marked):
+        yield
+
+
+@contextmanager
+def wrong_activation_scale() -> Iterator[None]:
+    """The second block's attention is a little too large on one rank."""
+    import torch.distributed as dist
+
+    from jingu.model.decoder import Block
+
+    honest, calls = Block.forward, [0]
+
+    def planted(self: Any, *arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 2 == 0 and dist.get_rank() == 1:
+            with replaced(
+                self.attention, "forward", lambda *a: type(self.attention).forward(self.attention, *a) * 1.01
+            ):
+                return honest(self, *arguments)
+        return honest(self, *arguments)
+
+    with replaced(Block, "forward", planted):
+        yield
+
+
+@contextmanager
+def dropped_layer() -> Iterator[None]:
+    """The second block is left out."""
+    from jingu.model.decoder import Decoder
+
+    made = Decoder.__init__
+
+    def planted(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        del self.blocks[-1]
+        self.part = self.part[:-1]
+
+    with replaced(Decoder, "__init__", planted):
+        yield
+
+
+PLANTS = {
+    "nothing": None,
+    "missing reduction": missing_reduction,
+    "wrong gradient scale": wrong_gradient_scale,
+    "wrong activation scale": wrong_activation_scale,
+    "dropped layer": dropped_layer,
+}
+
+
+def record(rank: int, world: int, configs: list[tuple[Any, str]]) -> None:
+    """Leave short runs behind, as `jingu train --trace` does, each with something planted."""
+    from contextlib import nullcontext
+
+    from jingu.runtime.ranks import Ranks
+    from jingu.runtime.signals import StopRequest
+    from jingu.train import session
+    from jingu.train.verbs import train_joined
+
+    for config, plant in configs:
+        trace = Path(config.runs) / config.name / "trace"
+        me = Ranks(rank, world, rank, world, torch.device("cpu"))
+        with PLANTS[plant]() if PLANTS[plant] else nullcontext(), replaced(session, "measured_peak", lambda *_: 1e9):
+            assert train_joined(config, me, StopRequest(), trace) == 0
+
+
+def short(tmp_path: Path, tiny_run: Any, name: str, steps: int = 2, precision: str = "fp64", **changes: Any) -> Any:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(tiny_run(changes)))
+    return load_config(file, [*short_run(tmp_path / "runs", name, steps, precision), "batch.micro_size=2"])
+
+
+def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
+    alone = [(short(tmp_path, tiny_run, f"one-{kind}", precision=kind), "nothing") for kind in ("fp64", "fp32")]
+    ranks.run(record, 1, alone)
+    runs = []
+    for number, plant in enumerate(PLANTS):
+        for kind in ("fp64", "fp32"):
+            zero = {"parallel.zero": 2, "evaluation.every": 0}
+            runs.append((short(tmp_path, tiny_run, f"{number}-{kind}", precision=kind, **zero), plant))
+    ranks.run(record, 2, runs)
+    words = {}
+    for number, plant in enumerate(PLANTS):
+        exact, rough = (
+            list(checks(tmp_path / "runs" / f"one-{kind}", tmp_path / "runs" / f"{number}-{kind}", 2))
+            for kind in ("fp64", "fp32")
+        )
+        worst = first_divergence(exact, TOLERANCES["fp64"])
+        words[plant] = explain(worst, "fp64", rough, "fp32") if worst else "equal"
+        if worst is None:
+            assert first_divergence(rough, TOLERANCES["fp32"]) is None
+            assert {check.kind for check in exact} == {"output", "loss", "gradient", "weight"}
+            assert max(check.difference for check in exact) < 1e-12 < max(check.difference for check in rough)
+            assert len({check.name for check in exact if check.kind == "output"}) == 26
+    assert words.pop("nothing") == "equal"
+    first = {
+        plant: text.split(", by ")[0].removeprefix("diverged. What differs first is ") for plant, text in words.items()
+    }
+    assert first == {
+        "missing reduction": "the gradient of blocks.0.feed_forward.down.weight (step 1)",
+        "wrong gradient scale": "the gradient of blocks.1.feed_forward.down.weight (step 1)",
+        "wrong activation scale": "the output of blocks.1.attention in the forward pass (step 1)",
+        "dropped layer": "the output of blocks.1.attention_norm in the forward pass (step 1)",
+    }
+    assert all(text.endswith("It does not shrink in fp64: a bug, not rounding.") for text in words.values())
+
+
+def test_rounding_is_told_from_a_bug():
+    worst = Check("loss", 2, "loss", 2e-3)
+    exact = [Check("loss", 1, "loss", 1e-16), Check("loss", 2, "loss", 3e-14), Check("weight", 2, "loss", 1.0)]
+    assert explain(worst, "fp32", exact, "fp64") == (
+        "diverged. What differs first is loss (step 2), by 2.0e-03 of its size in fp32 and 3.0e-14 in fp64. It shrinks "
+        "in fp64: rounding, not a bug."
+    )
+    assert explain(Check("loss", 2, "loss", 2e-8), "fp64", [worst], "fp32").endswith("rounding, not a bug.")
+    assert explain(Check("loss", 2, "loss", 2e-4), "fp64", [worst], "fp32").endswith("a bug, not rounding.")
+    assert first_divergence([Check("loss", 1, "loss", float("nan"))], 1.0) is not None
+
+
+# Traces
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    st.data(),
+)
+def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts, tensors, sequence, data):
+    """Rows over ranks, tokens over `context` (filled up at the end), and features or again tokens over `tensor`."""
+    per_context = -(-tokens // contexts)
+    per_tensor = -(-per_context // tensors)
+    # Otherwise a part is as long as the whole, and its shape does not tell which of the two it is.
+    assume(contexts == 1 or per_context < tokens)
+    assume(tensors == 1 or not sequence or per_tensor < per_context)
+    generator = torch.Generator().manual_seed(7)
+    x_BTF = torch.randn(2 * data_ranks, tokens, features * tensors, generator=generator, dtype=torch.float64)
+
+    def noted(values_BTF: torch.Tensor, row: int, context: int, tensor: int, divided: bool) -> Noted:
+        axes = {"context": (context, contexts if divided else 1), "tensor": (tensor, tensors if divided else 1)}
+        size, cpu = values_BTF.shape[-1], torch.device("cpu")
+        whole, part = (values_BTF @ _sums(size, first, cpu) for first in (0, tensor * size))
+        return Noted(row, axes, size, whole, part)
+
+    filled = torch.nn.functional.pad(x_BTF, (0, 0, 0, contexts * per_context - tokens), value=3.0)
+
+    def cut(x: torch.Tensor) -> list[Noted]:
+        blocks = []
+        for rank in range(data_ranks):
+            for context in range(contexts):
+                rows = x[2 * rank : 2 * rank + 2, context * per_context : (context + 1) * per_context]
+                for tensor in range(tensors):
+                    if sequence:
+                        part = torch.nn.functional.pad(rows, (0, 0, 0, tensors * per_tensor - per_context), value=9.0)
+                        part = part[:, tensor * per_tensor : (tensor + 1) * per_tensor]
+                    else:
+                        part = rows[..., tensor * features : (tensor + 1) * features]
+                    blocks.append(noted(part, 2 * rank, context, tensor, True))
+        return blocks
+
+    one = [noted(x_BTF, 0, 0, 0, False)]
+    apart = differences(one, cut(filled))
+    assert apart is not None and apart < 1e-13
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in x_BTF.shape)
+    filled[place] += 0.1
+    assert differences(one, cut(filled)) > 1e-4
+    assert differences(one, one) == 0.0
+
+
+# The verb
+
+
+@pytest.fixture
+def bench(tmp_path, tiny_run):
+    return Workbench(tmp_path, tiny_run({"parallel.zero": 3, "batch.micro_size": 8}), 2)
+
+
+def test_layouts(bench):
+    alone = bench.layout(["parallel={zero: 0}"], 1)
+    assert str(alone) == "1 process" and alone.config.batch.micro_size == 8
+    two = bench.layout(["parallel.replicate=2", "parallel.shard=2"], None)
+    assert (two.ranks, str(two), two.config.batch.micro_size) == (4, "2 replicate × 2 shard, zero 3", "auto")
+    with pytest.raises(JinguError, match=r"does not divide|is not the number of ranks"):
+        bench.layout(["parallel.shard=3"], 4)
+    with pytest.raises(JinguError, match="tensr is not a setting"):
+        bench.layout(["parallel.tensr=3"], 4)
+    assert {"4 replicate, zero 0", "4 shard, zero 1", "2 replicate × 2 shard, zero 3"} <= {
+        str(layout) for layout in valid_layouts(bench, 4)
+    }
+
+
+def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(dump_yaml(tiny_run({"evaluation.every": 5})))
+    assert main(["verify", "run.yaml", "--steps", "2", "--against", "parallel.zero=3", "parallel.shard=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 process beside 2 shard, zero 3, 2 steps: equal in fp64. The largest difference is ")
+    assert list(Path(tiny_run().runs).iterdir()) == []
+    assert main(["verify", "run.yaml", "--against", "parallel.shard=3"]) == 2
+    assert "batch.global_size 8 cannot be divided over 3 ranks" in capsys.readouterr().err
