@@ -18,8 +18,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from jingu.checkpoint.files import names
 from jingu.checkpoint.resume import step_folder
-from jingu.checkpoint.store import names, read_tensor
+from jingu.checkpoint.store import read_tensor
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError

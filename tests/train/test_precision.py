@@ -93,10 +93,10 @@ def test_a_step_skipped_on_one_rank_is_skipped_on_all(tiny_run, ranks, done):
     run = done(config)
     assert run.column("skipped") == [0, 0, 1, 1]
     assert run.column("loss_scale") == [1024.0, 1024.0, 512.0, 512.0]
-    from jingu.checkpoint import store
+    from jingu.checkpoint import files, store
 
     folders = sorted((run.folder / "checkpoints").iterdir())
-    weights = [{name: store.read_tensor(folder, name) for name in store.names(folder)} for folder in folders]
+    weights = [{name: store.read_tensor(folder, name) for name in files.names(folder)} for folder in folders]
     same = [all(torch.equal(now[name], before[name]) for name in now) for before, now in pairwise(weights)]
     assert same == [False, True, False]
     for rank in (0, 1):
