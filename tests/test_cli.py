@@ -143,7 +143,7 @@ def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
 
 def test_a_verb_from_a_run_file_gets_the_configuration(run_file: str, verb: Callable[..., None]) -> None:
     calls: list[tuple[RunConfig, int | None]] = []
-    verb("train", lambda config, processes: calls.append((config, processes)))
+    verb("train", lambda config, processes, **_: calls.append((config, processes)))
     assert main(["train", run_file]) == 0
     # Overrides may stand before, between and after options.
     assert main(["train", run_file, "seed=1", "--processes", "2", "train.steps=7", "seed=3"]) == 0
@@ -179,7 +179,7 @@ def test_export_and_report_get_paths(verb: Callable[..., None]) -> None:
 
 
 def test_the_exit_code_is_the_verb_s(run_file: str, verb: Callable[..., None]) -> None:
-    verb("train", lambda config, processes: 130)
+    verb("train", lambda config, processes, **_: 130)
     assert main(["train", run_file]) == 130
 
 
