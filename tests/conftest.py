@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from jingu.config.schema import RunConfig
@@ -26,6 +27,10 @@ from jingu.runtime.testing import RankPool
 
 if TYPE_CHECKING:
     from jingu.runtime.ranks import Ranks
+
+# How long an example takes says little on a busy machine.
+hypothesis.settings.register_profile("jingu", deadline=None)
+hypothesis.settings.load_profile("jingu")
 
 MakeRun = Callable[..., RunConfig]
 

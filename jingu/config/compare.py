@@ -18,6 +18,8 @@ HARMLESS = frozenset(
         "initialize",
         # How fast the data set is built; the result is the same.
         "data.workers",
+        "data.reading",
+        "data.local",
         # How a step is divided. Its loss is one sum over the global batch, however that is cut.
         "batch.micro_size",
         "parallel",

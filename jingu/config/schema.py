@@ -126,6 +126,10 @@ class DataSettings(Settings):
     """Processes that build; auto: one a core."""
     shard_tokens: Positive = 500_000_000
     """A new shard begins after about this many tokens."""
+    reading: Literal["mmap", "lazy", "cached", "infer"] = "mmap"
+    """Shards are mapped into memory, read piece by piece, or by kept blocks; infer: as suits their file system."""
+    local: Place | None = None
+    """Folder on a fast local disk; shards are copied there while training begins, and read from there once verified."""
     sources: list[SourceSettings] = []
     """Several corpora in place of `input` and `path`, mixed by their weights."""
     stages: list[StageSettings] = []

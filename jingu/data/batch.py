@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -29,3 +31,18 @@ class Batch:
     """Attention stays within equal numbers; None: each row is one document."""
     source: Source | None = None
     """For encoder-decoders; the fields above are then the decoder's side."""
+
+
+Part = TypeVar("Part", Batch, Source)
+
+
+def changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with each of its tensors changed, those of its source too."""
+    source = None if batch.source is None else _changed(batch.source, change)
+    return replace(_changed(batch, change), source=source)
+
+
+def _changed(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
+    held = {field.name: getattr(part, field.name) for field in fields(part)}
+    new: dict[str, Any] = {name: change(it) for name, it in held.items() if isinstance(it, Tensor)}
+    return replace(part, **new)

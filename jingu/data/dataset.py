@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from jingu.data.indexed import IndexedReader
-from jingu.data.manifest import Manifest, SplitName, check_sizes, damaged
+from jingu.data.manifest import Manifest, Shard, Split, SplitName, check_sizes, damaged
+from jingu.data.reading import Numbers, Reading, inferred
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
+
+UNKNOWN = "unknown"
+"""In place of a tokenizer's fingerprint, for data sets that others wrote."""
 
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """One split of a data set: the ids of all its documents, each ended by `end_id`, memory-mapped."""
+    """One split of a data set: the ids of all its documents, each ended by `end_id`."""
 
     path: Path
     split: SplitName
     manifest: Manifest
-    shards: list[npt.NDArray[Any]]
-    """[tokens of the shard] a shard."""
+    shards: list[Numbers]
+    """The ids of each shard."""
     starts: npt.NDArray[np.int64]
     """[shards + 1] place of each shard's first token in the whole, and the total."""
 
@@ -44,37 +48,75 @@ class TokenDataset:
         for row, start, shard in zip(out, starts.tolist(), firsts.tolist(), strict=True):
             done, place = 0, start - int(self.starts[shard])
             while done < length:
-                part = self.shards[shard][place:][: length - done]
+                part = self.shards[shard].read(place, place + length - done)
                 row[done : done + len(part)] = part
                 done, place = done + len(part), 0
                 shard = (shard + 1) % len(self.shards)
         return out
 
 
-def open_dataset(path: Path, split: SplitName) -> TokenDataset:
-    """Open a split of the data set that `jingu data build` made in `path`.
+def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer"] = "mmap") -> TokenDataset:
+    """Open a split of the data set that `jingu data build` made in `path`, or files of Megatron's format (a prefix).
 
     Raises JinguError where there is none, where nothing was held out, and where a file is missing or cut.
     """
+    way = inferred(path.parent) if reading == "infer" else reading
+    if path.with_name(f"{path.name}.idx").is_file():
+        return _foreign(path, split, way)
     manifest = Manifest.load(path)
     if manifest is None:
         raise JinguError("there is no data set here.", where=path, fix="Run `jingu data build` first.")
     content = manifest.split(split)
     if not content.shards:
-        raise JinguError(
-            "the data set holds nothing out for evaluation.",
-            where=path,
-            fix="Build it with data.held_out above 0, or set evaluation.every to 0.",
-        )
+        raise _nothing_held_out(path)
     check_sizes(path, content)
-    shards = []
+    shards: list[Numbers] = []
     for shard in content.shards:
-        reader = IndexedReader(path / shard.name)
-        if reader.dtype != manifest.dtype or len(reader.ids) != shard.tokens:
+        reader = IndexedReader(path / shard.name, way)
+        if reader.dtype != manifest.dtype or reader.tokens != shard.tokens:
             raise damaged(path / f"{shard.name}.idx", "the index is of another data set than the manifest.")
-        shards.append(reader.ids)
+        shards.append(reader.storage)
     starts = np.cumsum([0, *(len(ids) for ids in shards)], dtype=np.int64)
     return TokenDataset(path, split, manifest, shards, starts)
+
+
+def _foreign(prefix: Path, split: SplitName, way: Reading) -> TokenDataset:
+    """Files of Megatron's format that others wrote: PREFIX.bin and PREFIX.idx, all of it for training."""
+    reader = IndexedReader(prefix, way)
+    size = reader.tokens * np.dtype(reader.dtype).itemsize
+    shard = Shard(
+        name=prefix.name,
+        documents=len(reader),
+        tokens=reader.tokens,
+        text_bytes=0,
+        bin_bytes=size,
+        idx_bytes=prefix.with_name(f"{prefix.name}.idx").stat().st_size,
+        bin_xxh3=f"{size} bytes of {reader.dtype}",
+        idx_xxh3="",
+    )
+    manifest = Manifest(
+        tokenizer=UNKNOWN,
+        vocabulary=0,
+        end_id=0,
+        dtype=reader.dtype,
+        settings={},
+        train=Split(shards=[shard]),
+        held_out=Split(),
+        empty=0,
+        invalid=0,
+        replaced=0,
+    )
+    if split == "held_out":
+        raise _nothing_held_out(prefix)
+    return TokenDataset(prefix, split, manifest, [reader.storage], np.array([0, reader.tokens]))
+
+
+def _nothing_held_out(path: Path) -> JinguError:
+    return JinguError(
+        "the data set holds nothing out for evaluation.",
+        where=path,
+        fix="Build it with data.held_out above 0, or set evaluation.every to 0.",
+    )
 
 
 def joined(datasets: list[TokenDataset]) -> TokenDataset:
@@ -86,11 +128,25 @@ def joined(datasets: list[TokenDataset]) -> TokenDataset:
 
 def check_tokenizer(dataset: TokenDataset, tokenizer: Tokenizer) -> None:
     """JinguError where the data set was built with another tokenizer: its ids would mean other text."""
-    if dataset.manifest.tokenizer != tokenizer.fingerprint():
+    if dataset.manifest.tokenizer == UNKNOWN:
+        _check_ids(dataset, tokenizer.vocabulary)
+    elif dataset.manifest.tokenizer != tokenizer.fingerprint():
         raise JinguError(
             f"the data set was built with another tokenizer ({dataset.manifest.tokenizer[:12]}, "
             f"{dataset.manifest.vocabulary:,} entries) than the run's ({tokenizer.fingerprint()[:12]}, "
             f"{tokenizer.vocabulary:,} entries).",
             where=dataset.path,
             fix="Set tokenizer.path to the tokenizer it was built with, or build a data set with this one.",
+        )
+
+
+def _check_ids(dataset: TokenDataset, vocabulary: int) -> None:
+    """JinguError where the first ids of a data set that others wrote are not the tokenizer's."""
+    first = dataset.shards[0].read(0, 1 << 20)
+    if len(first) and not 0 <= int(first.min()) <= int(first.max()) < vocabulary:
+        raise JinguError(
+            f"the data set has ids from {int(first.min())} to {int(first.max()):,}, but the tokenizer has only "
+            f"{vocabulary:,} entries.",
+            where=dataset.path,
+            fix="Set tokenizer.path to the tokenizer it was built with.",
         )

@@ -9,9 +9,8 @@ writes one sequence a document.
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from jingu.data.manifest import Shard, damaged
+from jingu.data.reading import Ids, Reading, open_numbers
 from jingu.errors import JinguError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -28,7 +28,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Codes of the types that hold token ids (6 and 7 are floats)."""
 
-Ids = npt.NDArray[Any]
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+LEGACY = struct.Struct("<8sQQQQQQ")
 
 
 def best_dtype(vocabulary: int) -> str:
@@ -87,62 +88,140 @@ class IndexedWriter:
         )
 
 
-class IndexedReader:
-    """PREFIX.bin and PREFIX.idx, memory-mapped and read-only; raises JinguError where they do not fit together.
+@dataclass(frozen=True)
+class Layout:
+    """What an index says of itself: the type of the ids, and where its three arrays are (type, byte, numbers)."""
 
-    `ids` [tokens] is the whole `.bin`; `lengths` and `pointers` [sequences] and `documents` [documents + 1]
-    are the index. Opening reads only the header and the last entry.
+    dtype: str
+    lengths: tuple[str, int, int]
+    pointers: tuple[str, int, int]
+    documents: tuple[str, int, int] | None
+    """None: each sequence is a document."""
+    pointer_size: int
+    """Bytes that a pointer counts."""
+
+
+class IndexedReader:
+    """PREFIX.bin and PREFIX.idx, opened read-only; raises JinguError where they do not fit together.
+
+    Opening reads the header of the index and its last entries, whatever its size. The format is the one above, or
+    the older `TNTIDX` (fairseq's, and Megatron's `lazy` and `cached`).
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, reading: Reading = "mmap") -> None:
         bin_path, idx_path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-        index = _map(idx_path)
-        self.dtype, sequences, indices = _header(index, idx_path)
-        size = np.dtype(self.dtype).itemsize
-        need = HEADER.size + 12 * sequences + 8 * indices
-        if len(index) < need:
-            raise damaged(idx_path, f"the index ends at byte {len(index):,}, but {need:,} were announced.")
-        start = HEADER.size
-        self.lengths = np.frombuffer(index, "<i4", sequences, start)
-        self.pointers = np.frombuffer(index, "<i8", sequences, start + 4 * sequences)
-        self.documents = np.frombuffer(index, "<i8", indices, start + 12 * sequences)
-        used = int(self.pointers[-1]) + int(self.lengths[-1]) * size if sequences else 0
-        data = _map(bin_path)
-        if len(data) < used:
-            raise damaged(bin_path, f"the file has {len(data):,} bytes, but its .idx speaks of {used:,}.")
-        self.ids: Ids = np.frombuffer(data, np.dtype(self.dtype).newbyteorder("<"), used // size)
+        self._layout = _layout(idx_path)
+        self.dtype = self._layout.dtype
+        # Of a large index, mapping takes only the pages that are looked at; keeping blocks of it would not pay.
+        way: Reading = "mmap" if reading == "mmap" else "lazy"
+        self._lengths = open_numbers(idx_path, *self._layout.lengths, way)
+        self._pointers = open_numbers(idx_path, *self._layout.pointers, way)
+        self._documents = self._layout.documents and open_numbers(idx_path, *self._layout.documents, way)
+        size, last = np.dtype(self.dtype).itemsize, len(self) - 1
+        used = 0
+        if len(self):
+            used = int(self._pointers.read(last, last + 1)[0]) * self._layout.pointer_size
+            used += int(self._lengths.read(last, last + 1)[0]) * size
+        there = _size(bin_path)
+        if there < used:
+            raise damaged(bin_path, f"the file has {there:,} bytes, but its .idx speaks of {used:,}.")
+        self.storage = open_numbers(bin_path, self.dtype, 0, used // size, reading)
+
+    @property
+    def tokens(self) -> int:
+        """Ids in the `.bin`."""
+        return len(self.storage)
+
+    @property
+    def ids(self) -> Ids:
+        """[tokens] all of them."""
+        return self.storage.read(0, self.tokens)
+
+    @property
+    def lengths(self) -> Ids:
+        """[sequences] tokens of each."""
+        return self._lengths.read(0, len(self))
+
+    @property
+    def documents(self) -> Ids:
+        """[documents + 1] the sequence at which each begins."""
+        return np.arange(len(self) + 1) if self._documents is None else self._documents.read(0, len(self._documents))
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return len(self.lengths)
+        return len(self._lengths)
 
     def __getitem__(self, index: int) -> Ids:
-        """Ids of one sequence, a view into the map."""
-        start = int(self.pointers[index]) // self.ids.itemsize
-        return self.ids[start : start + int(self.lengths[index])]
+        """Ids of one sequence."""
+        start = (
+            int(self._pointers.read(index, index + 1)[0]) * self._layout.pointer_size // np.dtype(self.dtype).itemsize
+        )
+        return self.storage.read(start, start + int(self._lengths.read(index, index + 1)[0]))
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
-    """The file's bytes, mapped; an empty file cannot be mapped and is just empty."""
+def _size(path: Path) -> int:
     try:
-        with path.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size == 0:
-                return b""
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return path.stat().st_size
     except OSError as error:
         raise damaged(path, f"the file cannot be read ({error.strerror}).") from error
 
 
-def _header(index: mmap.mmap | bytes, path: Path) -> tuple[str, int, int]:
-    """Type of the ids, number of sequences, number of document indices."""
-    if index[: len(MAGIC)] != MAGIC:
+def _layout(path: Path) -> Layout:
+    """Read the header of an index."""
+    size = _size(path)
+    with path.open("rb") as stream:
+        head = stream.read(LEGACY.size)
+    if head[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:
+        return _legacy_layout(path, head, size)
+    if head[: len(MAGIC)] != MAGIC:
         raise damaged(path, "this is not the index of a Megatron data set (its first bytes are not MMIDIDX).")
-    if len(index) < HEADER.size:
-        raise damaged(path, f"the index ends at byte {len(index)}, inside its header.")
-    _, version, code, sequences, indices = HEADER.unpack(index[: HEADER.size])
+    if size < HEADER.size:
+        raise damaged(path, f"the index ends at byte {size}, inside its header.")
+    _, version, code, sequences, indices = HEADER.unpack(head[: HEADER.size])
+    start, need = HEADER.size, HEADER.size + 12 * sequences + 8 * indices
+    layout = Layout(
+        dtype=_dtype(path, version, code),
+        lengths=("int32", start, sequences),
+        pointers=("int64", start + 4 * sequences, sequences),
+        documents=("int64", start + 12 * sequences, indices),
+        pointer_size=1,
+    )
+    if size < need:
+        raise damaged(path, f"the index ends at byte {size:,}, but {need:,} were announced.")
+    return layout
+
+
+def _legacy_layout(path: Path, head: bytes, size: int) -> Layout:
+    """uint64 version (1), code, size of an id, number of sequences and of their dimensions, and in Megatron's variant
+
+    of documents; then in int64 the first dimension of each sequence and one, its first id and one, the dimensions
+    (their one is the length), and where there are any the documents.
+    """
+    if size < LEGACY.size:
+        raise damaged(path, f"the index ends at byte {size}, inside its header.")
+    _, version, code, id_size, sequences, dims, marks = LEGACY.unpack(head)
+    dtype = _dtype(path, version, code)
+    arrays = 8 * (2 * (sequences + 1) + dims)
+    plain = size == LEGACY.size - 8 + arrays
+    start = LEGACY.size - 8 if plain else LEGACY.size
+    if not plain and size != start + arrays + 8 * marks:
+        raise damaged(path, f"the index has {size:,} bytes, but {start + arrays + 8 * marks:,} were announced.")
+    if dims != sequences or id_size != np.dtype(dtype).itemsize:
+        raise damaged(path, "the index is not of sequences of ids, but of arrays of more dimensions.")
+    offsets = start + 8 * (sequences + 1)
+    return Layout(
+        dtype=dtype,
+        lengths=("int64", start + 16 * (sequences + 1), dims),
+        pointers=("int64", offsets, sequences),
+        documents=None if plain else ("int64", start + arrays, marks),
+        pointer_size=id_size,
+    )
+
+
+def _dtype(path: Path, version: int, code: int) -> str:
     if version != VERSION:
         raise damaged(path, f"the index has version {version}; only version {VERSION} can be read.")
     if code not in DTYPES:
         names = ", ".join(f"{code} ({name})" for code, name in DTYPES.items())
         raise damaged(path, f"the index has type code {code}; ids can be {names}.")
-    return DTYPES[code], sequences, indices
+    return DTYPES[code]

@@ -42,7 +42,7 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     data, batch = config.data, config.batch
     windows = []
     for number, settings in enumerate(checked_corpora(data)):
-        dataset = open_dataset(Path(settings.path), "train")
+        dataset = open_dataset(Path(settings.path), "train", data.reading)
         check_tokenizer(dataset, tokenizer)
         windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
     source = BatchSource(tuple(windows), mixture_of(config, windows), batch.global_size)

@@ -18,6 +18,7 @@ from jingu.checkpoint.resume import Keep, find_latest, prune, step_folder
 from jingu.checkpoint.store import load, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
+from jingu.data.loader import Loader, copy_in_background
 from jingu.data.receipt import Receipt, check_receipt, extend
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
@@ -85,6 +86,8 @@ def train_run(
         peak_flops=peak,
         save=lambda now: _save(run, model, optimizer, now, ranks),
     )
+    if config.data.local is not None:
+        copy_in_background([each.dataset for each in run.source.sources], Path(config.data.local))
     say(_summary(run, plan, ranks, precision, compiles, parameters))
     if progress.step >= config.train.steps:
         say(f"The run is complete already: {progress.step} steps are done.")
@@ -117,7 +120,7 @@ def _prepare(
     run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
 ) -> tuple[Task, Decoder, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
-    task, (model, optimizer) = _pretraining(run, compiles), _build(run, mesh, ranks, precision, compiles)
+    task, (model, optimizer) = _pretraining(run, ranks.device, compiles), _build(run, mesh, ranks, precision, compiles)
     if compiles:
         say("Compiling; the first step takes a while.")
     try:
@@ -137,9 +140,10 @@ def _from_compiler(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def _pretraining(run: Run, compiles: bool) -> Task:
+def _pretraining(run: Run, device: torch.device, compiles: bool) -> Task:
     rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length)
-    return Pretraining(run.source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
+    source = Loader(run.source.batch, pinned=device.type == "cuda")
+    return Pretraining(source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
 
 
 def _build(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from jingu.data.batch import Batch, Source
-from jingu.data.batches import IGNORED, BatchSource, held_out_batch, held_out_windows
+from jingu.data.batch import Batch, changed
+from jingu.data.batches import IGNORED, held_out_batch, held_out_windows
 from jingu.data.dataset import TokenDataset
+from jingu.data.loader import Loader
 from jingu.model.decoder import Decoder
 from jingu.model.experts import Routing, auxiliary_losses
 from jingu.model.spec import Experts
 from jingu.train.loss import ChunkLoss, summed_cross_entropy
-
-Part = TypeVar("Part", Batch, Source)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Task(Protocol):
 class Pretraining:
     """Next-token prediction over windows of a corpus."""
 
-    source: BatchSource
+    source: Loader
     held_out_rows: HeldOut | None
     chunk: ChunkLoss
 
@@ -90,14 +89,4 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device; a no-op on CPU."""
     if device.type == "cpu":
         return batch
-    source = None if batch.source is None else _moved(batch.source, device)
-    return replace(_moved(batch, device), source=source)
-
-
-def _moved(part: Part, device: torch.device) -> Part:
-    """A batch or a source, its own tensors moved."""
-    held = {field.name: getattr(part, field.name) for field in fields(part)}
-    moved: dict[str, Any] = {
-        name: it.to(device, non_blocking=True) for name, it in held.items() if isinstance(it, Tensor)
-    }
-    return replace(part, **moved)
+    return changed(batch, lambda tensor: tensor.to(device, non_blocking=True))

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jingu.data.indexed import IndexedReader, IndexedWriter, best_dtype
 from jingu.data.manifest import Shard
+from jingu.data.reading import Reading
 from jingu.errors import JinguError
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -96,6 +97,53 @@ def test_we_read_what_the_description_writes(
     assert not reader.ids.flags.writeable
 
 
+def legacy_write(prefix: Path, documents: list[list[int]], dtype: str, marks: list[int] | None) -> None:
+    """The older format, as described: all of its index in 8 bytes a number; `marks` are Megatron's documents."""
+    body = b"".join(np.array(ids, dtype).tobytes() for ids in documents)
+    sizes, count = [len(ids) for ids in documents], len(documents)
+    index = b"TNTIDX\x00\x00" + struct.pack("<QQQ", 1, CODES[dtype], np.dtype(dtype).itemsize)
+    index += struct.pack("<QQ", count, count) + (b"" if marks is None else struct.pack("<Q", len(marks)))
+    for numbers in (range(count + 1), np.cumsum([0, *sizes]).tolist(), sizes, marks or []):
+        index += b"".join(struct.pack("<q", number) for number in numbers)
+    Path(f"{prefix}.bin").write_bytes(body)
+    Path(f"{prefix}.idx").write_bytes(index)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("reading", ["mmap", "lazy", "cached"])
+@settings(max_examples=25)
+@given(documents=DOCUMENTS)
+def test_the_older_format_is_read(
+    tmp_path_factory: pytest.TempPathFactory, dtype: str, marked: bool, reading: Reading, documents: list[list[int]]
+) -> None:
+    prefix = tmp_path_factory.mktemp("legacy") / "x"
+    marks = [0, *range(2, len(documents), 2), len(documents)] if marked else None
+    legacy_write(prefix, documents, dtype, marks)
+    reader = IndexedReader(prefix, reading)
+    assert reader.dtype == dtype
+    assert [reader[index].tolist() for index in range(len(reader))] == documents
+    assert reader.ids.tolist() == [id_ for ids in documents for id_ in ids]
+    assert reader.lengths.tolist() == [len(ids) for ids in documents]
+    assert reader.documents.tolist() == (marks or list(range(len(documents) + 1)))
+
+
+def test_a_damaged_older_index_is_named(tmp_path: Path) -> None:
+    legacy_write(tmp_path / "x", [[1, 2], [3]], "uint16", [0, 2])
+    path = tmp_path / "x.idx"
+    whole = path.read_bytes()
+    for content, words in (
+        (whole[:30], "the index ends at byte 30, inside its header."),
+        (whole[:-8], "the index has 128 bytes, but 136 were announced."),
+        (whole[:16] + b"\7" + whole[17:], "the index has type code 7; ids can be 1 (uint8), 2 (int8), 3 (int16), 4"),
+        (whole[:24] + b"\4" + whole[25:], "the index is not of sequences of ids, but of arrays of more dimensions."),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(JinguError) as caught:
+            IndexedReader(tmp_path / "x")
+        assert str(caught.value).startswith(f"{path}: {words}")
+
+
 def test_the_type_follows_the_vocabulary() -> None:
     assert [best_dtype(size) for size in (257, 65_499, 65_500, 200_000)] == ["uint16", "uint16", "int32", "int32"]
 
@@ -106,7 +154,7 @@ FIX = " Copy the file anew, or delete the folder and build the data set anew."
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda idx: b"TNTIDX" + idx[6:], "this is not the index of a Megatron data set (its first bytes are not MM"),
+        (lambda idx: b"OTHERS" + idx[6:], "this is not the index of a Megatron data set (its first bytes are not MM"),
         (lambda idx: b"", "this is not the index of a Megatron data set (its first bytes are not MMIDIDX)."),
         (lambda idx: idx[:20], "the index ends at byte 20, inside its header."),
         (lambda idx: idx[:9] + b"\2" + idx[10:], "the index has version 2; only version 1 can be read."),

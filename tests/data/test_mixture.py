@@ -25,7 +25,7 @@ def counted(mixture: Mixture, samples: int) -> np.ndarray:
     return counts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(WEIGHTS)
 def test_each_source_has_its_share_to_within_one_sample_at_any_time(weights: list[float]) -> None:
     samples = 1000
@@ -34,7 +34,7 @@ def test_each_source_has_its_share_to_within_one_sample_at_any_time(weights: lis
     assert np.abs(counts - ideal).max() < 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(WEIGHTS, st.integers(0, 10**12))
 def test_anywhere_costs_the_same(weights: list[float], start: int) -> None:
     mixture = plan_mixture([(0, weights)], [None] * len(weights))
@@ -57,7 +57,7 @@ def test_weights_as_a_person_writes_them_are_exact() -> None:
     assert whole_shares([1 / 3] * 3) == (1, 1, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(1e-9, 1e9), min_size=2, max_size=9))
 def test_other_weights_are_rounded(weights: list[float]) -> None:
     shares = whole_shares(weights)
@@ -66,7 +66,7 @@ def test_other_weights_are_rounded(weights: list[float]) -> None:
         assert abs(share / sum(shares) - weight / sum(weights)) <= len(weights) / LARGEST_PERIOD
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(1, 60), st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=3, max_size=3)),

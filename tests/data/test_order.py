@@ -95,7 +95,7 @@ def test_impossible_sizes_and_places_are_refused() -> None:
             Permutation(10, 0, 0)(np.array([place]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 3000), st.integers(1, 400), st.integers(1, 7), st.integers(0, 99), st.integers(0, 9))
 @example(12, 4, 2, 0, 0)
 @example(3, 4, 1, 0, 0)
