@@ -43,7 +43,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(number, outputs, inputs))
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        return grouped_product(x_MI, self.weight, ends_E)
+        return grouped_product(x_MI, self.weight.to(x_MI.dtype), ends_E)
 
 
 class ExpertsLayer(nn.Module):
@@ -66,7 +66,7 @@ class ExpertsLayer(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing | None]:
         """The layer's output, and while training what the router did."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = linear(x_BTD.to(wide), self.router.weight.to(wide))
+        logits_BTE = linear(x_BTD.to(wide), self.router.weight.to(x_BTD.dtype))
         experts_BTK, weights_BTK = self._choose(logits_BTE)
         dropped_BTK = None
         if self.training and self.spec.capacity is not None:

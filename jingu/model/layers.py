@@ -1,5 +1,7 @@
 """The small parts: linear map, embedding, norms, feed-forward. Weights are left empty; `initialise` fills them.
 
+A weight may be wider than the states: then it is a master weight, and is rounded to their dtype where it is used.
+
 Shapes: B rows, T tokens, D width, F feed-forward size.
 """
 
@@ -26,8 +28,14 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """A table of vectors."""
 
+    compute: torch.dtype | None = None
+    """Dtype of what it gives; None: that of its weight."""
+
     def reset_parameters(self) -> None:
         """Nothing: weights come from `initialise` or from a file."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).to(self.compute)
 
 
 class RMSNorm(nn.Module):
@@ -42,13 +50,21 @@ class RMSNorm(nn.Module):
         # Written out: several times faster than torch's own on CPU, and as fast once compiled.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale * self.weight).to(x_BTD.dtype)
+        return (wide * scale * self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
+
+
+class LayerNormLayer(nn.LayerNorm):
+    """Layer norm; torch's own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 def make_norm(spec: Norm, width: int) -> nn.Module:
     """The norm a spec names; both kinds have a `weight` of ones at first."""
     if isinstance(spec, LayerNorm):
-        return nn.LayerNorm(width, spec.epsilon)
+        return LayerNormLayer(width, spec.epsilon)
     return RMSNorm(width, spec.epsilon)
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jingu.model.causal import CausalAttention
+
 # Facts of the processor, read once; constants so that compiled code folds them.
 CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 CPU_HAS_FP16_UNITS = bool(torch.cpu._is_amx_fp16_supported())
@@ -52,11 +54,18 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, rounded once to the dtype of `x`."""
+    """`x @ weight.T + bias`, rounded once to the dtype of `x`; so are weight and bias before, where they are wider."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if computes_wide(x):
         y: Tensor = _WideLinear.apply(x, weight, bias)
         return y
     return F.linear(x, weight, bias)
+
+
+def in_blocks(q_BHTK: Tensor) -> bool:
+    """Whether `CausalAttention` beats torch's kernel: compiled, on CPUs with bf16 units, for sequences not too long."""
+    narrow = q_BHTK.dtype == torch.bfloat16 and q_BHTK.device.type == "cpu" and CPU_HAS_BF16_UNITS
+    return narrow and q_BHTK.shape[2] <= 1024 and torch.compiler.is_compiling()
 
 
 def attend(
@@ -70,6 +79,9 @@ def attend(
         scale: multiplies the scores; None: 1/√K.
     """
     dtype = q_BHTK.dtype
+    if causal and scale is None and in_blocks(q_BHTK):
+        blocked: Tensor = CausalAttention.apply(q_BHTK, k_BGSK, v_BGSK)
+        return blocked
     if computes_wide(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
     if mask is not None and mask.dtype != torch.bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import all_blocks
+from jingu.model.layers import Embedding
 from jingu.parallel.mesh import sharding_mesh
 
 KEPT = (
@@ -69,8 +70,12 @@ def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype, re
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
     masters = next(model.parameters()).dtype
     mesh = sharding_mesh(mesh)
-    if mesh.size() == 1 and compute == masters:
-        return  # nothing to share and nothing to cast: the engine would only copy
+    if mesh.size() == 1:
+        # Nothing to share: the engine would only copy. The masters are rounded where they are used.
+        for module in model.modules():
+            if isinstance(module, Embedding):
+                module.compute = compute
+        return
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for _, block in all_blocks(model):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from jingu.errors import JinguError
+from jingu.runtime.device import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
     torch.set_num_threads(threads or max(1, usable_cores() // local_world))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if under_launcher():
         dist.init_process_group(backend, timeout=timeout)

@@ -43,6 +43,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: int, chunk: ChunkLoss
     ) -> Tensor:
         wants = hidden_ND.requires_grad or weight_VD.requires_grad
+        ctx.dtype, weight_VD = weight_VD.dtype, weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32), device=hidden_ND.device)
         hidden_gradient_ND = torch.empty_like(hidden_ND) if wants else None
         # Summed over chunks in fp32 at least: bf16 would lose the small chunks' share.
@@ -58,15 +59,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 accumulate_product(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * trained_N1[part])
         if wants:
             ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
-            ctx.dtype = weight_VD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
         scale = upstream[0]
-        hidden = hidden_gradient_ND * scale.to(hidden_gradient_ND.dtype)
-        return hidden, (weight_gradient_VD * scale).to(ctx.dtype), None, None, None
+        # In place: they are large, and nobody asks for them twice.
+        hidden = hidden_gradient_ND.mul_(scale.to(hidden_gradient_ND.dtype))
+        return hidden, weight_gradient_VD.mul_(scale).to(ctx.dtype), None, None, None
 
 
 def summed_cross_entropy(
