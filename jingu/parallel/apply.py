@@ -68,7 +68,6 @@ def _keep_slow(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any
 
 def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype, reduce: torch.dtype) -> None:
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
-    masters = next(model.parameters()).dtype
     mesh = sharding_mesh(mesh)
     if mesh.size() == 1:
         # Nothing to share: the engine would only copy. The masters are rounded where they are used.
