@@ -109,7 +109,7 @@ def test_a_run_that_stops_goes_on_with_its_scale(tiny_run, train_on, done, monke
     from jingu.train import verbs
     from jingu.train.loop import SharedStop
 
-    precision = {"type": "fp16", "initial_scale": 2.0**22, "window": 3, "hysteresis": 1}
+    precision = {"type": "fp16", "initial_scale": 2.0**24, "window": 3, "hysteresis": 1}
     changes = {"precision": precision, "batch.micro_size": 4, "train.steps": 12}
     whole = tiny_run(changes, name="whole")
     train_on(1, whole)
