@@ -26,8 +26,12 @@ class BatchPlan:
     """Tokens of a step, over all ranks."""
 
 
-def plan_batch(batch: BatchSettings, ranks: int) -> BatchPlan:
+def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1) -> BatchPlan:
     """Divide the global batch over data-parallel ranks, and each share into micro batches.
+
+    Args:
+        pipeline: ranks that micro-batches pass one after another; an automatic size then leaves four of them for each
+            of these, or as many as there are sequences.
 
     Raises JinguError, with the nearest sizes that work, where one does not divide the other.
     """
@@ -39,7 +43,8 @@ def plan_batch(batch: BatchSettings, ranks: int) -> BatchPlan:
             fix=f"take {_or(below, above)}.",
         )
     rows = size // ranks
-    micro = _auto(rows, batch.sequence_length) if batch.micro_size == "auto" else batch.micro_size
+    least = min(rows, 4 * pipeline) if pipeline > 1 else 1
+    micro = _auto(rows, batch.sequence_length, least) if batch.micro_size == "auto" else batch.micro_size
     if rows % micro:
         below = max(n for n in _divisors(rows) if n < micro)
         above = min((n for n in _divisors(rows) if n > micro), default=0)
@@ -51,8 +56,9 @@ def plan_batch(batch: BatchSettings, ranks: int) -> BatchPlan:
     return BatchPlan(ranks, rows, micro, rows // micro, size * batch.sequence_length)
 
 
-def _auto(rows: int, sequence_length: int) -> int:
-    return max([n for n in _divisors(rows) if n * sequence_length <= AUTO_TOKENS], default=1)
+def _auto(rows: int, sequence_length: int, least: int) -> int:
+    fitting = [n for n in _divisors(rows) if n * sequence_length <= AUTO_TOKENS and rows // n >= least]
+    return max(fitting, default=1)
 
 
 def _divisors(number: int) -> list[int]:

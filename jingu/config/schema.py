@@ -390,7 +390,14 @@ class ParallelSettings(Settings):
     context: Positive | Literal["auto"] = 1
     """Ranks that share the tokens of each row; auto: all that is left."""
     pipeline: Positive | Literal["auto"] = 1
-    """Stages that share the blocks; auto: all that is left."""
+    """Ranks that share the blocks, each of them a stage or more; auto: all that is left."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    """Order of a pipeline's work: all forward, then backward; in turns; in turns with several stages a rank; the same
+    with backward passes split to fill the gaps; there and back again with two stages a rank."""
+    stages_per_rank: Positive | Literal["auto"] = "auto"
+    """Stages of a pipeline that a rank has (interleaved and zero_bubble); auto: as few as the schedule needs."""
+    parts: list[Positive] | None = None
+    """Number of blocks of each stage of a pipeline, in order; null: even by their cost, embedding and head counted."""
     expert: Positive | Literal["auto"] = 1
     """Ranks, of those of shard × context, that share a mixture's experts; auto: as many as can."""
 

@@ -119,8 +119,8 @@ def _words(kind: Kind, whole_too: bool) -> list[str]:
     if kind.type is float:
         return [("a number with a decimal point" if whole_too else "a number") + _range(kind.limits)]
     if get_origin(kind.type) is list:
-        (item,) = {kind.type if kind.type in (str, float) else Settings for kind in kinds(get_args(kind.type)[0])}
-        return ["a list of " + {str: "texts", float: "numbers", Settings: "sections"}[item]]
+        (item,) = {kind.type if kind.type in (str, int, float) else Settings for kind in kinds(get_args(kind.type)[0])}
+        return ["a list of " + {str: "texts", int: "whole numbers", float: "numbers", Settings: "sections"}[item]]
     plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"]}
     return plain.get(kind.type, ["a section"])
 

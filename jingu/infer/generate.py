@@ -18,9 +18,9 @@ from jingu.errors import JinguError
 from jingu.infer.cache import StaticCache
 from jingu.infer.sampling import Sampling, choose
 from jingu.infer.text import TextStream
-from jingu.model.decoder import Decoder
 from jingu.model.products import linear
 from jingu.model.spec import ModelSpec
+from jingu.parallel.pipeline import Model
 from jingu.text.tokenizer import Tokenizer
 
 Finish = Literal["end", "stop", "length"]
@@ -42,7 +42,7 @@ class Piece:
 
 
 def generate(
-    model: Decoder,
+    model: Model,
     prompt_ids: Sequence[int],
     sampling: Sampling,
     max_tokens: int,
@@ -76,7 +76,7 @@ def generate(
     return _pieces(model, prompt, source, sampling, max_tokens, stream, ends)
 
 
-def check_fit(model: Decoder, prompt: Sequence[int], max_tokens: int) -> None:
+def check_fit(model: Model, prompt: Sequence[int], max_tokens: int) -> None:
     """Raise JinguError unless prompt and answer fit the model."""
     spec = model.spec
     if max_tokens < 1:
@@ -106,7 +106,7 @@ def room_after(spec: ModelSpec, prompt: int) -> int:
 
 
 def _pieces(
-    model: Decoder,
+    model: Model,
     prompt: list[int],
     source: list[int] | None,
     sampling: Sampling,
@@ -141,7 +141,7 @@ def _pieces(
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, tokens_BT: Tensor, cache: StaticCache, source_BS: Tensor | None = None) -> Tensor:
+def next_logits(model: Model, tokens_BT: Tensor, cache: StaticCache, source_BS: Tensor | None = None) -> Tensor:
     """Scores [B, V] of the token after these; only the last position goes through the head. A model with an encoder
     needs the source with the first tokens.
 

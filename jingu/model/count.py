@@ -56,6 +56,16 @@ def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0
     return 2.0 * _multiplied(spec, shapes)[0] + 4.0 * _head_width(spec) * spec.layers * seen
 
 
+def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
+    """Operations a token of training, of the embedding, of each block, and of norm and head.
+
+    An embedding is looked up, and its norm and positions are added: next to nothing.
+    """
+    head = 6.0 * spec.vocabulary * spec.width
+    blocks = (flops_per_token(spec, shapes, sequence) - head) / spec.layers
+    return [6.0 * spec.width, *[blocks] * spec.layers, head]
+
+
 def _multiplied(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
     """Weights of matrices that a token is multiplied by (all but tables that serve as no head): those of the
     decoder's tokens, and those of the tokens that an encoder reads."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -17,6 +18,8 @@ from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import all_blocks
 from jingu.model.layers import Embedding
 from jingu.parallel.mesh import sharding_mesh
+from jingu.parallel.pipeline import Layout, Pipeline
+from jingu.parallel.stages import SPLIT_BACKWARD, divide_blocks, rank_of_stage
 
 KEPT = (
     *("mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
@@ -34,8 +37,9 @@ def parallelize(
     reduce: torch.dtype,
     activation_checkpointing: ActivationCheckpointingSettings,
     compile: bool,
-) -> Decoder:
-    """Activation checkpointing, then compile, then ZeRO, in place; the engine turns the parameters into DTensors.
+) -> Decoder | Pipeline:
+    """The stages of a pipeline, then activation checkpointing, then compile, then ZeRO, whose engine turns the
+    parameters into DTensors.
 
     Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
 
@@ -44,13 +48,34 @@ def parallelize(
         compute: dtype of the products; the masters keep theirs.
         reduce: dtype in which gradients are added up.
     """
-    for number, block in all_blocks(model):
-        if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
-            block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
-        if compile:
-            block.forward = torch.compile(block.forward, dynamic=False)
-    _shard(model, mesh, settings.zero, compute, reduce)
-    return model
+
+    def lay_out(model: Decoder) -> None:
+        for number, block in all_blocks(model):
+            if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
+                block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
+            if compile:
+                block.forward = torch.compile(block.forward, dynamic=False)
+        _shard(model, mesh, settings.zero, compute, reduce)
+
+    ranks = mesh["pipeline"].size()
+    if ranks == 1:
+        lay_out(model)
+        return model
+    masters, spec = next(model.parameters()).dtype, model.spec
+    parts = divide_blocks(settings, ranks, spec)
+    layout = Layout(
+        parts=parts,
+        owners=[rank_of_stage(settings, ranks, stage) for stage in range(len(parts))],
+        group=mesh.get_group("pipeline"),
+        schedule=settings.schedule,
+        splits_backward=settings.schedule in SPLIT_BACKWARD,
+        compute=compute,
+    )
+    with torch.device("meta"):
+        stages = [Decoder(spec, parts[stage]).to(masters) for stage in layout.mine]
+    for stage in stages:
+        lay_out(stage)
+    return Pipeline(spec, layout, stages, lambda stage, last: before_micro_batch(stage, settings.zero, last=last))
 
 
 def _recomputing(forward: Any, *, selective: bool) -> Any:
@@ -102,7 +127,7 @@ def before_micro_batch(model: Decoder, zero: int, *, last: bool) -> None:
 
 
 @contextmanager
-def scoring(model: Decoder) -> Iterator[None]:
+def scoring(model: nn.Module) -> Iterator[None]:
     """Forward passes without gradients and as in use (routers choose freely), in an evaluation or to generate.
 
     Without a backward pass the engine would leave the gathered parameters in the place of its shards, and whoever

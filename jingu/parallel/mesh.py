@@ -14,7 +14,7 @@ from jingu.model.spec import Experts, ModelSpec
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node."""
-_READY = frozenset({"replicate", "shard"})
+_READY = frozenset({"pipeline", "replicate", "shard"})
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,6 @@ def _check(sizes: AxisSizes, spec: ModelSpec) -> None:
     for axis in (*AXES, "expert"):
         if getattr(sizes, axis) > 1 and axis not in _READY:
             raise JinguError(f"the axis {axis} is not there yet.", where=f"parallel.{axis}", fix="Set it to 1.")
-    if sizes.pipeline > spec.layers:
-        raise JinguError(
-            f"{spec.layers} blocks cannot be shared by {sizes.pipeline} stages.",
-            where="parallel.pipeline",
-            fix=f"Set it to {spec.layers} or less.",
-        )
     heads, kv_heads = spec.attention.heads, spec.attention.kv_heads
     if heads % sizes.tensor:
         raise _undivided(f"{heads} attention heads", sizes.tensor, "tensor", heads)

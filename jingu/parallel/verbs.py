@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from jingu.config.batch import plan_batch
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig, in_steps
 from jingu.model.build import spec_from_settings
-from jingu.parallel.mesh import axis_sizes
+from jingu.parallel.stages import plan_layout
 
 
 def show(config: RunConfig, processes: int | None = None) -> None:
@@ -24,8 +23,7 @@ def derived(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     """The arithmetic of a run, named and in words. Raises JinguError where ranks, model or batch cannot be divided."""
     batch, steps = config.batch, config.train.steps
     spec = spec_from_settings(config.model, config.tokenizer.vocabulary, batch.sequence_length)
-    sizes = axis_sizes(config.parallel, ranks, spec)
-    plan = plan_batch(batch, sizes.data)
+    sizes, plan = plan_layout(config, ranks, spec)
     rows = [
         ("layout", f"{ranks:,} = {sizes} (ZeRO {config.parallel.zero})"),
         ("tokens a step", f"{plan.tokens_per_step:,} = {batch.global_size:,} × {batch.sequence_length:,}"),

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.infer.generate import eager, generate
 from jingu.infer.sampling import Sampling
-from jingu.model.decoder import Decoder
 from jingu.parallel.apply import scoring
 from jingu.parallel.mesh import data_rank, data_ranks, row_copies
+from jingu.parallel.pipeline import Model
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.step import summed_losses, summed_over_ranks
 from jingu.train.task import HeldOut, Task, to_device
@@ -30,7 +30,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: Decoder,
+    model: Model,
     task: Task,
     rows: HeldOut,
     byte_lengths: np.ndarray,
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def write_samples(
-    model: Decoder, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
+    model: Model, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
     written = []

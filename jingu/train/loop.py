@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import FP16Settings
 from jingu.data.receipt import Receipt
-from jingu.model.decoder import Decoder
+from jingu.parallel.pipeline import Model
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks
@@ -55,7 +55,7 @@ class Loop:
 
     run: Run
     task: Task
-    model: Decoder
+    model: Model
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     plan: BatchPlan

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from jingu import __version__
 from jingu.checkpoint.files import read_state
@@ -23,11 +24,12 @@ from jingu.data.receipt import Receipt, check_receipt, extend
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.count import flops_per_token
-from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
+from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.stages import SPLIT_BACKWARD
 from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree, from_first
@@ -69,9 +71,12 @@ def train_run(
     parameters = sum(shape.numel() for shape in shapes.values())
     flops = flops_per_token(run.spec, shapes, config.batch.sequence_length)
     seconds = config.train.steps * plan.tokens_per_step * flops / (0.5 * peak)
-    wanted = all_agree(_decide_compile(config, ranks.device, seconds))
+    splits = mesh["pipeline"].size() > 1 and config.parallel.schedule in SPLIT_BACKWARD
+    wanted = all_agree(_decide_compile(config, ranks.device, seconds, splits_backward=splits))
     task, model, optimizer, compiles = _prepare(run, mesh, plan, ranks, precision, compiles=wanted)
-    progress = _find_way_back(run, model, optimizer, ranks)
+    progress = _find_way_back(run, model, optimizer, mesh, ranks)
+    if isinstance(model, Pipeline):
+        model.refresh_copies()
     if watch is not None:
         watch(model, mesh)
     loop = Loop(
@@ -84,7 +89,7 @@ def train_run(
         ranks=ranks,
         flops_per_token=flops,
         peak_flops=peak,
-        save=lambda now: _save(run, model, optimizer, now, ranks),
+        save=lambda now: _save(run, model, optimizer, mesh, now, ranks),
     )
     if config.data.local is not None:
         copy_in_background([each.dataset for each in run.source.sources], Path(config.data.local))
@@ -118,7 +123,7 @@ def train_run(
 
 def _prepare(
     run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
-) -> tuple[Task, Decoder, torch.optim.Optimizer, bool]:
+) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
     task, (model, optimizer) = _pretraining(run, ranks.device, compiles), _build(run, mesh, ranks, precision, compiles)
     if compiles:
@@ -148,12 +153,12 @@ def _pretraining(run: Run, device: torch.device, compiles: bool) -> Task:
 
 def _build(
     run: Run, mesh: DeviceMesh, ranks: Ranks, precision: Precision, compiles: bool
-) -> tuple[Decoder, torch.optim.Optimizer]:
+) -> tuple[Model, torch.optim.Optimizer]:
     """The model laid out over the mesh with its initial weights, and its optimizer."""
     with torch.device("meta"):
-        model = make_model(run.spec).to(precision.masters)
-    parallelize(
-        model,
+        whole = make_model(run.spec).to(precision.masters)
+    model = parallelize(
+        whole,
         mesh,
         run.config.parallel,
         compute=precision.compute,
@@ -166,16 +171,19 @@ def _build(
     return model, build_optimizer(run.config.optimizer, model)
 
 
-def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:
+def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:
     """Forward and backward once on the real shapes before anything counts: compile and memory trouble shows early.
 
     Raises:
         JinguError: the device's memory does not hold one micro-batch.
     """
-    before_micro_batch(model, run.config.parallel.zero, last=True)
     batch = to_device(task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_size), ranks.device)
     try:
-        task.loss(model, batch).sum().backward()
+        if isinstance(model, Pipeline):
+            model.rehearse(batch, task.loss)
+        else:
+            before_micro_batch(model, run.config.parallel.zero, last=True)
+            task.loss(model, batch).sum().backward()
     except torch.OutOfMemoryError as error:
         raise JinguError(
             f"one micro-batch of {plan.micro_size} × {run.config.batch.sequence_length} tokens does not fit into "
@@ -185,7 +193,9 @@ def _dry_run(run: Run, task: Task, model: Decoder, mesh: DeviceMesh, plan: Batch
     model.zero_grad(set_to_none=True)
 
 
-def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Progress:
+def _find_way_back(
+    run: Run, model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, ranks: Ranks
+) -> Progress:
     """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why; else the
     weights that it begins with.
 
@@ -211,7 +221,7 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
             say(f"Beginning with the weights of {run.config.initialize.from_}.")
         return Progress(loss_scale=first_scale(run.config.precision))
     folder = step_folder(run.checkpoints, step)
-    load(folder, checkpoint_tensors(model, optimizer), agree=all_agree)
+    load(folder, checkpoint_tensors(model, optimizer, mesh), whole=not isinstance(model, Pipeline), agree=all_agree)
     say(f"Going on from step {step}.")
     kept = read_state(folder)["progress"]
     state = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
@@ -220,7 +230,9 @@ def _find_way_back(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, r
     return progress
 
 
-def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
+def _save(
+    run: Run, model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, progress: Progress, ranks: Ranks
+) -> None:
     progress.receipt = extend(progress.receipt, run.source, progress.step)
     state = {
         "progress": asdict(progress),
@@ -231,7 +243,7 @@ def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: 
     }
     save(
         step_folder(run.checkpoints, progress.step),
-        checkpoint_tensors(model, optimizer),
+        checkpoint_tensors(model, optimizer, mesh),
         state,
         rank=ranks.rank,
         ranks=ranks.world,
@@ -241,16 +253,26 @@ def _save(run: Run, model: Decoder, optimizer: torch.optim.Optimizer, progress: 
         prune(run.checkpoints, Keep(run.config.checkpoint.keep), current=progress.step)
 
 
-def checkpoint_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything a checkpoint holds, by logical name."""
+def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Everything a checkpoint holds, by logical name; of a pipeline, what the stages of this rank hold."""
     tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
     tensors.update((f"optimizer/{name}", tensor) for name, tensor in named_state(optimizer, model))
+    if isinstance(model, Pipeline):
+        # Only the ranks of these stages hold what no engine has divided; the store takes plain tensors for everyone's.
+        stage = mesh["replicate", "shard", "context", "tensor"]
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, DTensor):
+                tensors[name] = DTensor.from_local(tensor, stage, [Replicate()] * stage.ndim, run_check=False)
     return tensors
 
 
-def _decide_compile(config: RunConfig, device: torch.device, training_seconds: float) -> bool:
+def _decide_compile(config: RunConfig, device: torch.device, training_seconds: float, *, splits_backward: bool) -> bool:
     """`train.compile`; auto: where a compiler is present and the run is long enough to earn it."""
     wanted = config.train.compile
+    if splits_backward:
+        if wanted is True:
+            say(f"A compiled block cannot split its backward pass ({config.parallel.schedule}); going on without.")
+        return False
     if wanted is False or (wanted == "auto" and training_seconds * COMPILE_GAIN < COMPILE_SECONDS):
         return False
     if not has_compiler(device):

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jingu.config.batch import BatchPlan
-from jingu.model.decoder import Decoder
+from jingu.data.batch import Batch
 from jingu.parallel.apply import before_micro_batch
 from jingu.parallel.mesh import data_rank, row_copies
+from jingu.parallel.pipeline import Model, Pipeline
 from jingu.train.optimizer import local
 from jingu.train.task import Task, to_device
 
@@ -34,7 +35,7 @@ class StepResult:
 
 
 def train_step(
-    model: Decoder,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     task: Task,
     plan: BatchPlan,
@@ -67,19 +68,30 @@ def train_step(
     share = 1.0 / (trained_on / row_copies(mesh)).clamp_min(1.0)
     weights = task.weights(model)
     weight_n = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
-    total_n = torch.zeros(len(weights), dtype=torch.float64, device=device)
-    for number, batch in enumerate(batches, start=1):
-        before_micro_batch(model, zero, last=number == len(batches))
-        losses_n = task.loss(model, to_device(batch, device)).view(-1)
-        (losses_n @ (weight_n * scale).to(losses_n.dtype)).backward()
-        total_n += losses_n.detach()
+    total_n = _accumulate(model, task, [to_device(batch, device) for batch in batches], weight_n, zero, scale=scale)
     norm = scale_gradients(model, mesh, share / scale, clip_norm)
     skipped = loss_scale is not None and not bool(norm.isfinite())
     if not skipped:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if isinstance(model, Pipeline):
+        model.refresh_copies()
     means = dict(zip(weights, summed_losses(total_n, mesh) * share, strict=True))
     return StepResult(means.pop("loss"), norm, means, skipped)
+
+
+def _accumulate(model: Model, task: Task, batches: list[Batch], weight_n: Tensor, zero: int, *, scale: float) -> Tensor:
+    """Forward and backward of the micro-batches, one after another or through a pipeline; sums of their losses."""
+    scaled_n = weight_n * scale
+    if isinstance(model, Pipeline):
+        return model.train_micro_batches(batches, task.loss, scaled_n)
+    total_n = torch.zeros_like(weight_n)
+    for number, batch in enumerate(batches, start=1):
+        before_micro_batch(model, zero, last=number == len(batches))
+        losses_n = task.loss(model, batch).view(-1)
+        (losses_n @ scaled_n.to(losses_n.dtype)).backward()
+        total_n += losses_n.detach()
+    return total_n
 
 
 def summed_over_ranks(value: Tensor) -> Tensor:
@@ -90,8 +102,9 @@ def summed_over_ranks(value: Tensor) -> Tensor:
 
 
 def summed_losses(losses_n: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sums of losses over all ranks, in place; ranks of the axis `tensor` hold equal ones, of which one counts."""
-    return summed_over_ranks(losses_n) / mesh["tensor"].size()
+    """Sums of losses over all ranks, in place; ranks of the axes `tensor` and `pipeline` hold equal ones, of which one
+    counts."""
+    return summed_over_ranks(losses_n) / (mesh["tensor"].size() * mesh["pipeline"].size())
 
 
 def scale_gradients(model: nn.Module, mesh: DeviceMesh, share: Tensor, largest: float | None) -> Tensor:

@@ -12,9 +12,9 @@ from jingu.data.batch import Batch, changed
 from jingu.data.batches import IGNORED, held_out_batch, held_out_windows
 from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
-from jingu.model.decoder import Decoder
 from jingu.model.experts import Routing, auxiliary_losses
 from jingu.model.spec import Experts
+from jingu.parallel.pipeline import Model
 from jingu.train.loss import ChunkLoss, summed_cross_entropy
 
 
@@ -46,10 +46,10 @@ class Task(Protocol):
     def held_out(self) -> HeldOut | None:
         """Held-out rows for evaluation, or None."""
 
-    def weights(self, model: Decoder) -> dict[str, float]:
+    def weights(self, model: Model) -> dict[str, float]:
         """What `loss` gives, in its order, and how much each counts in what is trained. The first is the loss."""
 
-    def loss(self, model: Decoder, batch: Batch) -> Tensor:
+    def loss(self, model: Model, batch: Batch) -> Tensor:
         """Summed loss of the batch's trained tokens; or [n], where other sums over them follow it."""
 
 
@@ -67,13 +67,13 @@ class Pretraining:
     def held_out(self) -> HeldOut | None:
         return self.held_out_rows
 
-    def weights(self, model: Decoder) -> dict[str, float]:
+    def weights(self, model: Model) -> dict[str, float]:
         experts = model.spec.feed_forward
         if not isinstance(experts, Experts):
             return {"loss": 1.0}
         return {"loss": 1.0, "balance_loss": experts.balance, "z_loss": experts.z, "dropped": 0.0}
 
-    def loss(self, model: Decoder, batch: Batch) -> Tensor:
+    def loss(self, model: Model, batch: Batch) -> Tensor:
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
             return summed_cross_entropy(hidden_BTD, weight_VD, batch.labels, self.chunk)
 

@@ -6,10 +6,10 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from jingu.config.batch import BatchPlan, plan_batch
+from jingu.config.batch import BatchPlan
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
-from jingu.parallel.mesh import axis_sizes
+from jingu.parallel.stages import plan_layout
 from jingu.runtime.local import STOPPED, start_local_ranks
 from jingu.runtime.log import logging_to, one_voice
 from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
@@ -64,7 +64,7 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: P
 def open_with_plan(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:
     """The run and the division of its batch. Raises JinguError where ranks, model and batch do not fit together."""
     run = open_run(config)
-    return run, plan_batch(config.batch, axis_sizes(config.parallel, ranks, run.spec).data)
+    return run, plan_layout(config, ranks, run.spec)[1]
 
 
 def _start_ranks(config: RunConfig, processes: int, options: list[str]) -> int:

@@ -41,7 +41,6 @@ def test_auto_takes_the_ranks_that_are_left(settings, ranks, expected):
         ({"shard": 3}, 8, r"shard 3 = 3 does not divide the number of ranks, 8\. Start 3 processes or a multiple"),
         ({"shard": 2, "replicate": 2}, 8, "replicate 2 × shard 2 = 4 is not the number of ranks, 8. Start 4 processes"),
         ({"tensor": "auto", "context": "auto"}, 8, "context and tensor are both auto"),
-        ({"pipeline": 2}, 2, "the axis pipeline is not there yet"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_numbers(settings, ranks, words):

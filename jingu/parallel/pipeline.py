@@ -1,0 +1,333 @@
+"""A model cut into stages on the axis `pipeline`, run by the schedules of `torch.distributed.pipelining`.
+
+Only hidden states travel (and of a mixture, the few numbers of its routers): every stage makes labels, masks and
+positions from the batch, which all ranks of a pipeline know.
+
+Shapes: B rows, T tokens, D width, E experts, L blocks before a stage, n losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from jingu.data.batch import Batch
+from jingu.model.decoder import Decoder, Passed
+from jingu.model.experts import Routing
+from jingu.model.spec import Experts, ModelSpec
+
+SCHEDULES: dict[str, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+Loss = Callable[[Any, Batch], Any]
+"""Summed losses [n] of a micro-batch by a model; or, by a stage that is not the last, what it passes on."""
+Announce = Callable[[Decoder, bool], None]
+"""Tells the engine of a stage whether the next backward pass is the last of its step."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the stages are."""
+
+    parts: Sequence[range]
+    """Blocks of each stage."""
+    owners: Sequence[int]
+    """Place of each stage's rank on the axis `pipeline`."""
+    group: dist.ProcessGroup
+    """The ranks of this pipeline, in their order."""
+    schedule: str
+    splits_backward: bool
+    compute: torch.dtype
+    """Dtype of the states that travel."""
+
+    @property
+    def mine(self) -> list[int]:
+        """Stages of this rank."""
+        place = dist.get_group_rank(self.group, dist.get_rank())
+        return [stage for stage, owner in enumerate(self.owners) if owner == place]
+
+
+class Pipeline(nn.Module):
+    """The stages of this rank, as one model.
+
+    Parameters have the names that they have in the whole model. A parameter that several stages use (the weight of
+    a tied embedding and head) is one of the first such stage; the others hold a copy of it, whose gradient goes to
+    the first (`collect_gradients`), and which follows when that has changed (`refresh_copies`).
+
+    Args:
+        stages: of this rank, in their order.
+        announce: called before each backward pass of a stage, unless the schedule splits it.
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, stages: Sequence[Decoder], announce: Announce) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layout = layout
+        self.stages = nn.ModuleList(stages)
+        self._announce = announce
+        self._users: dict[str, list[int]] = {}
+        with torch.device("meta"):
+            for number, part in enumerate(layout.parts):
+                for name, _ in Decoder(spec, part).named_parameters():
+                    self._users.setdefault(name, []).append(number)
+        self._schedules: dict[Any, tuple[Any, _Work]] = {}
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their names in the whole model, without copies."""
+        for number, stage in self._numbered():
+            for name, parameter in stage.named_parameters(*arguments, **keywords):
+                if self._users[name][0] == number:
+                    yield name, parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of every parameter, copies included."""
+        for stage in self.stages:
+            stage.zero_grad(set_to_none)
+
+    def _numbered(self) -> list[tuple[int, Decoder]]:
+        return list(zip(self.layout.mine, self.stages, strict=True))  # type: ignore[arg-type]
+
+    # Training
+
+    def train_micro_batches(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
+        """Forward and backward of a step's micro-batches through all stages, as the schedule has it.
+
+        Args:
+            weight_n: how much each of the losses counts in what is differentiated.
+
+        Returns:
+            Sums of the losses [n], on every rank of the pipeline.
+        """
+        key = (len(batches), *batches[0].tokens.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(*key)
+        schedule, work = self._schedules[key]
+        work.begin(batches, loss, weight_n)
+        numbers = torch.arange(len(batches))
+        schedule.step(target=numbers, return_outputs=False, number=numbers)
+        dist.all_reduce(work.total_n, group=self.layout.group)
+        self.collect_gradients()
+        return work.total_n
+
+    def _build_schedule(self, micro_batches: int, rows: int, tokens: int) -> tuple[Any, _Work]:
+        layout, work, device = self.layout, _Work(), next(self.parameters()).device
+        ends = [_passed_shapes(self.spec, layout, stage, rows, tokens) for stage in range(len(layout.parts) + 1)]
+        stages = [
+            _Stage(
+                stage,
+                work,
+                None if layout.splits_backward else partial(self._announce, stage),
+                stage_index=number,
+                num_stages=len(layout.parts),
+                device=device,
+                group=layout.group,
+                input_args=ends[number],
+                output_args=ends[number + 1],
+            )
+            for number, stage in self._numbered()
+        ]
+        single = layout.schedule in ("gpipe", "1f1b")
+        made = SCHEDULES[layout.schedule](
+            stages[0] if single else stages, micro_batches, loss_fn=work.weighted, scale_grads=False
+        )
+        return made, work
+
+    def rehearse(self, batch: Batch, loss: Loss) -> None:
+        """Forward and backward of each stage by itself, on states of zeros: nothing waits for another stage."""
+        device = next(self.parameters()).device
+        for number, stage in self._numbered():
+            self._announce(stage, True)
+            received = _passed_shapes(self.spec, self.layout, number, *batch.tokens.shape)
+            inputs = [torch.zeros_like(tensor, device=device).requires_grad_() for tensor in received]
+            given = loss(_Given(stage, _unpack(inputs) if number else None), batch)
+            outputs = _pack(given) if isinstance(given, Passed) else (given,)
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        self.zero_grad()
+
+    # Scoring and generation
+
+    def forward(self, tokens_BT: Tensor, *arguments: Any, cache: Any = None, **keywords: Any) -> Tensor:
+        """As `Decoder.forward`, through all stages, without gradients; every rank of the pipeline gets the result."""
+        group, owners = self.layout.group, self.layout.owners
+        place = dist.get_group_rank(group, dist.get_rank())
+        past = None if cache is None else cache.length
+        result: Any = None
+        for number, stage in self._numbered():
+            passed = result
+            if number and owners[number - 1] != place:
+                shape = (*tokens_BT.shape, self.spec.width)
+                states = torch.empty(shape, dtype=self.layout.compute, device=tokens_BT.device)
+                dist.recv(states, group=group, group_src=owners[number - 1])
+                passed = Passed(states, [])
+            result = stage(tokens_BT, *arguments, cache=cache, passed=passed, **keywords)
+            if number + 1 < len(owners) and owners[number + 1] != place:
+                dist.send(result.states.contiguous(), group=group, group_dst=owners[number + 1])
+        if cache is not None and cache.length == past:
+            cache.advance(tokens_BT.shape[1])
+        return self._from_last(result if isinstance(result, Tensor) else None, tokens_BT.device)
+
+    def _from_last(self, result: Tensor | None, device: torch.device) -> Tensor:
+        """The last stage's result, on every rank of the pipeline."""
+        group, last = self.layout.group, self.layout.owners[-1]
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+        head = [0] * 8
+        if result is not None:
+            head = [dtypes.index(result.dtype), result.dim(), *result.shape, *head][:8]
+        header = torch.tensor(head, device=device)
+        dist.broadcast(header, group=group, group_src=last)
+        dtype, dims, *sizes = header.tolist()
+        if result is None:
+            result = torch.empty(sizes[:dims], dtype=dtypes[dtype], device=device)
+        result = result.contiguous()
+        dist.broadcast(result, group=group, group_src=last)
+        return result
+
+    # Parameters of several stages
+
+    def collect_gradients(self) -> None:
+        """Move the gradients of copies to the parameters that they copy, and add them up there."""
+        for original, copy, home, away in self._copies():
+            if original is not None and copy is not None:
+                _local(original.grad).add_(_local(copy.grad))
+            elif original is not None:
+                gradient = torch.empty_like(_local(original.grad))
+                dist.recv(gradient, group=self.layout.group, group_src=away)
+                _local(original.grad).add_(gradient)
+            elif copy is not None:
+                dist.send(_local(copy.grad).contiguous(), group=self.layout.group, group_dst=home)
+            if copy is not None:
+                copy.grad = None
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        """Give copies the values of the parameters that they copy."""
+        for original, copy, home, away in self._copies():
+            if original is not None and copy is not None:
+                _local(copy).copy_(_local(original))
+            elif original is not None:
+                dist.send(_local(original).contiguous(), group=self.layout.group, group_dst=away)
+            elif copy is not None:
+                values = torch.empty_like(_local(copy))
+                dist.recv(values, group=self.layout.group, group_src=home)
+                _local(copy).copy_(values)
+
+    def _copies(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
+        """A parameter, a copy of it (None where another rank has it), and the places of the two."""
+        held = {number: dict(stage.named_parameters()) for number, stage in self._numbered()}
+        owners = self.layout.owners
+        for name, (first, *others) in self._users.items():
+            for other in others:
+                yield held.get(first, {}).get(name), held.get(other, {}).get(name), owners[first], owners[other]
+
+
+Model = Decoder | Pipeline
+"""What is trained: a model, or this rank's stages of one."""
+
+
+class _Work:
+    """What a schedule is busy with: it hands only tensors to its stages, so that they look the rest up here."""
+
+    def begin(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> None:
+        self.batches, self.loss, self.weight_n = batches, loss, weight_n
+        self.total_n = torch.zeros_like(weight_n)
+
+    def weighted(self, losses_n: Tensor, number: Tensor) -> Tensor:
+        """What is differentiated of a micro-batch."""
+        self.total_n += losses_n.detach()
+        return losses_n @ self.weight_n.to(losses_n.dtype)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A stage together with what it has received, to be called as a whole model is."""
+
+    stage: Decoder
+    passed: Passed | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.stage.spec
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.stage(*arguments, passed=self.passed, **keywords)
+
+
+class _Stage(PipelineStage):
+    """A stage as the engine drives it.
+
+    Where backward passes are whole, ZeRO's hooks gather parameters and reduce gradients as without a pipeline; the
+    engine, which would do it for the whole stage at once, sees a plain container in the place of the model.
+
+    Args:
+        announce: as of `Pipeline`; None where the backward pass is split, which only the engine's own way serves.
+    """
+
+    def __init__(self, model: Decoder, work: _Work, announce: Callable[[bool], None] | None, **arguments: Any) -> None:
+        super().__init__(model if announce is None else nn.ModuleList([model]), **arguments)
+        self._model = model
+        self._work = work
+        self._announce = announce
+
+    def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
+        given = _Given(self._model, _unpack(received) if received else None)
+        found = self._work.loss(given, self._work.batches[int(number)])
+        return _pack(found) if isinstance(found, Passed) else found.view(-1)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        if self._announce is not None:
+            self._announce(last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def _pack(passed: Passed) -> tuple[Tensor, ...]:
+    """As the tensors that travel: the states; and of a mixture [L, B, 2E + 2]."""
+    routings = [
+        torch.cat([it.load, it.probability, it.z.unsqueeze(1), it.dropped.unsqueeze(1)], 1) for it in passed.routings
+    ]
+    return (passed.states, torch.stack(routings)) if routings else (passed.states,)
+
+
+def _unpack(tensors: Sequence[Tensor]) -> Passed:
+    routings = []
+    for routing in tensors[1] if len(tensors) > 1 else ():
+        experts = (routing.shape[1] - 2) // 2
+        load, probability, z, dropped = routing.split([experts, experts, 1, 1], 1)
+        routings.append(Routing(load, probability, z.squeeze(1), dropped.squeeze(1)))
+    return Passed(tensors[0], routings)
+
+
+def _passed_shapes(spec: ModelSpec, layout: Layout, stage: int, rows: int, tokens: int) -> tuple[Tensor, ...]:
+    """Tensors on meta such as the stage receives in training; one beyond the last: as many as that returns."""
+    if stage == 0:
+        return ()
+    states = torch.empty(rows, tokens, spec.width, dtype=layout.compute, device="meta", requires_grad=True)
+    part = spec.feed_forward
+    if stage == len(layout.parts) or not isinstance(part, Experts):
+        return (states,)
+    shape = (layout.parts[stage].start, rows, 2 * part.number + 2)
+    wide = torch.promote_types(layout.compute, torch.float32)
+    return states, torch.empty(shape, dtype=wide, device="meta", requires_grad=True)
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found

@@ -1,0 +1,135 @@
+"""Pipelines of every schedule: the same run as on one process, in fp64, to nine digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model.family": "gpt2", "model.kv_heads": None},  # tied
+    "llama": {"model.tied_embeddings": False},
+    "bloom": {"model.family": "bloom", "model.kv_heads": None},  # tied
+    "mixtral": {
+        "model.family": "mixtral",
+        "model.feed_forward": 24,
+        "model.experts.number": 5,
+        "model.experts.balance": 0.02,
+        "model.experts.balance_over": "model",
+        "model.experts.z": 0.01,
+    },
+}
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def plain(schedule: str, zero: int) -> dict[str, Any]:
+    return {"schedule": schedule, "zero": min(zero, 2) if schedule in ("zero_bubble", "zbv") else zero}
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "layouts"),
+    [
+        ("gpt2", 2, [{"schedule": schedule} for schedule in SCHEDULES]),
+        ("mixtral", 4, [{"schedule": "1f1b", "zero": 3, "parts": [3, 1]}, {"schedule": "zbv", "zero": 2}]),
+        slow("bloom", 4, [{"schedule": schedule, "pipeline": 4, "parts": [1] * 4} for schedule in SCHEDULES[:2]]),
+        slow("gpt2", 4, [{"schedule": "zero_bubble", "pipeline": 4}]),
+        *(
+            slow(model, 4, [plain(schedule, zero) for schedule in SCHEDULES])
+            for model in MODELS
+            for zero in range(4)
+        ),
+    ],
+)  # fmt: skip
+def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_run, train_on, done):
+    """Losses, norms of the gradient, weights, held-out loss and samples of 5 steps of several micro-batches."""
+    changes = {**MODELS[model], "model.layers": 4, "train.steps": 5, "evaluation.every": 5, "evaluation.sequences": 5}
+    changes |= {"evaluation.prompts": ["def ", ""], "evaluation.prompt_tokens": 4}
+    alone = tiny_run(changes, name="alone")
+    train_on(1, alone)
+    one = done(alone)
+    columns = ["loss", "grad_norm", *(["balance_loss", "z_loss"] if model == "mixtral" else [])]
+    weights = one.tensors()
+    for number, layout in enumerate(layouts):
+        settings = {f"parallel.{key}": value for key, value in {"pipeline": 2, **layout}.items()}
+        micro = 1 if settings["parallel.pipeline"] == 4 else 2
+        config = tiny_run({**changes, "batch.micro_size": micro, **settings}, name=f"run-{number}")
+        train_on(world, config)
+        many = done(config)
+        for name in columns:
+            assert many.column(name) == pytest.approx(one.column(name), rel=1e-9), (layout, name)
+        for name in ("loss", "bits_per_byte", "tokens", "bytes"):
+            assert many.column(name, "evaluation") == pytest.approx(one.column(name, "evaluation"), rel=1e-9)
+        assert many.column("text", "sample") == one.column("text", "sample")
+        theirs = many.tensors()
+        assert theirs.keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
+
+
+def test_a_run_goes_on_in_another_layout(tiny_run, train_on, done):
+    """Two steps each as a pipeline, as another, and on one process, with activation checkpointing in the first two."""
+    endless = {"schedule.type": "constant", "model.layers": 4, **MODELS["gpt2"]}
+    alone = tiny_run({**endless, "train.steps": 6}, name="alone")
+    train_on(1, alone)
+    layouts = [
+        {"parallel.pipeline": 2, "parallel.parts": [3, 1], "train.activation_checkpointing.type": "full"},
+        {"parallel.pipeline": 2, "parallel.schedule": "zbv", "train.activation_checkpointing.type": "full"},
+        {},
+    ]
+    for steps, world, layout in zip((2, 4, 6), (2, 4, 1), layouts, strict=True):
+        config = tiny_run({**endless, "train.steps": steps, **layout}, name="moved")
+        train_on(world, config)
+    assert done(config).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
+    theirs = done(config).tensors()
+    for name, tensor in done(alone).tensors().items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> bool:
+    """Load a checkpoint into this layout, and save it; returns whether copies of tied weights are equal to them."""
+    from jingu.checkpoint import store
+    from jingu.parallel.mesh import axis_sizes, build_mesh
+    from jingu.parallel.pipeline import Pipeline
+    from jingu.runtime.ranks import Ranks, all_agree
+    from jingu.train import session
+    from jingu.train.precision import choose_precision
+    from jingu.train.run import open_run
+
+    run, device = open_run(config), torch.device("cpu")
+    mesh = build_mesh(axis_sizes(config.parallel, world, run.spec), device)
+    ranks, precision = Ranks(rank, world, rank, world, device), choose_precision(config.precision, device)
+    model, optimizer = session._build(run, mesh, ranks, precision, compiles=False)
+    tensors = session.checkpoint_tensors(model, optimizer, mesh)
+    store.load(source, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
+    store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_agree)
+    equal = True
+    if isinstance(model, Pipeline):
+        model.refresh_copies()
+        held = [dict(stage.named_parameters()) for stage in model.stages]
+        weights = [stage["embedding.weight"] for stage in held if "embedding.weight" in stage]
+        whole = store.read_tensor(source, "model/embedding.weight")
+        equal = all(torch.equal(weight, whole) for weight in weights)
+    return equal
+
+
+@pytest.mark.parametrize("model", ["gpt2", slow("mixtral")])
+def test_what_a_pipeline_saves_and_loads_is_bitwise_the_same(model, tiny_run, train_on, done, ranks, tmp_path):
+    from jingu.checkpoint import files, store
+
+    changes = {**MODELS[model], "model.layers": 4, "train.steps": 1}
+    alone = tiny_run(changes, name="alone")
+    train_on(1, alone)
+    weights, there, back = done(alone).tensors(), tmp_path / "there", tmp_path / "back"
+    layout = tiny_run({**changes, "parallel.pipeline": 2, "parallel.schedule": "zbv"})
+    assert ranks.run(resaved, 2, layout, done(alone).checkpoint(), there) == [True, True]
+    ranks.run(resaved, 1, tiny_run(changes), there, back)
+    for folder in (there, back):
+        assert files.names(folder) == sorted(weights)
+        for name, tensor in weights.items():
+            assert torch.equal(store.read_tensor(folder, name), tensor), name
