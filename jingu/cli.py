@@ -105,7 +105,7 @@ VERBS = {
         "show a tokenizer, and how it splits a line",
         "jingu.text.verbs:inspect",
         (
-            _place("folder", "FOLDER", "the folder with tokenizer.json"),
+            _place("folder", "FOLDER", "the folder of the tokenizer"),
             _option("--text", "TEXT", str, "a line to split"),
             _option("--file", "FILE", _path, "a file to measure bytes per token on"),
         ),

@@ -30,6 +30,7 @@ from jingu.model.families.family import exported_config
 from jingu.model.families.names import SAME, Entry, entries, read_ours, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder
+from jingu.text.formats import tokenizer_file
 from jingu.text.tokenizer import Tokenizer
 
 SHARD_BYTES = 5_000_000_000
@@ -173,7 +174,7 @@ def open_hf(folder: Path) -> OpenModel:
         settings = _read_json(generation)
         ids = {**config, **{key: value for key, value in settings.items() if value is not None}}
         opened = replace(opened, generation=settings, end_ids=_end_ids(ids))
-    return replace(opened, tokenizer_folder=folder if (folder / "tokenizer.json").is_file() else None)
+    return replace(opened, tokenizer_folder=folder if tokenizer_file(folder) else None)
 
 
 def open_described(
@@ -424,6 +425,8 @@ def export_hf(
         for name in _TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, folder / name)
+        if not (folder / "tokenizer.json").is_file():
+            Tokenizer.load(tokenizer_folder).save(folder)
         broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
         if broken:
             raise JinguError(

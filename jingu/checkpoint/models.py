@@ -12,6 +12,7 @@ from jingu.errors import JinguError
 from jingu.model.count import count_parameters, flops_per_token, generation_flops
 from jingu.model.families import FAMILIES
 from jingu.model.spec import ModelSpec
+from jingu.text.formats import tokenizer_file
 from jingu.text.tokenizer import Tokenizer
 
 
@@ -51,7 +52,7 @@ def inspect(model: Path, as_json: bool = False) -> None:
 def _facts(path: Path) -> dict[str, Any]:
     faults = []
     beside = (path, path / "tokenizer", path.absolute().parent.parent / "tokenizer")
-    folder = next((place for place in beside if (place / "tokenizer.json").is_file()), None)
+    folder = next((place for place in beside if tokenizer_file(place)), None)
     try:
         opened = open_model(path)
         spec, folder = opened.spec, opened.tokenizer_folder or folder
@@ -62,7 +63,7 @@ def _facts(path: Path) -> dict[str, Any]:
         spec = described
         faults.append(error.what)
     if folder is None:
-        faults.append("there is no tokenizer (tokenizer.json).")
+        faults.append("there is no tokenizer.")
     shapes = parameter_shapes(spec)
     count = count_parameters(spec, shapes)
     tokenizer = None if folder is None else Tokenizer.load(folder)

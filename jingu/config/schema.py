@@ -57,7 +57,9 @@ class TokenizerSettings(Settings):
     """The tokenizer of the run: where it lies, and how `jingu tokenizer train` makes it."""
 
     path: Place = "tokenizer"
-    """Folder with tokenizer.json and tokenizer_config.json."""
+    """Folder with tokenizer.json, or a sentencepiece model, tiktoken's ranks, or vocab.json and merges.txt."""
+    type: Literal["bpe", "unigram", "wordpiece"] = "bpe"
+    """How it is trained: by merging frequent pairs, by pruning unlikely pieces, or by merging for the longest match."""
     vocabulary: Annotated[int, Field(ge=257)] = 4096
     """Number of entries to train, special tokens included (byte-level BPE needs 256 and the specials)."""
     special_tokens: list[str] = ["<|endoftext|>"]

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jingu.errors import JinguError
-from jingu.text.tokenizer import SPLIT
+from jingu.text.formats import SPLIT, SPLIT_DIGITS
 
 # Names by which llama.cpp knows how a tokenizer splits text before it merges.
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
@@ -86,7 +86,7 @@ def _pre_tokenizer(name: str) -> Any:
         )
     if name not in (*_LLAMA3, *_QWEN2):
         raise JinguError(f"the file's tokenizer splits text by the rule {name!r}, which jingu does not know.")
-    pattern = SPLIT if name in _LLAMA3 else SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+    pattern = SPLIT if name in _LLAMA3 else SPLIT_DIGITS
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),

@@ -5,36 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jingu.errors import JinguError
+from jingu.text.formats import BYTES, read_tokenizer, tokenizer_file
 
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Where merges stop: words take the one character before them, digits go by threes, indentation is one run.
-
-It is the pattern of Llama 3, which readers of other formats know by name.
-"""
 PART = 1 << 20
 """Texts longer than this many characters are encoded in parts, to bound memory."""
 _SAFE_CUT = re.compile(r"\n(?=\w)")
 """No piece of a splitting pattern reaches over a newline into a word."""
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_LETTERS = {chr(byte): byte for byte in _PRINTED} | {
-    chr(0x100 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
-}
-"""The byte alphabet of GPT-2: letters that stand for bytes; those that cannot be seen are moved beyond 255."""
 
 
 class Tokenizer:
@@ -57,19 +43,22 @@ class Tokenizer:
         self._special = {token["content"]: token["id"] for token in added if token.get("special")}
         self._end_id = self._find_end()
         self.kind = _kind(self._spec)
+        self._prefix = self._spec["model"].get("continuing_subword_prefix") or ""
         self._cuts = _splits_words(self._spec)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, and what there is beside it, in `folder`; JinguError where that cannot be."""
+        """Read tokenizer.json, or else a tokenizer of another format, and what there is beside it, in `folder`; it may
+        also be the file itself. Raises JinguError where that cannot be."""
         fix = "Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
-        if not folder.is_dir():
+        if not folder.exists():
             raise JinguError("there is no tokenizer folder here.", where=folder, fix=fix)
-        if not (folder / "tokenizer.json").is_file():
+        file = tokenizer_file(folder)
+        if file is None:
             raise JinguError("the tokenizer's folder has no tokenizer.json.", where=folder, fix=fix)
+        folder = file.parent
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
-            content = (folder / "tokenizer.json").read_text(encoding="utf-8")
             # Older releases of transformers kept special tokens in the first of these.
             for name in ("special_tokens_map.json", "tokenizer_config.json"):
                 if (folder / name).is_file():
@@ -79,6 +68,10 @@ class Tokenizer:
                     older = name != "tokenizer_config.json"
                     found = {key: _content(value) if older else value for key, value in found.items()}
                     config |= {key: value for key, value in found.items() if value is not None}
+            content, named = read_tokenizer(file, config, _ENDS)
+            if file.suffix != ".json":
+                config = {**named, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
+                config.pop("added_tokens_decoder", None)
             return cls(content, config)
         except Exception as error:  # the library raises bare Exception for bad content
             raise JinguError(f"the tokenizer is damaged ({error}).", where=folder, fix=fix) from error
@@ -142,7 +135,7 @@ class Tokenizer:
         """
         lengths = np.zeros(self.vocabulary, dtype=np.int32)
         for token, id_ in self._inner.get_vocab(with_added_tokens=False).items():
-            lengths[id_] = _byte_length(token, self.kind)
+            lengths[id_] = _byte_length(token.removeprefix(self._prefix), self.kind)
         for added in self._spec.get("added_tokens", []):
             lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
         return lengths
@@ -160,10 +153,10 @@ class Tokenizer:
     def text_of(self, piece: str) -> str:
         """The text that an entry stands for, as far as it is whole characters."""
         if self.kind == "bytes":
-            return bytes(_LETTERS[letter] for letter in piece).decode("utf-8", "ignore")
+            return bytes(BYTES[letter] for letter in piece.removeprefix(self._prefix)).decode("utf-8", "ignore")
         if self.kind == "metaspace":
             return "" if _BYTE.fullmatch(piece) else piece.replace("▁", " ")
-        return piece.removeprefix("##")
+        return piece.removeprefix(self._prefix)
 
     def fingerprint(self) -> str:
         """32 hex digits: equal where the same text gives the same ids. It does not depend on library versions."""
@@ -180,47 +173,6 @@ class Tokenizer:
             parts.append(text[start : found.end()])
             start = found.end()
         return [*parts, text[start:]]
-
-
-def train_tokenizer(texts: Iterator[str], vocabulary: int, special_tokens: list[str]) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocabulary` entries; the special tokens get the first ids.
-
-    The same texts give the same tokenizer. Fewer entries come out where the texts have no more to merge.
-    """
-    if not special_tokens or len(set(special_tokens)) != len(special_tokens) or "" in special_tokens:
-        raise JinguError(
-            "there must be at least one, each once and none of them empty.",
-            where="tokenizer.special_tokens",
-            fix='The first one ends every document; "<|endoftext|>" is the usual name.',
-        )
-    least = 256 + len(special_tokens)
-    if vocabulary < least:
-        raise JinguError(
-            f"{vocabulary} is too small: 256 bytes and {len(special_tokens)} special tokens need {least}.",
-            where="tokenizer.vocabulary",
-        )
-    inner: Any = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special_tokens,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": special_tokens[0],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1_000_000_000,
-    }
-    return Tokenizer(inner.to_str(pretty=True), config)
 
 
 Kind = Literal["bytes", "metaspace", "plain"]
@@ -254,4 +206,4 @@ def _byte_length(token: str, kind: Kind) -> int:
         return len(token)  # a letter a byte
     if kind == "metaspace":
         return 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
-    return len(token.removeprefix("##").encode())
+    return len(token.encode())

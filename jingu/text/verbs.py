@@ -13,7 +13,8 @@ from jingu.errors import JinguError
 from jingu.runtime.files import new_folder, unreadable
 from jingu.text.corpus import CorpusFile, describe_files, find_files, sample_texts
 from jingu.text.record import differences, read_record, write_record
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 RECORD = "training.json"
 """Beside the tokenizer's two files: what it was trained on, so that the same command need not train again."""
@@ -43,7 +44,10 @@ def train(config: RunConfig) -> None:
         )
     sample = config.tokenizer.sample_bytes
     tokenizer = train_tokenizer(
-        _with_bar(files, config.data, sample), config.tokenizer.vocabulary, config.tokenizer.special_tokens
+        _with_bar(files, config.data, sample),
+        config.tokenizer.vocabulary,
+        config.tokenizer.special_tokens,
+        config.tokenizer.type,
     )
     with new_folder(path) as folder:
         tokenizer.save(folder)
@@ -91,6 +95,7 @@ def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
     """All that the trained tokenizer depends on."""
     tokenizer = config.tokenizer
     return {
+        "type": tokenizer.type,
         "vocabulary": tokenizer.vocabulary,
         "special_tokens": tokenizer.special_tokens,
         "sample_bytes": tokenizer.sample_bytes,

@@ -20,7 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from jingu.checkpoint.gguf import _Info, _llama3_scaling
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 TEXT = "some text, and 12345 more text:\n    it is text; isn't it?  中文 text"
 QUANTISED = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]

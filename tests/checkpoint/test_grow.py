@@ -17,7 +17,8 @@ from jingu.config.schema import ModelSettings
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 TEXTS = ["the weather in the north is cold and the weather in the south is warm\n" * 9]
 CHINESE = ["北方的天气很冷，南方的天气很暖。\n" * 9]

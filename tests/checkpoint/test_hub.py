@@ -24,7 +24,7 @@ from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
 from jingu.model.spec import replaced
-from jingu.text.tokenizer import train_tokenizer
+from jingu.text.training import train_tokenizer
 
 
 def made_model(family: str = "llama", **changes: Any) -> Decoder:

@@ -22,7 +22,7 @@ from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
 from jingu.model.spec import replaced
-from jingu.text.tokenizer import train_tokenizer
+from jingu.text.training import train_tokenizer
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_what_is_missing_or_extra_is_told(folder: Path, capsys: pytest.CaptureFi
     assert facts["faults"] == [
         "the weights are not those that the model's config describes: missing: model.norm.weight; left over: "
         "model.more.",
-        "there is no tokenizer (tokenizer.json).",
+        "there is no tokenizer.",
     ]
 
 

@@ -15,7 +15,8 @@ import jingu.data.build as build_module
 from jingu.config.schema import DataSettings, RunConfig, TokenizerSettings
 from jingu.data.build import build
 from jingu.text.corpus import plan_units
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -19,7 +19,8 @@ from jingu.data.indexed import IndexedReader
 from jingu.data.mixture import plan_mixture
 from jingu.data.order import window_offset
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 
 def one_source(dataset: TokenDataset, sequence: int, size: int, seed: int) -> BatchSource:

@@ -20,7 +20,8 @@ from jingu.data.build import build, inspect
 from jingu.data.indexed import IndexedReader, IndexedWriter
 from jingu.data.manifest import Manifest
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 MakeConfig = Callable[..., RunConfig]
 

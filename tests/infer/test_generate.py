@@ -19,7 +19,8 @@ from jingu.infer.text import TextStream
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 SPECIAL = "<|endoftext|>"
 

@@ -26,7 +26,8 @@ from jingu.model.encoder_decoder import EncoderDecoder, make_model
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import entries, read_ours, to_theirs
 from jingu.model.spec import Experts, RandomProjection, RelativeBias, replaced
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 # More source than the exact buckets hold, more than the largest distance: every kind of bucket is met.
 SOURCE, TARGET = 41, 37

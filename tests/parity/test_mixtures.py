@@ -21,7 +21,8 @@ from jingu.model.decoder import Decoder
 from jingu.model.experts import auxiliary_losses
 from jingu.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from jingu.model.spec import Experts, RandomProjection, replaced
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 TOKENS = 17
 BASE = {

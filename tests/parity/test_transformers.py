@@ -26,7 +26,8 @@ from jingu.model.attention import alibi_slopes
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import entries, to_ours, to_theirs
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
 
 
 @dataclass(frozen=True)

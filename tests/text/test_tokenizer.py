@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import jingu.text.tokenizer as tokenizer_module
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, train_tokenizer
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.training import train_tokenizer
+from tests.text.conftest import TRAINING_TEXTS
 
 SAMPLES = [
     "",
@@ -216,6 +219,45 @@ def test_impossible_training_is_explained() -> None:
     with pytest.raises(JinguError) as caught:
         train_tokenizer(iter(["x"]), 257, ["<a>", "<b>"])
     assert str(caught.value) == "tokenizer.vocabulary: 257 is too small: 256 bytes and 2 special tokens need 258."
+    with pytest.raises(
+        JinguError, match="511 is too small: 256 bytes at the beginning and inside of words and 1 special"
+    ):
+        train_tokenizer(iter(["x"]), 511, ["<a>"], "wordpiece")
+    with pytest.raises(JinguError, match="END would be found in text, because wordpiece takes a whole word"):
+        train_tokenizer(iter(["x"]), 600, ["END"], "wordpiece")
     for specials in ([], ["<a>", "<a>"], [""]):
         with pytest.raises(JinguError, match=r"tokenizer\.special_tokens: there must be at least one, each once"):
             train_tokenizer(iter(["x"]), 300, specials)
+
+
+@pytest.mark.parametrize("algorithm", ["unigram", "wordpiece"])
+def test_other_algorithms_write_every_text_as_bytes(algorithm: Any, tmp_path: Path) -> None:
+    texts = [*TRAINING_TEXTS, Path(heapq.__file__).read_text(encoding="utf-8")]
+    tokenizer = train_tokenizer(iter(texts), 640, ["<|endoftext|>", "<END>"], algorithm)
+    again = train_tokenizer(iter(texts), 640, ["<|endoftext|>", "<END>"], algorithm)
+    assert tokenizer.fingerprint() == again.fingerprint() or algorithm == "unigram"
+    assert (tokenizer.end_id, tokenizer.special_tokens["<END>"]) == (0, 1)
+    assert 514 <= tokenizer.vocabulary <= 640
+    for text in [*SAMPLES, *TRAINING_TEXTS, "<END> of END", "x" * 3000, "## ▁▁ ##"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert int(tokenizer.byte_lengths()[ids].sum()) == len(text.encode())
+        assert not {0, 1} & set(ids)
+    assert len(tokenizer.encode(texts[-1])) < 0.6 * len(texts[-1])
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("fox 春")["input_ids"] == Tokenizer.load(tmp_path).encode("fox 春")
+
+
+def test_wordpiece_takes_the_longest_piece_each_time() -> None:
+    tokenizer = train_tokenizer(iter(["unable unaffable ableable"] * 9), 530, ["<end>"], "wordpiece")
+    pieces = tokenizer.pieces()
+    names = {id_: piece for piece, id_ in pieces.items()}
+    for word in ("unaffable", "unable", "ablun"):
+        rest, expected = word, []
+        while rest:
+            prefix = "▁" if expected else ""
+            size = max(size for size in range(1, len(rest) + 1) if prefix + rest[:size] in pieces)
+            expected.append(prefix + rest[:size])
+            rest = rest[size:]
+        assert [names[id_] for id_ in tokenizer.encode(word)] == expected

@@ -13,7 +13,7 @@ from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
-from jingu.text.tokenizer import train_tokenizer
+from jingu.text.training import train_tokenizer
 from jingu.train.run import open_run
 from tests.conftest import Done, Library, MakeRun
 
