@@ -109,6 +109,28 @@ class StageSettings(Settings):
     """A weight for each of `data.sources`, in their order; 0 leaves one out."""
 
 
+class CausalSettings(Settings):
+    """Each token is predicted from those before it; for decoders."""
+
+    type: Literal["causal"] = "causal"
+
+
+class SpanCorruptionSettings(Settings):
+    """Spans are removed from what the encoder reads, and the decoder says what they were (Raffel et al., 2020); for
+    models with an encoder. Each batch.sequence_length tokens of text make a source and a target."""
+
+    type: Literal["span_corruption"] = "span_corruption"
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the tokens that is removed."""
+    mean_length: Annotated[float, Field(ge=1)] = 3.0
+    """Mean length of a removed span, in tokens."""
+    sentinels: Positive = 100
+    """Special tokens (<extra_id_0> and so on) that mark the spans of a text; `jingu tokenizer train` adds them."""
+
+
+Objective = Annotated[CausalSettings | SpanCorruptionSettings, Discriminator("type"), _type_or("causal")]
+
+
 class DataSettings(Settings):
     """The corpus, and the data set that `jingu data build` makes of it."""
 
@@ -139,6 +161,7 @@ class DataSettings(Settings):
     temperature: Annotated[float, Field(gt=0)] | None = None
     """With T, each weight is multiplied by its source's tokens ^ (1/T); null: the weights as they are."""
     order: Order = FullOrderSettings()
+    objective: Objective = CausalSettings()
 
     @property
     def corpora(self) -> list[SourceSettings]:

@@ -37,7 +37,7 @@ from jingu.text.corpus import Span, Tally, describe_files, find_files, plan_unit
 from jingu.text.record import differences
 from jingu.text.tokenizer import Tokenizer
 
-NOT_OF_THE_BUILD = {"path", "workers", "sources", "stages", "temperature", "order", "reading", "local"}
+NOT_OF_THE_BUILD = {"path", "workers", "sources", "stages", "temperature", "order", "reading", "local", "objective"}
 """Settings of `data` that do not change a data set's content."""
 Unit = tuple[Span, ...]
 Counts = npt.NDArray[np.int64]

@@ -175,6 +175,11 @@ class Tokenizer:
         return [*parts, text[start:]]
 
 
+def sentinels(number: int) -> list[str]:
+    """Names of the special tokens that stand for removed spans, as T5's."""
+    return [f"<extra_id_{n}>" for n in range(number)]
+
+
 Kind = Literal["bytes", "metaspace", "plain"]
 
 

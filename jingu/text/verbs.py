@@ -8,12 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jingu.config.schema import DataSettings, RunConfig
+from jingu.config.schema import DataSettings, RunConfig, SpanCorruptionSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder, unreadable
 from jingu.text.corpus import CorpusFile, describe_files, find_files, sample_texts
 from jingu.text.record import differences, read_record, write_record
-from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer import Tokenizer, sentinels
 from jingu.text.training import train_tokenizer
 
 RECORD = "training.json"
@@ -46,7 +46,7 @@ def train(config: RunConfig) -> None:
     tokenizer = train_tokenizer(
         _with_bar(files, config.data, sample),
         config.tokenizer.vocabulary,
-        config.tokenizer.special_tokens,
+        special_tokens(config),
         config.tokenizer.type,
     )
     with new_folder(path) as folder:
@@ -91,13 +91,20 @@ def split_line(tokenizer: Tokenizer, line: str) -> str:
     return "│".join(pieces).replace(" ", "·").replace("\t", "→")
 
 
+def special_tokens(config: RunConfig) -> list[str]:
+    """Those of the settings, and the sentinels that the objective needs."""
+    objective = config.data.objective
+    added = sentinels(objective.sentinels) if isinstance(objective, SpanCorruptionSettings) else []
+    return [*config.tokenizer.special_tokens, *added]
+
+
 def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
     """All that the trained tokenizer depends on."""
     tokenizer = config.tokenizer
     return {
         "type": tokenizer.type,
         "vocabulary": tokenizer.vocabulary,
-        "special_tokens": tokenizer.special_tokens,
+        "special_tokens": special_tokens(config),
         "sample_bytes": tokenizer.sample_bytes,
         "text_field": config.data.text_field,
         "invalid_utf8": config.data.invalid_utf8,

@@ -21,12 +21,14 @@ from jingu.train.task import HeldOut, Task, to_device
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out text costs the model. Bits per byte compare across tokenizers, and with compressors."""
+    """What held-out text costs the model. Bits per byte compare across tokenizers, and with compressors; of a text of
+    which the model reads the greater part they would say nothing, and there are none."""
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
-    bytes: int
+    """Of the loss; of removed spans, the sentinels and the end are among them."""
+    bytes: int | None
 
 
 def evaluate(
@@ -60,6 +62,8 @@ def evaluate(
     loss = float(summed_losses(losses, mesh).item())
     tokens, size = (summed_over_ranks(counts) / row_copies(mesh)).tolist()
     tokens, size = max(tokens, 1.0), max(size, 1.0)
+    if rows.corruption is not None:
+        return Evaluation(loss / tokens, None, int(tokens), None)
     return Evaluation(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
 
 

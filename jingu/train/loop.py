@@ -218,7 +218,9 @@ def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> No
             sequences=None if wanted == "all" else wanted,
             micro_size=loop.plan.micro_size,
         )
-        say(f"step {progress.step}: held-out loss {measured.loss:.4f}, {measured.bits_per_byte:.4f} bits per byte")
+        bits = measured.bits_per_byte
+        told = "" if bits is None else f", {bits:.4f} bits per byte"
+        say(f"step {progress.step}: held-out loss {measured.loss:.4f}{told}")
         if metrics is not None:
             metrics.write("evaluation", progress.step, **asdict(measured), seconds=time.perf_counter() - started)
     samples = write_samples(

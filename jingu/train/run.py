@@ -17,8 +17,9 @@ from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.config.compare import harmful_differences
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import RunConfig
+from jingu.config.schema import RunConfig, SpanCorruptionSettings
 from jingu.data.batches import BatchSource
+from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.sources import open_sources
 from jingu.errors import JinguError
@@ -39,6 +40,7 @@ class Run:
     tokenizer: Tokenizer
     source: BatchSource
     held_out: TokenDataset | None
+    corruption: SpanCorruption | None
 
     @property
     def checkpoints(self) -> Path:
@@ -64,15 +66,41 @@ def open_run(config: RunConfig) -> Run:
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = joined([open_dataset(each.dataset.path, "held_out") for each in source.sources])
+    corruption = _corruption(config, spec, tokenizer, held_out)
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    run = Run(config, folder, spec, tokenizer, source, held_out)
+    run = Run(config, folder, spec, tokenizer, source, held_out, corruption)
     _check_checkpoints(run)
     return run
+
+
+def _corruption(
+    config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, held_out: TokenDataset | None
+) -> SpanCorruption | None:
+    """What makes sources and targets of the text; None for a model without an encoder."""
+    objective, length = config.data.objective, config.batch.sequence_length
+    corrupts = isinstance(objective, SpanCorruptionSettings)
+    if corrupts != (spec.encoder_layers is not None):
+        raise JinguError(
+            f"{spec.family} has {'no' if corrupts else 'an'} encoder, and {objective.type} gives "
+            f"{'it a' if corrupts else 'that no'} source to read.",
+            where="data.objective.type",
+            fix=f"Set it to {'causal' if corrupts else 'span_corruption'}, or choose a model.family "
+            f"{'with' if corrupts else 'without'} an encoder ({'t5' if corrupts else 'llama'}).",
+        )
+    if not isinstance(objective, SpanCorruptionSettings):
+        return None
+    if held_out is not None and held_out.tokens < length:
+        raise JinguError(
+            f"the data set holds {held_out.tokens:,} tokens out, which do not fill one sequence of {length:,}.",
+            where=config.data.path,
+            fix="Build it with a larger data.held_out, set batch.sequence_length lower, or evaluation.every to 0.",
+        )
+    return plan_corruption(objective, length, tokenizer, config.seed)
 
 
 def _check_configuration(folder: Path, config: RunConfig) -> None:

@@ -23,7 +23,7 @@ from jingu.data.loader import Loader, copy_in_background
 from jingu.data.receipt import Receipt, check_receipt, extend
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
-from jingu.model.count import flops_per_token
+from jingu.model.count import Shapes, flops_per_token
 from jingu.model.encoder_decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.parallel.apply import before_micro_batch, parallelize
@@ -69,7 +69,7 @@ def train_run(
     peak = measured_peak(ranks.device, precision.compute) * ranks.world
     shapes = parameter_shapes(run.spec)
     parameters = sum(shape.numel() for shape in shapes.values())
-    flops = flops_per_token(run.spec, shapes, config.batch.sequence_length)
+    flops = _flops_of_text(run, shapes)
     seconds = config.train.steps * plan.tokens_per_step * flops / (0.5 * peak)
     splits = mesh["pipeline"].size() > 1 and config.parallel.schedule in SPLIT_BACKWARD
     wanted = all_agree(_decide_compile(config, ranks.device, seconds, splits_backward=splits))
@@ -121,6 +121,14 @@ def train_run(
         return train_loop(loop, progress, stop, metrics)
 
 
+def _flops_of_text(run: Run, shapes: Shapes) -> float:
+    """Training operations a token of text."""
+    length, cut = run.config.batch.sequence_length, run.corruption
+    if cut is None:
+        return flops_per_token(run.spec, shapes, length)
+    return flops_per_token(run.spec, shapes, cut.target_length, cut.source_length) * cut.target_length / length
+
+
 def _prepare(
     run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
 ) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
@@ -146,8 +154,9 @@ def _from_compiler(error: BaseException) -> bool:
 
 
 def _pretraining(run: Run, device: torch.device, compiles: bool) -> Task:
-    rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length)
-    source = Loader(run.source.batch, pinned=device.type == "cuda")
+    rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length, run.corruption)
+    batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
+    source = Loader(batches, pinned=device.type == "cuda")
     return Pretraining(source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jingu.data.batch import Batch, changed
 from jingu.data.batches import IGNORED, held_out_batch, held_out_windows
+from jingu.data.corruption import SpanCorruption
 from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
 from jingu.model.experts import Routing, auxiliary_losses
@@ -20,19 +21,25 @@ from jingu.train.loss import ChunkLoss, summed_cross_entropy
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text as rows that together predict each of its tokens once."""
+    """Held-out text as rows that together predict each of its tokens once; or, corrupted, as its whole windows."""
 
     dataset: TokenDataset
     sequence_length: int
+    corruption: SpanCorruption | None = None
 
     @property
     def count(self) -> int:
         """Rows."""
+        if self.corruption is not None:
+            return self.dataset.tokens // self.sequence_length
         return held_out_windows(self.dataset, self.sequence_length)
 
     def batch(self, first: int, count: int, end: int) -> Batch:
         """Rows [first, first + count); those from `end` on have no labels."""
         batch = held_out_batch(self.dataset, self.sequence_length, first, count)
+        if self.corruption is not None:
+            # A window's labels are its text. Beyond the last whole one there is none, nor are there labels in the end.
+            batch = self.corruption.batch(batch.labels.clamp_min(0), first)
         batch.labels[max(0, end - first) :] = IGNORED
         return batch
 
@@ -55,7 +62,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Pretraining:
-    """Next-token prediction over windows of a corpus."""
+    """Next-token prediction over windows of a corpus; with an encoder, of what is removed from them."""
 
     source: Loader
     held_out_rows: HeldOut | None
@@ -81,7 +88,10 @@ class Pretraining:
             assert isinstance(model.spec.feed_forward, Experts)
             return auxiliary_losses(routings, model.spec.feed_forward, (batch.labels >= 0).sum(1))
 
-        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary)
+        source = {}
+        if batch.source is not None:
+            source = {"source_BS": batch.source.tokens, "source_documents_BS": batch.source.documents}
+        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary, **source)
         return total
 
 
