@@ -119,6 +119,7 @@ VERBS = {
         "jingu.train.verbs:train",
         (
             _PROCESSES,
+            _option("--devices", "CARDS", str, "CUDA cards, a rank each: 0,2,4, or ^1,3 for all but those"),
             _option("--trace", "FOLDER", _path, "write fingerprints there of what each module gives in the first step"),
         ),
         run_file=True,
@@ -213,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except JinguError as error:
-        print(_paragraph(f"jingu: {error}"), file=sys.stderr)
+        print(_paragraph("\n".join([f"jingu: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\njingu: stopped.", file=sys.stderr)

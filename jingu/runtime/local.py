@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +16,10 @@ from types import FrameType
 import torch.distributed as dist
 
 from jingu.errors import JinguError
+from jingu.runtime.devices import visible_cards
 from jingu.runtime.ranks import usable_cores
 
-GRACE_SECONDS = 20.0
+GRACE_SECONDS = 10.0
 """How long the other ranks may take to leave by themselves after one has failed."""
 STOPPED = 130
 """Exit code of a rank that was asked to stop, and saved."""
@@ -26,7 +28,9 @@ _WATCH_SECONDS = 0.05
 Child = subprocess.Popen[bytes]
 
 
-def start_local_ranks(processes: int, arguments: Sequence[str], output: Path | None = None) -> int:
+def start_local_ranks(
+    processes: int, arguments: Sequence[str], output: Path | None = None, cards: Sequence[int] | None = None
+) -> int:
     """Run `jingu ARGUMENTS` as `processes` local ranks; returns the exit code of the one that failed, or 0.
 
     The ranks find each other as under torchrun, by its environment variables and a store that this process holds.
@@ -34,6 +38,7 @@ def start_local_ranks(processes: int, arguments: Sequence[str], output: Path | N
 
     Args:
         output: a file for what they print, instead of the terminal.
+        cards: CUDA cards for the ranks, in their order; None: the first ones.
 
     Raises:
         JinguError: a rank was killed.
@@ -48,6 +53,8 @@ def start_local_ranks(processes: int, arguments: Sequence[str], output: Path | N
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
+    if cards is not None:
+        common["CUDA_VISIBLE_DEVICES"] = visible_cards(cards, os.environ.get("CUDA_VISIBLE_DEVICES"))
     children: list[Child] = []
     with ExitStack() as stack:
         stack.enter_context(_handing_on_signals(children))
@@ -109,7 +116,7 @@ def _verdict(codes: Sequence[int | None]) -> int:
             name = signal.Signals(-code).name
             why = ", most likely because memory ran out" if -code == signal.SIGKILL else ""
             raise JinguError(
-                f"rank {rank} was ended by {name}{why}; the other ranks left.",
+                f"rank {rank}, on {socket.gethostname()}, was ended by {name}{why}; the other ranks left.",
                 fix="The same command goes on from the last checkpoint.",
             )
     failed = [code for code in codes if code]

@@ -48,12 +48,14 @@ def logging_to(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def one_voice(ranks: Ranks) -> Iterator[None]:
-    """Let only the first rank that fails tell of it. The others leave quietly: their failures follow from that one,
-    or are the same one."""
+    """Let only the first rank that fails tell of it, and which rank it is. The others leave quietly: their failures
+    follow from that one, or are the same one."""
     try:
         yield
     except Exception as error:
         if first_to_fail(ranks):
+            if ranks.world > 1:
+                error.add_note(f"This was rank {ranks.rank} of {ranks.world}, on {ranks.host}.")
             raise
         raise SystemExit(2 if isinstance(error, JinguError) else 1) from None
 

@@ -6,6 +6,7 @@ This is the only room (with `launch/`) that reads environment variables.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime.device import keep_freed_memory
+from jingu.runtime.devices import nccl_settings
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Ranks:
     local_rank: int
     local_world: int
     device: torch.device
+    host: str = ""
+    notes: tuple[str, ...] = ()
+    """What was arranged for this machine, to be said."""
 
     @property
     def is_first(self) -> bool:
@@ -83,6 +88,7 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+    notes = _prepare_nccl() if device.type == "cuda" else ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if under_launcher():
         dist.init_process_group(backend, timeout=timeout)
@@ -90,9 +96,17 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     try:
-        yield Ranks(rank, world, local_rank, local_world, device)
+        yield Ranks(rank, world, local_rank, local_world, device, socket.gethostname(), notes)
     finally:
         dist.destroy_process_group()
+
+
+def _prepare_nccl() -> tuple[str, ...]:
+    """Set what NCCL needs for the cards of this machine, where the environment does not say otherwise."""
+    settings, why = nccl_settings([torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())])
+    missing = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(missing)
+    return (why,) if missing else ()
 
 
 def usable_cores() -> int:

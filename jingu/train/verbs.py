@@ -6,12 +6,16 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from jingu.config.batch import BatchPlan
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
 from jingu.parallel.stages import plan_layout
+from jingu.runtime.devices import choose_cards
 from jingu.runtime.local import STOPPED, start_local_ranks
-from jingu.runtime.log import logging_to, one_voice
+from jingu.runtime.log import logging_to, one_voice, say
 from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
 from jingu.runtime.signals import SharedStop, StopRequest, listening
 from jingu.train.run import Run, held, open_run, write_run
@@ -19,11 +23,14 @@ from jingu.train.session import train_run
 from jingu.train.trace import Trace
 
 
-def train(config: RunConfig, processes: int | None = None, trace: Path | None = None) -> int:
+def train(
+    config: RunConfig, processes: int | None = None, trace: Path | None = None, devices: str | None = None
+) -> int:
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
 
     Args:
         trace: folder for fingerprints of what every module gives in the first step.
+        devices: CUDA cards to start ranks on, as `choose_cards` reads them.
 
     Returns:
         The exit code: 0 when the run is complete, 130 where it was asked to stop and saved.
@@ -31,8 +38,10 @@ def train(config: RunConfig, processes: int | None = None, trace: Path | None = 
     Raises:
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to go on.
     """
-    if processes is not None and processes > 1 and not under_launcher():
-        return _start_ranks(config, processes, ["--trace", str(trace)] if trace else [])
+    cards = None if devices is None else _cards(config, devices, processes)
+    processes = len(cards) if cards else processes
+    if processes is not None and (processes > 1 or cards) and not under_launcher():
+        return _start_ranks(config, processes, ["--trace", str(trace)] if trace else [], cards)
     threads = None if config.device.threads == "auto" else config.device.threads
     with joined(config.device.type, threads) as ranks, listening(tell=ranks.is_first) as request:
         return train_joined(config, ranks, request, trace)
@@ -53,6 +62,8 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: P
         if not all_agree(error is None):
             raise error or SystemExit(2)
         stack.enter_context(logging_to(run.folder / "log", ranks))
+        for note in ranks.notes:
+            say(note)
         watch = None
         if trace is not None:
             listener = Trace(trace, ranks.rank, plan.rows_per_rank)
@@ -67,10 +78,23 @@ def open_with_plan(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:
     return run, plan_layout(config, ranks, run.spec)[1]
 
 
-def _start_ranks(config: RunConfig, processes: int, options: list[str]) -> int:
+def _cards(config: RunConfig, devices: str, processes: int | None) -> list[int]:
+    cards = choose_cards(devices, 0 if config.device.type == "cpu" else torch.cuda.device_count())
+    if processes not in (None, len(cards)):
+        what = f"--devices {devices} is {len(cards)} cards, a rank each, and --processes says {processes}."
+        raise JinguError(what, fix="Leave out --processes.")
+    if under_launcher():
+        raise JinguError(
+            "--devices is for ranks that jingu starts, and these are started by torchrun.",
+            fix="Set CUDA_VISIBLE_DEVICES for torchrun.",
+        )
+    return cards
+
+
+def _start_ranks(config: RunConfig, processes: int, options: list[str], cards: list[int] | None) -> int:
     """Check all that can be checked once, here, before any rank starts; then start them."""
     open_with_plan(config, processes)
     with tempfile.TemporaryDirectory(prefix="jingu-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")
-        return start_local_ranks(processes, ["train", str(file), *options])
+        return start_local_ranks(processes, ["train", str(file), *options], cards=cards)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,8 +78,8 @@ os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(1000)
     with pytest.raises(JinguError) as raised:
         play(code, grace=0.2)
     assert str(raised.value) == (
-        "rank 1 was ended by SIGKILL, most likely because memory ran out; the other ranks left. The same command goes "
-        "on from the last checkpoint."
+        f"rank 1, on {socket.gethostname()}, was ended by SIGKILL, most likely because memory ran out; the other ranks "
+        "left. The same command goes on from the last checkpoint."
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "0").read_text()), 0)

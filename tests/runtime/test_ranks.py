@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch
 
 from jingu.errors import JinguError
 from jingu.runtime.log import LOGGER, logging_to, one_voice, say
-from jingu.runtime.ranks import Ranks, all_agree, choose_device, from_first, joined, usable_cores
+from jingu.runtime.ranks import Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined, usable_cores
 from jingu.runtime.signals import SharedStop, StopRequest, listening
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
 
 
 def me(rank: int, world: int) -> Ranks:
-    return Ranks(rank, world, rank, world, torch.device("cpu"))
+    return Ranks(rank, world, rank, world, torch.device("cpu"), "node-7")
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch):
@@ -159,9 +160,9 @@ def failing(rank: int, world: int, kinds: list[str]) -> str:
     except SystemExit as leaving:
         return f"left {leaving.code}"
     except JinguError as error:
-        return f"told {error}"
-    except ZeroDivisionError:
-        return "showed its traceback"
+        return f"told {error} {error.__notes__[0]}"
+    except ZeroDivisionError as error:
+        return f"showed its traceback {error.__notes__[0]}"
     return "went on"
 
 
@@ -169,11 +170,22 @@ def test_one_rank_tells(ranks):
     told = ranks.run(failing, 3, ["mistake"] * 3)
     assert sorted(text.split()[0] for text in told) == ["left", "left", "told"]
     assert {text for text in told if text.startswith("left")} == {"left 2"}
-    assert ranks.run(failing, 2, ["none", "mistake"]) == ["went on", "told of rank 1."]
+    assert ranks.run(failing, 2, ["none", "mistake"]) == ["went on", "told of rank 1. This was rank 1 of 2, on node-7."]
     told = ranks.run(failing, 2, ["bug", "bug"])
-    assert sorted(told) == ["left 1", "showed its traceback"]
+    first, second = sorted(told)
+    assert first == "left 1" and re.fullmatch(r"showed its traceback This was rank [01] of 2, on node-7\.", second)
 
 
 def test_one_process_speaks_for_itself():
-    with pytest.raises(JinguError), one_voice(ALONE):
+    with pytest.raises(JinguError) as raised, one_voice(ALONE):
         raise JinguError("a mistake.")
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_what_known_cards_need_is_set_and_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: "NVIDIA GeForce RTX 3090")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert len(_prepare_nccl()) == 1 and os.environ["NCCL_P2P_DISABLE"] == "1"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert _prepare_nccl() == () and os.environ["NCCL_P2P_DISABLE"] == "0"
