@@ -101,6 +101,9 @@ _CONVERT: tuple[Argument, ...] = (
 
 VERBS = {
     "tokenizer train": Verb("train a tokenizer on the corpus", "jingu.text.verbs:train", run_file=True),
+    "tokenizer extend": Verb(
+        "add entries learned from the corpus to a tokenizer", "jingu.text.verbs:extend", run_file=True
+    ),
     "tokenizer inspect": Verb(
         "show a tokenizer, and how it splits a line",
         "jingu.text.verbs:inspect",

@@ -239,7 +239,7 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("chekpoint list", "there is no verb chekpoint. Did you mean `jingu checkpoint list`?"),
         ("build run.yaml", "there is no verb build. Did you mean `jingu data build`?"),
         ("frobnicate", "there is no verb frobnicate. `jingu --help` lists them."),
-        ("tokenizer", "tokenizer takes one more word: train or inspect."),
+        ("tokenizer", "tokenizer takes one more word: train, extend or inspect."),
         ("checkpoint", "checkpoint takes one more word: list, verify or diff."),
         ("run.yaml", "the verb is missing. Did you mean `jingu train run.yaml`?"),
         ("--procs 2", "there is no option --procs. The first word is a verb; `jingu --help` lists them."),

@@ -60,6 +60,8 @@ class TokenizerSettings(Settings):
     """Folder with tokenizer.json, or a sentencepiece model, tiktoken's ranks, or vocab.json and merges.txt."""
     type: Literal["bpe", "unigram", "wordpiece"] = "bpe"
     """How it is trained: by merging frequent pairs, by pruning unlikely pieces, or by merging for the longest match."""
+    base: Place | None = None
+    """Tokenizer that `jingu tokenizer extend` adds entries to, until there are `vocabulary` of them."""
     vocabulary: Annotated[int, Field(ge=257)] = 4096
     """Number of entries to train, special tokens included (byte-level BPE needs 256 and the specials)."""
     special_tokens: list[str] = ["<|endoftext|>"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +158,57 @@ class Tokenizer:
         if self.kind == "metaspace":
             return "" if _BYTE.fullmatch(piece) else piece.replace("▁", " ")
         return piece.removeprefix(self._prefix)
+
+    @property
+    def algorithm(self) -> str:
+        """How pieces are found: BPE, Unigram or WordPiece."""
+        return str(self._spec["model"].get("type", "BPE"))
+
+    def words(self, text: str) -> Iterator[tuple[str, ...]]:
+        """The text as words, each as its pieces, within which new pieces may be made.
+
+        What is split before merging is a word; where only spaces split, a word's letters are, and any other piece by
+        itself. A character that has no piece stands for itself in place of its bytes.
+        """
+        found = self._inner.encode(text, add_special_tokens=False)
+        unknown, last = self._spec["model"].get("unk_token"), (0, 0, 0)
+        word: list[str] = []
+        for piece, offsets, number in zip(found.tokens, found.offsets, found.word_ids, strict=True):
+            here = (number or 0, *offsets)
+            spelled = self.kind == "metaspace" and (piece == unknown or _BYTE.fullmatch(piece) is not None)
+            if spelled and here == last:
+                continue  # another byte of the same character
+            symbols = text[slice(*offsets)] if spelled else (piece,)
+            joined = here[0] == last[0] and (self.kind == "bytes" or (not piece.startswith("▁")))
+            last = here
+            for symbol in symbols:
+                letters = self.kind == "bytes" or symbol.lstrip("▁").isalpha()
+                if word and not (joined and letters):
+                    yield tuple(word)
+                    word = []
+                word.append(symbol)
+                if not letters:
+                    yield tuple(word)
+                    word = []
+        if word:
+            yield tuple(word)
+
+    def with_entries(self, characters: list[str], merges: list[tuple[str, str]], vocabulary: int) -> Tokenizer:
+        """A BPE with further entries, numbered on, and further merges after its own; at most `vocabulary` in all."""
+        spec = json.loads(self._inner.to_str())
+        pieces: dict[str, int] = spec["model"]["vocab"]
+        # Added tokens are numbered after the vocabulary, unless they are in it.
+        pieces |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+        room = vocabulary - self.vocabulary
+        for piece, merge in [*((each, None) for each in characters), *((a + b, (a, b)) for a, b in merges)]:
+            if piece not in pieces:
+                if room == 0:
+                    break
+                pieces[piece] = vocabulary - room
+                room -= 1
+            if merge:
+                spec["model"]["merges"].append(merge)
+        return Tokenizer(json.dumps(spec, ensure_ascii=False, indent=2), self._config)
 
     def fingerprint(self) -> str:
         """32 hex digits: equal where the same text gives the same ids. It does not depend on library versions."""

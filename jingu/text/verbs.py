@@ -1,8 +1,8 @@
-"""`jingu tokenizer train` and `jingu tokenizer inspect`."""
+"""`jingu tokenizer train | extend | inspect`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jingu.config.schema import DataSettings, RunConfig, SpanCorruptionSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder, unreadable
 from jingu.text.corpus import CorpusFile, describe_files, find_files, sample_texts
+from jingu.text.extend import extend_tokenizer
 from jingu.text.record import differences, read_record, write_record
 from jingu.text.tokenizer import Tokenizer, sentinels
 from jingu.text.training import train_tokenizer
@@ -24,6 +25,39 @@ LINE = "    def grow(self, 年: int = 2026) -> str:  # 种子发芽了"
 
 def train(config: RunConfig) -> None:
     """Train the tokenizer of the run on a sample of the corpus, and put it in `tokenizer.path`."""
+    settings = config.tokenizer
+    if settings.base is not None:
+        raise JinguError(
+            "a tokenizer with a base is not trained anew.",
+            where="tokenizer.base",
+            fix="Use `jingu tokenizer extend`, or leave it out.",
+        )
+    _make(config, lambda texts: train_tokenizer(texts, settings.vocabulary, special_tokens(config), settings.type))
+
+
+def extend(config: RunConfig) -> None:
+    """Add entries learned from a sample of the corpus to `tokenizer.base`, put the tokenizer in `tokenizer.path`, and
+    tell what it gains on each input."""
+    if config.tokenizer.base is None:
+        raise JinguError(
+            "there is nothing to extend.",
+            where="tokenizer.base",
+            fix="Set it to the folder of a tokenizer; a new one is made by `jingu tokenizer train`.",
+        )
+    base = Tokenizer.load(Path(config.tokenizer.base))
+    _make(config, lambda texts: extend_tokenizer(base, texts, config.tokenizer.vocabulary))
+    extended = Tokenizer.load(Path(config.tokenizer.path))
+    print(f"  Of them {base.vocabulary:,} are those of {config.tokenizer.base}; bytes per token before and after:")
+    for source in config.data.corpora:
+        for name in [source.input] if isinstance(source.input, str) else source.input:
+            alone = config.data.of(source.model_copy(update={"input": name}))
+            texts = [text for text, _ in sample_texts(find_files(alone), alone, 1 << 20)]
+            before, after = (_bytes_in(tokenizer, texts) for tokenizer in (base, extended))
+            print(f"  {before:.2f} → {after:.2f}  {name}")
+
+
+def _make(config: RunConfig, made: Callable[[Iterator[str]], Tokenizer]) -> None:
+    """Put the tokenizer that `made` makes of a sample into `tokenizer.path`, unless it is there already."""
     path = Path(config.tokenizer.path)
     files = find_files(config.data)
     record = _settings(config, files)
@@ -43,12 +77,7 @@ def train(config: RunConfig) -> None:
             "the corpus is empty: its files hold no text.", where="data.input", fix="Name files with text in them."
         )
     sample = config.tokenizer.sample_bytes
-    tokenizer = train_tokenizer(
-        _with_bar(files, config.data, sample),
-        config.tokenizer.vocabulary,
-        special_tokens(config),
-        config.tokenizer.type,
-    )
+    tokenizer = made(_with_bar(files, config.data, sample))
     with new_folder(path) as folder:
         tokenizer.save(folder)
         write_record(folder / RECORD, record)
@@ -103,6 +132,7 @@ def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
     tokenizer = config.tokenizer
     return {
         "type": tokenizer.type,
+        "base": None if tokenizer.base is None else Tokenizer.load(Path(tokenizer.base)).fingerprint(),
         "vocabulary": tokenizer.vocabulary,
         "special_tokens": special_tokens(config),
         "sample_bytes": tokenizer.sample_bytes,
@@ -125,3 +155,9 @@ def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> str:
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
     return f"{size / max(tokens, 1):.2f} bytes per token ({size:,} bytes, {tokens:,} tokens)"
+
+
+def _bytes_in(tokenizer: Tokenizer, texts: list[str]) -> float:
+    """Bytes of text that a token stands for."""
+    tokens = sum(len(tokenizer.encode(text)) for text in texts)
+    return sum(len(text.encode("utf-8", "replace")) for text in texts) / max(tokens, 1)
