@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -71,9 +72,14 @@ def generate(
     source: list[int] | None = None
     if model.spec.encoder_layers is not None:
         source, prompt = [*prompt_ids, tokenizer.end_id], [tokenizer.start_id if start_id is None else start_id]
-    stream = TextStream(tokenizer.decode, stop)
+    stream = TextStream(partial(tokenizer.decode, special=source is not None), stop)
     ends = {tokenizer.end_id} if end_ids is None else set(end_ids)
     return _pieces(model, prompt, source, sampling, max_tokens, stream, ends)
+
+
+def encode_prompt(spec: ModelSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt. To an encoder, the names of sentinels in it stand for them, as they do in the answer."""
+    return tokenizer.encode(prompt, special=spec.encoder_layers is not None)
 
 
 def check_fit(model: Model, prompt: Sequence[int], max_tokens: int) -> None:

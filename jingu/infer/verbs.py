@@ -12,6 +12,7 @@ import torch
 
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
+from jingu.infer.generate import encode_prompt
 from jingu.infer.generate import generate as pieces_of
 from jingu.infer.sampling import Sampling
 from jingu.runtime.device import has_fast_bf16
@@ -51,7 +52,7 @@ def generate(
     place = torch.device(_device(device))
     name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
     decoder = load_model(opened, _DTYPES[name], place)
-    ids = tokenizer.encode(prompt)
+    ids = encode_prompt(opened.spec, tokenizer, prompt)
     pieces = pieces_of(
         decoder, ids, sampling, max_tokens, stop or (), tokenizer, opened.end_ids or None, opened.start_id
     )

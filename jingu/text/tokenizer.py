@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,17 +85,26 @@ class Tokenizer:
         config = json.dumps(self._config, ensure_ascii=False, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text: no special token is added, and none is recognised in it."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the text: no special token is added, and none is recognised in it unless `special` says so."""
+        if special:
+            return list(self._recognising.encode(text, add_special_tokens=False).ids)
         ids: list[int] = []
         for part in self._parts(text):
             # A batch of one: the call that does not track offsets exists for batches only.
             ids += self._inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of the ids; special tokens are left out."""
-        text: str = self._inner.decode(ids, skip_special_tokens=True)
+    @cached_property
+    def _recognising(self) -> Any:
+        inner: Any = tokenizers.Tokenizer.from_str(self._content)
+        inner.no_truncation()
+        inner.no_padding()
+        return inner
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Text of the ids; special tokens are left out unless `special` says so."""
+        text: str = self._inner.decode(ids, skip_special_tokens=not special)
         return text
 
     @property

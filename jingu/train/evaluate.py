@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.infer.generate import eager, generate
+from jingu.infer.generate import eager, encode_prompt, generate
 from jingu.infer.sampling import Sampling
 from jingu.parallel.apply import scoring
 from jingu.parallel.mesh import data_rank, data_ranks, row_copies
@@ -75,6 +75,7 @@ def write_samples(
     with scoring(model):
         for number, prompt in enumerate(prompts):
             sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed + number)
-            pieces = generate(model, tokenizer.encode(prompt), sampling, tokens, [], tokenizer)
+            ids = encode_prompt(model.spec, tokenizer, prompt)
+            pieces = generate(model, ids, sampling, tokens, [], tokenizer)
             written.append((prompt, "".join(piece.text for piece in pieces)))
     return written

@@ -23,7 +23,7 @@ from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.sources import open_sources
 from jingu.errors import JinguError
-from jingu.infer.generate import room_after
+from jingu.infer.generate import encode_prompt, room_after
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ def _check_configuration(folder: Path, config: RunConfig) -> None:
 def _check_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     settings = config.evaluation
     for number, prompt in enumerate(settings.prompts if settings.every else []):
-        size = len(tokenizer.encode(prompt)) or 1
+        size = len(encode_prompt(spec, tokenizer, prompt)) or 1
         if settings.prompt_tokens > room_after(spec, size):
             raise JinguError(
                 f"the prompt has {size} tokens and {settings.prompt_tokens} more (evaluation.prompt_tokens) follow, "

@@ -114,11 +114,11 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(corrupted, tiny_run, train_on, 
 
 
 def test_generated_inspected_and_exported(corrupted, tiny_run, train_on, tmp_path, capsys):
-    config = tiny_run({**corrupted, **T5, "precision.type": "fp32"})
+    config = tiny_run({**corrupted, **T5, "precision.type": "fp32", "train.steps": 40, "batch.micro_size": 8})
     train_on(1, config)
     run, out = Path(config.runs) / config.name, tmp_path / "exported"
     capsys.readouterr()
-    assert main(["generate", str(run), "def heappop", "--max-tokens", "9", "--precision", "fp32"]) == 0
+    assert main(["generate", str(run), "def <extra_id_0>heappop", "--max-tokens", "9", "--precision", "fp32"]) == 0
     text = capsys.readouterr().out
     assert main(["model", "inspect", str(run), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -126,17 +126,19 @@ def test_generated_inspected_and_exported(corrupted, tiny_run, train_on, tmp_pat
     assert main(["export", str(run), "--to", str(out)]) == 0
 
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(out).eval()
+    loaded = transformers.AutoTokenizer.from_pretrained(out)
     ours = load_model(open_model(run), torch.float32)
     tokenizer = Tokenizer.load(out)
-    source = torch.tensor([[*tokenizer.encode("def heappop"), tokenizer.end_id]])
+    mark = tokenizer.special_tokens["<extra_id_0>"]
+    source = torch.tensor([[*tokenizer.encode("def "), mark, *tokenizer.encode("heappop"), tokenizer.end_id]])
     target = torch.tensor([[tokenizer.start_id, 5, 77, 201]])
     with torch.no_grad():
         logits = model(input_ids=source, decoder_input_ids=target).logits
         torch.testing.assert_close(ours.logits(ours(target, source_BS=source)), logits, rtol=1e-4, atol=1e-5)
     ids = model.generate(source, max_new_tokens=9, do_sample=False)[0, 1:].tolist()
-    assert text == tokenizer.decode(ids) + "\n"
+    assert "<extra_id_0>" in text and text == loaded.decode(ids).removesuffix("<|endoftext|>") + "\n"
     capsys.readouterr()
-    assert main(["generate", str(out), "def heappop", "--max-tokens", "9", "--precision", "fp32"]) == 0
+    assert main(["generate", str(out), "def <extra_id_0>heappop", "--max-tokens", "9", "--precision", "fp32"]) == 0
     assert capsys.readouterr().out == text
 
 
