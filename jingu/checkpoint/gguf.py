@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import mmap
+import re
 import shutil
 import struct
 import tempfile
@@ -31,6 +32,7 @@ from jingu.text.gguf import write_tokenizer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 Metadata = Mapping[str, Any]
@@ -56,6 +58,7 @@ _ARCHITECTURES = {
     ),
     "qwen2": _Architecture("Qwen2ForCausalLM"),
     "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
     "gpt2": _Architecture("GPT2LMHeadModel", transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
 }
 
@@ -117,28 +120,31 @@ class _Stored:
         number = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}[architecture]
         self._map = package.get_tensor_name_map(number, _layers(config))
         self._heads = {"q": config.get("num_attention_heads"), "k": config.get("num_key_value_heads")}
-        self._names: dict[str, str] = {}
+        self._places: dict[str, _Info] = {}
         largest = max(infos.values(), key=lambda info: info.bytes)
         self.dtype = _PLAIN.get(largest.type, torch.float32)
 
     def named(self, expected: Shapes) -> _Stored:
         """Give the file's tensors the names that are expected; what nobody expects keeps its own."""
+        known = {"rope_freqs.weight"}
         for name in expected:
-            theirs = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
+            expert = _EXPERT.search(name)
+            theirs = self._map.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
             if theirs in self._infos:
-                self._names[name] = theirs
-        known = set(self._names.values())
-        self._names |= {name: name for name in self._infos if name not in known and name != "rope_freqs.weight"}
+                known.add(theirs)
+                info = self._infos[theirs]
+                self._places[name] = info if expert is None else _slice(info, int(expert[1]))
+        self._places |= {name: info for name, info in self._infos.items() if name not in known}
         return self
 
     def shapes(self) -> Shapes:
-        return {name: self._shape(name, self._infos[held].shape) for name, held in self._names.items()}
+        return {name: self._shape(name, info.shape) for name, info in self._places.items()}
 
     def _shape(self, name: str, shape: torch.Size) -> torch.Size:
         return torch.Size(reversed(shape)) if name.endswith(self._architecture.transposed) else shape
 
     def read(self, name: str) -> Tensor:
-        tensor = self._read(self._infos[self._names[name]])
+        tensor = self._read(self._places[name])
         if name.endswith(self._architecture.transposed):
             return tensor.t()
         if name.endswith(self._architecture.permuted):
@@ -161,6 +167,12 @@ class _Stored:
             raw = read_at(self._path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
             part.copy_(torch.from_numpy(self._package.quants.dequantize(raw.numpy(), kind)))
         return whole
+
+
+def _slice(info: _Info, number: int) -> _Info:
+    """One expert's matrix of those that the file keeps in one tensor."""
+    size = info.bytes // info.shape[0]
+    return _Info(info.shape[1:], info.type, info.begin + number * size, size)
 
 
 # The header
@@ -275,11 +287,12 @@ def _check_types(path: Path, package: ModuleType, infos: Mapping[str, _Info]) ->
 def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> dict[str, Any]:
     """The config that Hugging Face would have of this model."""
     name = str(metadata.get("general.architecture"))
-    if name not in _ARCHITECTURES or metadata.get(f"{name}.expert_count"):
+    experts = metadata.get(f"{name}.expert_count") or 0
+    if name not in _ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
         near = get_close_matches(name, _ARCHITECTURES, n=3, cutoff=0.4) or list(_ARCHITECTURES)
-        experts = " with experts" if name in _ARCHITECTURES else ""
+        with_experts = " with experts" if name in _ARCHITECTURES else ""
         raise JinguError(
-            f"the architecture {name}{experts} is not one that jingu reads from GGUF.",
+            f"the architecture {name}{with_experts} is not one that jingu reads from GGUF.",
             where=path,
             fix=f"It reads {', '.join(near)}; other models it takes as Hugging Face folders.",
         )
@@ -291,7 +304,7 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> di
 
     tokens = {"bos": "bos", "eos": "eos", "pad": "padding"}
     config = {
-        "architectures": [_ARCHITECTURES[name].hugging_face],
+        "architectures": ["MixtralForCausalLM" if experts and name == "llama" else _ARCHITECTURES[name].hugging_face],
         "vocab_size": infos["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in infos,
         **{f"{key}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id") for key, theirs in tokens.items()},
@@ -319,6 +332,10 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> di
             "rope_scaling": _rope_scaling(metadata, name, infos, path),
             "attention_bias": "blk.0.attn_q.bias" in infos,
             "mlp_bias": "blk.0.ffn_up.bias" in infos,
+            "num_local_experts": experts or None,
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": get("expert_feed_forward_length"),
+            "norm_topk_prob": True,
         }
     config = {key: value for key, value in config.items() if value is not None}
     if not isinstance(_layers(config), int) or _layers(config) > len(infos):

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jingu.errors import JinguError
 from jingu.text.formats import SPLIT, SPLIT_DIGITS
+from jingu.text.sentencepiece import Pieces, build
 
 # Names by which llama.cpp knows how a tokenizer splits text before it merges.
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
@@ -30,38 +31,34 @@ def write_tokenizer(metadata: Mapping[str, Any], context: int, folder: Path) -> 
         JinguError: there is none, or none of a kind that is known here; `what` says which.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
-        raise JinguError(f"the file's tokenizer is of the kind {kind}; jingu reads byte-level BPE (gpt2) from GGUF.")
-    pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    if kind not in ("gpt2", "llama", "t5"):
+        raise JinguError(
+            f"the file's tokenizer is of the kind {kind}; jingu reads byte-level BPE (gpt2) and sentencepiece's "
+            "(llama, t5) from GGUF."
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
     try:
-        vocabulary = {token: number for number, token in enumerate(tokens)}
-        inner: Any = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA3))
+        if not isinstance(tokens, list):
+            raise ValueError("it has no tokens")
+        inner = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, kind)
+    except JinguError:
+        raise
     except Exception as error:  # the library raises bare Exception for bad content
         raise JinguError(f"the file's tokenizer is damaged ({error}).") from error
-    inner.pre_tokenizer = _pre_tokenizer(pre)
-    inner.decoder = decoders.ByteLevel()
-    for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
-        if type_ in (_CONTROL, _USER):
-            inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])
     named = {}
     for name in _TOKENS:
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             named[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
-    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
+    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
         begin = named["bos_token"]
-        inner.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single=f"{begin} $A",
-                    pair=f"{begin} $A {begin}:1 $B:1",
-                    special_tokens=[(begin, inner.token_to_id(begin))],
-                ),
-            ]
+        steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if kind == "gpt2" else []
+        whole = processors.TemplateProcessing(
+            single=f"{begin} $A",
+            pair=f"{begin} $A {begin}:1 $B:1",
+            special_tokens=[(begin, inner.token_to_id(begin))],
         )
+        inner.post_processor = processors.Sequence([*steps, whole])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
@@ -74,6 +71,36 @@ def write_tokenizer(metadata: Mapping[str, Any], context: int, folder: Path) -> 
     (folder / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
     text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """Tokens and merges of bytes."""
+    pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
+    pairs = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    inner: Any = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA3))
+    inner.pre_tokenizer = _pre_tokenizer(pre)
+    inner.decoder = decoders.ByteLevel()
+    for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
+        if type_ in (_CONTROL, _USER):
+            inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])
+    return inner
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> Any:
+    """Pieces with scores: BPE in files of the kind llama, Unigram in those of t5."""
+    return build(
+        Pieces(
+            tokens,
+            metadata["tokenizer.ggml.scores"],
+            metadata["tokenizer.ggml.token_type"],
+            unigram=kind == "t5",
+            byte_fallback="<0x0A>" in tokens,
+            charsmap=bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", [])),
+            prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+            collapse=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+        )
+    )
 
 
 def _pre_tokenizer(name: str) -> Any:

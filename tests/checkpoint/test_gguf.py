@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
@@ -20,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from jingu.checkpoint.gguf import _Info, _llama3_scaling
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
+from jingu.text.sentencepiece import _message
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
 
@@ -27,11 +30,33 @@ TEXT = "some text, and 12345 more text:\n    it is text; isn't it?  中文 text"
 QUANTISED = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 
 
+SIZES = {
+    "vocab_size": 317,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
 def llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 317, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "initializer_range": 0.2, **changes})).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+
+
+def of_kind(kind: str, **changes: Any) -> Any:
+    """A model of another family, with biases and norms that are not what they begin with."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config(**{**SIZES, "rms_norm_eps": 1e-5, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -42,7 +67,7 @@ def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
 def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Path:
     """A model as GGUF; `changes` are metadata (None: left out) that replace those of the model."""
     config, random = model.config, np.random.default_rng(0)
-    name = config.model_type
+    name = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, name)
     facts = {
         f"{name}.block_count": config.num_hidden_layers,
@@ -52,11 +77,16 @@ def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Pa
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
-    if name == "llama":
+    if name != "gpt2":
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         facts |= {
             f"{name}.attention.head_count_kv": config.num_key_value_heads,
             f"{name}.feed_forward_length": config.intermediate_size,
-            f"{name}.rope.dimension_count": config.head_dim,
+            f"{name}.rope.dimension_count": size,
+            f"{name}.attention.key_length": size if name.startswith("qwen3") else None,
+            f"{name}.expert_count": getattr(config, "num_local_experts", None),
+            f"{name}.expert_used_count": getattr(config, "num_experts_per_tok", None),
+            f"{name}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         }
         writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
         writer.add_float32(f"{name}.rope.freq_base", config.rope_parameters["rope_theta"])
@@ -71,11 +101,11 @@ def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Pa
         elif value is not None:
             writer.add_uint32(key, value)
     names = gguf.get_tensor_name_map(writer.arch and gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
-    for key, tensor in model.state_dict().items():
+    for key, tensor in unfused(model.state_dict()).items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if "q_proj" in key or "k_proj" in key:
+        if name == "llama" and ("q_proj" in key or "k_proj" in key):
             heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
             values = permuted(values, heads)
         if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
@@ -94,6 +124,21 @@ def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Pa
     return path
 
 
+def unfused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts by matrix, as llama.cpp's converter stacks them, and not by pairs as transformers holds them."""
+    found = {}
+    for key, tensor in state.items():
+        if key.endswith("experts.gate_up_proj"):
+            halves = tensor.chunk(2, dim=1)
+            found |= {
+                key.replace("gate_up", part) + ".weight": half
+                for part, half in zip(("gate", "up"), halves, strict=True)
+            }
+        else:
+            found[key + ".weight" if key.endswith("experts.down_proj") else key] = tensor
+    return found
+
+
 def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     model = load_model(open_model(path), torch.float32)
     with torch.no_grad():
@@ -106,6 +151,12 @@ MODELS = {
         tie_word_embeddings=True, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e5}
     ),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=3),
+    "qwen2": lambda: of_kind("Qwen2", tie_word_embeddings=True),
+    "qwen3": lambda: of_kind("Qwen3", head_dim=24),
+    "mixtral": lambda: of_kind("Mixtral", num_local_experts=5),
+    "qwen3_moe": lambda: of_kind(
+        "Qwen3Moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, head_dim=24, norm_topk_prob=True
+    ),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=301, n_embd=30, n_layer=2, n_head=3, n_positions=64, initializer_range=0.2)
     ).eval(),
@@ -235,10 +286,52 @@ def test_where_merges_stop(pre: str, pieces: list[str], tmp_path: Path) -> None:
     assert [piece for piece, _ in spec.pre_tokenize_str(" 12345 isn't  it")] == pieces
 
 
+@pytest.mark.parametrize(("kind", "model"), [("llama", "bpe"), ("t5", "unigram")])
+def test_pieces_with_scores(kind: str, model: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter takes them out of a sentencepiece model, which is the reference."""
+    out, lines = io.BytesIO(), [TEXT] * 50 + list("abcdefghijklmnopqrstuvwxyz")
+    options = {"vocab_size": 330 if kind == "llama" else 46, "model_type": model, "byte_fallback": kind == "llama"}
+    rule = "identity" if kind == "llama" else "nmt_nfkc"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=out,
+        normalization_rule_name=rule,
+        remove_extra_whitespaces=kind == "t5",
+        minloglevel=2,
+        **options,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
+    ids = range(theirs.vocab_size())
+    types = [
+        2 if theirs.is_unknown(id_) else 3 if theirs.is_control(id_) else 6 if theirs.is_byte(id_) else 1 for id_ in ids
+    ]
+    facts = {
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": [theirs.id_to_piece(id_) for id_ in ids],
+        "tokenizer.ggml.scores": [theirs.get_score(id_) for id_ in ids],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    if kind == "t5":
+        parsed = _message("Model")()
+        parsed.ParseFromString(out.getvalue())
+        facts["tokenizer.ggml.precompiled_charsmap"] = list(parsed.normalizer.precompiled_charsmap)
+        facts["tokenizer.ggml.remove_extra_whitespaces"] = 1
+    opened = open_model(written(tmp_path / "model.gguf", llama(vocab_size=theirs.vocab_size()), **facts))
+    tokenizer = Tokenizer.load(opened.tokenizer())
+    assert tokenizer.end_id == 2
+    for text in (TEXT, "", " x", "Ａ text ﬁ", "it  is\n"):
+        assert tokenizer.encode(text) == theirs.encode(text)
+    hugging_face = transformers.AutoTokenizer.from_pretrained(opened.tokenizer())
+    assert hugging_face(TEXT)["input_ids"] == [1] * (kind == "llama") + theirs.encode(TEXT)
+    assert hugging_face.chat_template == "{{ messages }}"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"tokenizer.ggml.model": "bert"}, "the file's tokenizer is of the kind bert; jingu reads"),
+        ({"tokenizer.ggml.model": "llama"}, "the file's tokenizer is damaged"),
         ({"tokenizer.ggml.pre": "klingon"}, "splits text by the rule 'klingon', which jingu does not know"),
         ({"tokenizer.ggml.merges": ["x yzzy"]}, "the file's tokenizer is damaged"),
     ],
@@ -258,7 +351,7 @@ def test_a_tokenizer_that_is_not_read_is_told_when_it_is_asked_for(
     ("changes", "words"),
     [
         ({"general.architecture": "lama"}, r"the architecture lama is not one that .* It reads llama"),
-        ({"llama.expert_count": 8}, "the architecture llama with experts is not one"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"missing: model\.layers\.0\.block_sparse_moe\.gate"),
         ({"llama.rope.scaling.type": "odd"}, "rope_scaling to 'odd', which is not supported"),
         ({"llama.embedding_length": None}, "lacks 'hidden_size'"),
         ({"llama.embedding_length": "wide"}, "this does not describe a model"),
