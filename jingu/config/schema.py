@@ -403,6 +403,32 @@ class FP16Settings(PrecisionBase):
 Precision = Annotated[PrecisionSettings | FP16Settings, Discriminator("type"), _type_or("auto")]
 
 
+class NoOffloadSettings(Settings):
+    """Everything stays on the device that computes."""
+
+    type: Literal["none"] = "none"
+
+
+class HostOffloadSettings(Settings):
+    """Master weights, gradients and optimizer state lie in main memory; with ZeRO 3 the device has only those
+    parameters that it computes with, with 0 to 2 all of them between the first use and the step."""
+
+    type: Literal["host"] = "host"
+
+
+class DiskOffloadSettings(Settings):
+    """As `host`, and master weights and optimizer state lie in files, of which memory holds what there is room for."""
+
+    type: Literal["disk"] = "disk"
+    path: Place | None = None
+    """Folder on a local disk; null: the folder `offload` of the run."""
+
+
+Offload = Annotated[
+    NoOffloadSettings | HostOffloadSettings | DiskOffloadSettings, Discriminator("type"), _type_or("none")
+]
+
+
 class ParallelSettings(Settings):
     """The layout over ranks, whose number is the product of replicate, shard, context, tensor and pipeline."""
 
@@ -425,6 +451,7 @@ class ParallelSettings(Settings):
     """Stages of a pipeline that a rank has (interleaved and zero_bubble); auto: as few as the schedule needs."""
     parts: list[Positive] | None = None
     """Number of blocks of each stage of a pipeline, in order; null: even by their cost, embedding and head counted."""
+    offload: Offload = NoOffloadSettings()
     expert: Positive | Literal["auto"] = 1
     """Ranks, of those of shard × context, that share a mixture's experts; auto: as many as can."""
 

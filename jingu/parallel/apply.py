@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
@@ -55,7 +61,7 @@ def parallelize(
                 block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
             if compile:
                 block.forward = torch.compile(block.forward, dynamic=False)
-        _shard(model, mesh, settings.zero, compute, reduce)
+        _shard(model, mesh, settings, compute, reduce)
 
     ranks = mesh["pipeline"].size()
     if ranks == 1:
@@ -70,6 +76,7 @@ def parallelize(
         schedule=settings.schedule,
         splits_backward=settings.schedule in SPLIT_BACKWARD,
         compute=compute,
+        device=torch.device(mesh.device_type),
     )
     with torch.device("meta"):
         stages = [Decoder(spec, parts[stage]).to(masters) for stage in layout.mine]
@@ -91,10 +98,13 @@ def _keep_slow(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any
     return CheckpointPolicy.MUST_SAVE if name.startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype, reduce: torch.dtype) -> None:
+def _shard(
+    model: Decoder, mesh: DeviceMesh, settings: ParallelSettings, compute: torch.dtype, reduce: torch.dtype
+) -> None:
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
     mesh = sharding_mesh(mesh)
-    if mesh.size() == 1:
+    offloads = settings.offload.type != "none"
+    if mesh.size() == 1 and not (offloads and mesh.device_type == "cuda"):
         # Nothing to share: the engine would only copy. The masters are rounded where they are used.
         for module in model.modules():
             if isinstance(module, Embedding):
@@ -102,10 +112,14 @@ def _shard(model: Decoder, mesh: DeviceMesh, zero: int, compute: torch.dtype, re
         return
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    # What is mapped from a disk cannot be pinned.
+    pins = settings.offload.type == "host" and mesh.device_type == "cuda"
+    place = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for _, block in all_blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+        shard(block, reshard_after_forward=settings.zero == 3)
     # The root's own parameters (embedding, norm, head) are needed last and first: they stay between the passes.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -58,6 +58,8 @@ class Layout:
     splits_backward: bool
     compute: torch.dtype
     """Dtype of the states that travel."""
+    device: torch.device
+    """Where they are."""
 
     @property
     def mine(self) -> list[int]:
@@ -129,7 +131,7 @@ class Pipeline(nn.Module):
         return work.total_n
 
     def _build_schedule(self, micro_batches: int, rows: int, tokens: int) -> tuple[Any, _Work]:
-        layout, work, device = self.layout, _Work(), next(self.parameters()).device
+        layout, work = self.layout, _Work()
         ends = [_passed_shapes(self.spec, layout, stage, rows, tokens) for stage in range(len(layout.parts) + 1)]
         stages = [
             _Stage(
@@ -138,7 +140,7 @@ class Pipeline(nn.Module):
                 None if layout.splits_backward else partial(self._announce, stage),
                 stage_index=number,
                 num_stages=len(layout.parts),
-                device=device,
+                device=layout.device,
                 group=layout.group,
                 input_args=ends[number],
                 output_args=ends[number + 1],
@@ -153,7 +155,7 @@ class Pipeline(nn.Module):
 
     def rehearse(self, batch: Batch, loss: Loss) -> None:
         """Forward and backward of each stage by itself, on states of zeros: nothing waits for another stage."""
-        device = next(self.parameters()).device
+        device = self.layout.device
         for number, stage in self._numbered():
             self._announce(stage, True)
             received = _passed_shapes(self.spec, self.layout, number, *batch.tokens.shape)

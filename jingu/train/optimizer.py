@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jingu.config.schema import AdamWSettings, LionSettings, Optimizer
+from jingu.parallel.offload import Disk, stream_steps
 
 
 class Lion(torch.optim.Optimizer):
@@ -42,14 +43,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def build_optimizer(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, its state zeroed. Matrices and embeddings decay; norms and biases (one dim) do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = None) -> torch.optim.Optimizer:
+    """The optimizer, its state zeroed. Matrices and embeddings decay; norms and biases (one dim) do not.
+
+    Args:
+        disk: where its state lies; it then takes its steps a layer at a time.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    by_kind: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        by_kind.setdefault((_layer(name) if disk else "", parameter.dim() >= 2), []).append(parameter)
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": held, "weight_decay": settings.weight_decay if decays else 0.0, "layer": layer}
+        for (layer, decays), held in by_kind.items()
     ]
-    groups = [group for group in groups if group["params"]]
     betas = (settings.beta1, settings.beta2)
     optimizer: torch.optim.Optimizer
     if isinstance(settings, LionSettings):
@@ -59,12 +66,21 @@ def build_optimizer(settings: Optimizer, model: nn.Module) -> torch.optim.Optimi
         assert isinstance(settings, AdamWSettings)
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.epsilon, fused=True)
         slots = ["exp_avg", "exp_avg_sq"]
-    for parameter in trained:
+    for parameter in trained.values():
         state = optimizer.state[parameter]
         if isinstance(optimizer, torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state.update({slot: torch.zeros_like(parameter) for slot in slots})
+        state.update({slot: disk.zeros_like(parameter) if disk else torch.zeros_like(parameter) for slot in slots})
+    if disk is not None:
+        stream_steps(optimizer, disk)
     return optimizer
+
+
+def _layer(name: str) -> str:
+    """The block that a parameter belongs to, such as `blocks.3`, or else its module."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

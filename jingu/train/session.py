@@ -18,7 +18,7 @@ from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.resume import Keep, find_latest, prune, step_folder
 from jingu.checkpoint.store import load, save
 from jingu.config.batch import BatchPlan
-from jingu.config.schema import RunConfig
+from jingu.config.schema import DiskOffloadSettings, RunConfig
 from jingu.data.loader import Loader, copy_in_background
 from jingu.data.receipt import Receipt, check_receipt, extend
 from jingu.data.sources import epochs_used
@@ -28,6 +28,7 @@ from jingu.model.encoder_decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
+from jingu.parallel.offload import Disk
 from jingu.parallel.pipeline import Model, Pipeline
 from jingu.parallel.stages import SPLIT_BACKWARD
 from jingu.runtime.device import has_compiler, measured_peak
@@ -175,9 +176,14 @@ def _build(
         activation_checkpointing=run.config.train.activation_checkpointing,
         compile=compiles,
     )
-    model.to_empty(device=ranks.device)
+    offload = run.config.parallel.offload
+    disk = Disk(Path(offload.path or run.folder / "offload")) if isinstance(offload, DiskOffloadSettings) else None
+    if disk is not None:
+        model._apply(disk.zeros_like)
+    else:
+        model.to_empty(device=torch.device("cpu") if offload.type == "host" else ranks.device)
     initialise(model, run.spec, run.config.seed)
-    return model, build_optimizer(run.config.optimizer, model)
+    return model, build_optimizer(run.config.optimizer, model, disk)
 
 
 def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:

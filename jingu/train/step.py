@@ -116,7 +116,8 @@ def scale_gradients(model: nn.Module, mesh: DeviceMesh, share: Tensor, largest: 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = _global_norm(gradients, mesh) * share
     factor = share if largest is None else share * (largest / (norm + 1e-6)).clamp_max(1.0)
-    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+    held = [local(gradient) for gradient in gradients]
+    torch._foreach_mul_(held, factor.to(held[0].device))  # which is main memory where the masters are offloaded
     return norm
 
 

@@ -1,0 +1,119 @@
+"""Tensors in files on disk, mapped into memory: optimizer state and master weights beyond what the memory holds.
+
+The kernel keeps as much of them in memory as there is room for. An optimizer goes through them a layer at a time: the
+next layers are read ahead, and what has been changed is on its way to the disk while the next layer is computed.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from jingu.errors import JinguError
+
+AHEAD = 2
+"""Layers that are read ahead of the one that is computed."""
+
+
+class Disk:
+    """Memory in a file without a name, which is gone with the process, however that ends.
+
+    Args:
+        folder: on a local disk; it is made where there is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise self._mistake(error) from error
+        self._size = 0
+        self._places: dict[int, tuple[int, mmap.mmap]] = {}
+
+    def zeros_like(self, tensor: Tensor) -> Tensor:
+        """A tensor of zeros such as that, a DTensor or plain (on any device, also meta), on disk.
+
+        Raises:
+            JinguError: the disk has no room for it.
+        """
+        if isinstance(tensor, DTensor):
+            local, stride = self.zeros_like(tensor.to_local()), tensor.stride()
+            return DTensor.from_local(
+                local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
+            )
+        size = tensor.numel() * tensor.element_size()
+        if not size:
+            return torch.empty_like(tensor, device="cpu")
+        try:
+            # Room is taken now: a write to a mapped file for which there is none would end the process.
+            os.posix_fallocate(self._file.fileno(), self._size, size)
+        except OSError as error:
+            raise self._mistake(error) from error
+        mapped = mmap.mmap(self._file.fileno(), size, offset=self._size)
+        made = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
+        self._places[made.data_ptr()] = (self._size, mapped)
+        self._size += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return made
+
+    def read_ahead(self, tensors: Sequence[Tensor]) -> None:
+        """Start to read tensors, and return at once."""
+        for _, mapped in self._held(tensors):
+            mapped.madvise(mmap.MADV_WILLNEED)
+
+    def write_behind(self, tensors: Sequence[Tensor]) -> None:
+        """Start to write what has been changed of tensors, and return at once."""
+        for offset, mapped in self._held(tensors):
+            os.posix_fadvise(self._file.fileno(), offset, len(mapped), os.POSIX_FADV_DONTNEED)
+
+    def _held(self, tensors: Sequence[Tensor]) -> list[tuple[int, mmap.mmap]]:
+        """Where those of the tensors are that are on disk."""
+        starts = (t.to_local().data_ptr() if isinstance(t, DTensor) else t.data_ptr() for t in tensors)
+        return [self._places[start] for start in starts if start in self._places]
+
+    def _mistake(self, error: OSError) -> JinguError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return JinguError(
+            "the disk is full." if full else f"this cannot be written ({error.strerror}).",
+            where=self._folder,
+            fix="Make room, or choose another folder (parallel.offload.path=...).",
+        )
+
+
+def stream_steps(optimizer: torch.optim.Optimizer, disk: Disk) -> None:
+    """Let the optimizer take its steps a layer at a time; a layer's groups of parameters have the same `layer`."""
+    optimizer.step = partial(_step, optimizer, optimizer.step, disk)  # type: ignore[assignment, method-assign]
+
+
+def _step(optimizer: torch.optim.Optimizer, step: Any, disk: Disk) -> None:
+    groups = optimizer.param_groups
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        layers.setdefault(group["layer"], []).append(group)
+    held = [_tensors(optimizer, layer) for layer in layers.values()]
+    try:
+        for number, layer in enumerate(layers.values()):
+            for tensors in held[number + AHEAD if number else 0 : number + AHEAD + 1]:
+                disk.read_ahead(tensors)
+            optimizer.param_groups = layer
+            step()
+            disk.write_behind(held[number])
+    finally:
+        optimizer.param_groups = groups
+
+
+def _tensors(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Parameters of groups, and their state."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return [*parameters, *(state for parameter in parameters for state in optimizer.state[parameter].values())]

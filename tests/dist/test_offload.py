@@ -1,0 +1,109 @@
+"""Offload: the same numbers to the last bit, wherever optimizer state and master weights lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.config.schema import AdamWSettings
+from jingu.errors import JinguError
+from jingu.parallel.offload import Disk
+from jingu.train.optimizer import build_optimizer
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, {}),
+        (1, {"optimizer": {"type": "lion", "lr": 1e-3}}),
+        (2, {"parallel.zero": 3}),
+        (4, {"parallel.zero": 2, "parallel.pipeline": 2, "model.tied_embeddings": True}),
+        slow(2, {"parallel.zero": 0}),
+        slow(2, {"parallel.zero": 1, "precision.type": "bf16"}),
+        slow(4, {"parallel.zero": 2, "parallel.pipeline": 2, "parallel.schedule": "zbv", "precision.type": "bf16"}),
+    ],
+)
+def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_path):
+    """Losses, norms and all that is saved; half of the way in memory and half offloaded as well."""
+    changes = {**layout, "train.steps": 4, "schedule.type": "constant", "batch.micro_size": 1}
+    inside = tiny_run(changes, name="inside")
+    train_on(world, inside)
+    expected = done(inside)
+    weights = expected.tensors()
+    for kind in ("host", "disk"):
+        there = {"parallel.offload.type": kind, **({"parallel.offload.path": str(tmp_path)} if kind == "disk" else {})}
+        outside = tiny_run({**changes, **there}, name=kind)
+        train_on(world, tiny_run({**changes, "train.steps": 2}, name=kind))
+        train_on(world, outside)
+        assert done(outside).column("loss") == expected.column("loss")
+        assert done(outside).column("grad_norm") == expected.column("grad_norm")
+        theirs = done(outside).tensors()
+        for name, tensor in weights.items():
+            assert torch.equal(theirs[name], tensor), (kind, name)
+    assert not list(tmp_path.glob("tmp*"))
+
+
+def test_tensors_on_disk_are_tensors_and_leave_no_file(tmp_path: Path):
+    disk = Disk(tmp_path / "here")
+    shapes = [(3, 5), (0,), (), (4096, 3)]
+    held = [disk.zeros_like(torch.empty(shape, dtype=torch.float64, device="meta")) for shape in shapes]
+    for number, tensor in enumerate(held):
+        assert (tuple(tensor.shape), tensor.dtype) == (shapes[number], torch.float64)
+        assert not tensor.any()
+        tensor += number + 1
+    disk.write_behind(held)
+    disk.read_ahead(held)
+    for number, tensor in enumerate(held):
+        assert torch.equal(tensor, torch.full_like(tensor, number + 1))
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_it_is_written_to(tmp_path: Path):
+    disk = Disk(tmp_path)
+    with pytest.raises(JinguError, match=r"(the disk is full|cannot be written).*parallel.offload.path"):
+        disk.zeros_like(torch.empty(2**46, dtype=torch.float64, device="meta"))
+
+
+def test_masters_and_state_lie_in_a_file(tmp_path: Path):
+    disk = Disk(tmp_path)
+    with torch.device("meta"):
+        model = torch.nn.Linear(300, 200)
+    model._apply(disk.zeros_like)
+    optimizer = build_optimizer(AdamWSettings(), model, disk)
+    held = [*model.parameters(), *(optimizer.state[p][slot] for p in model.parameters() for slot in ("exp_avg", "exp_avg_sq"))]
+    files = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        first, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if str(tmp_path) in line:
+            files.append(range(first, end))
+    assert len(held) == 6
+    for tensor in held:
+        assert any(tensor.data_ptr() in file for file in files)
+
+
+def test_layers_are_read_ahead_and_written_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Two layers are on their way while a third is computed, and each is written as soon as it has changed."""
+    disk, seen = Disk(tmp_path), []
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
+    names = {parameter.data_ptr(): name for name, parameter in model.named_parameters() if name.endswith("weight")}
+
+    def noting(kind: str) -> Any:
+        return lambda tensors: seen.extend(f"{kind} {names[t.data_ptr()][0]}" for t in tensors if t.data_ptr() in names)
+
+    monkeypatch.setattr(disk, "read_ahead", noting("read"))
+    monkeypatch.setattr(disk, "write_behind", noting("write"))
+    optimizer = build_optimizer(AdamWSettings(), model, disk)
+    model(torch.ones(1, 2)).sum().backward()
+    groups = list(optimizer.param_groups)
+    optimizer.step()
+    assert optimizer.param_groups == groups
+    written = [f"write {number}" for number in range(5)]
+    assert seen == ["read 0", "read 1", "read 2", written[0], "read 3", written[1], "read 4", *written[2:]]
+    assert all(float(optimizer.state[parameter]["step"]) == 1 for parameter in model.parameters())
