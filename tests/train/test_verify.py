@@ -108,12 +108,28 @@ def dropped_layer() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def boundary_that_drops_a_layer() -> Iterator[None]:
+    """The second stage of a pipeline begins one block too late."""
+    from jingu.parallel import apply
+
+    honest = apply.divide_blocks
+
+    def planted(*arguments: Any) -> list[range]:
+        first, second = honest(*arguments)
+        return [first, range(second.start + 1, second.stop)]
+
+    with replaced(apply, "divide_blocks", planted):
+        yield
+
+
 PLANTS = {
     "nothing": None,
     "missing reduction": missing_reduction,
     "wrong gradient scale": wrong_gradient_scale,
     "wrong activation scale": wrong_activation_scale,
     "dropped layer": dropped_layer,
+    "boundary that drops a layer": boundary_that_drops_a_layer,
 }
 
 
@@ -133,6 +149,25 @@ def record(rank: int, world: int, configs: list[tuple[Any, str]]) -> None:
             assert train_joined(config, me, StopRequest(), trace) == 0
 
 
+def compared(tmp_path: Path, name: str) -> list[Check]:
+    return list(checks(tmp_path / "runs" / "one", tmp_path / "runs" / name, 2))
+
+
+def test_a_pipeline(tmp_path, tiny_run, ranks):
+    """Stages are found under the names of the whole model; a boundary that drops a layer is named."""
+    changes = {"model.layers": 4, "parallel.zero": 0}
+    ranks.run(record, 1, [(short(tmp_path, tiny_run, "one", **changes), "nothing")])
+    changes |= {"parallel.pipeline": 2, "parallel.parts": [2, 2]}
+    plants = ["nothing", "boundary that drops a layer"]
+    runs = [(short(tmp_path, tiny_run, f"run-{number}", **changes), plant) for number, plant in enumerate(plants)]
+    ranks.run(record, 2, runs)
+    honest = compared(tmp_path, "run-0")
+    assert first_divergence(honest, 1e-9) is None
+    assert len({check.name for check in honest if check.kind == "output"}) == 50
+    worst = first_divergence(compared(tmp_path, "run-1"), 1e-9)
+    assert worst is not None and worst.words == "the output of blocks.2.attention_norm in the forward pass (step 1)"
+
+
 def short(tmp_path: Path, tiny_run: Any, name: str, steps: int = 2, precision: str = "fp64", **changes: Any) -> Any:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(tiny_run(changes)))
@@ -143,13 +178,14 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
     alone = [(short(tmp_path, tiny_run, f"one-{kind}", precision=kind), "nothing") for kind in ("fp64", "fp32")]
     ranks.run(record, 1, alone)
     runs = []
-    for number, plant in enumerate(PLANTS):
+    plants = list(PLANTS)[:-1]
+    for number, plant in enumerate(plants):
         for kind in ("fp64", "fp32"):
             zero = {"parallel.zero": 2, "evaluation.every": 0}
             runs.append((short(tmp_path, tiny_run, f"{number}-{kind}", precision=kind, **zero), plant))
     ranks.run(record, 2, runs)
     words = {}
-    for number, plant in enumerate(PLANTS):
+    for number, plant in enumerate(plants):
         exact, rough = (
             list(checks(tmp_path / "runs" / f"one-{kind}", tmp_path / "runs" / f"{number}-{kind}", 2))
             for kind in ("fp64", "fp32")
