@@ -29,7 +29,7 @@ def machine() -> str:
     """The machine, in a line."""
     import torch
 
-    from jingu.runtime.ranks import usable_cores
+    from jingu.runtime.devices import usable_cores
 
     model = next(
         (
@@ -53,6 +53,8 @@ def section(name: str) -> str:
 
 def main() -> None:
     """Run the benchmarks named on the command line, or all, and replace their sections in the page."""
+    if unknown := [name for name in sys.argv[1:] if name not in NAMES]:
+        sys.exit(f"There is no benchmark {unknown[0]}. There are {', '.join(NAMES)}.")
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else HEAD
     for name in sys.argv[1:] or NAMES:
         made = section(name)

@@ -32,6 +32,7 @@ from jingu.data.indexed import IndexedReader, IndexedWriter, best_dtype
 from jingu.data.manifest import Manifest, Shard, Split, SplitName, check_sizes, damaged
 from jingu.data.sources import checked_corpora
 from jingu.errors import JinguError
+from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
 from jingu.text.corpus import Span, Tally, describe_files, find_files, plan_units, read_documents
 from jingu.text.record import differences
@@ -75,7 +76,7 @@ def build_source(data: DataSettings, tokenizer_path: Path) -> None:
         _print_summary(old)
         return
     units = plan_units(files)
-    workers = min(_cores() if data.workers == "auto" else data.workers, max(len(units), 1))
+    workers = min(usable_cores() if data.workers == "auto" else data.workers, max(len(units), 1))
     began = time.monotonic()
     with new_folder(path) as place:
         job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), data)
@@ -296,11 +297,6 @@ def _encode(path: Path, fingerprint: str, data: DataSettings, unit: Unit) -> Enc
 def _hash(text: str) -> int:
     """64 bits that decide the split: of the text alone, so that copies fall on one side."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=b"jingu held out").digest(), "little")
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _print_summary(manifest: Manifest) -> None:

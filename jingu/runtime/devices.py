@@ -1,7 +1,8 @@
-"""Which cards ranks use, and what known cards need. Pure functions; `local.py` and `ranks.py` act on them."""
+"""Which cards and cores ranks use, and what known cards need; `local.py` and `ranks.py` act on it. Without torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -51,3 +52,8 @@ def nccl_settings(cards: Sequence[str]) -> tuple[dict[str, str], str]:
         return {}, ""
     why = f"{without} cannot copy straight to another card: NCCL_P2P_DISABLE=1 is set (set it to 0 if yours can)."
     return {"NCCL_P2P_DISABLE": "1"}, why
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -40,7 +40,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         what, fix = "another process is writing this folder now.", "Wait for it, or stop it."
         raise JinguError(what, where=path, fix=fix) from None
     except OSError as error:
-        raise _mended(error, path) from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            what = "something else appeared here while this was being written."
+            raise JinguError(what, where=path, fix="Choose another path.") from error
+        raise cannot_write(error, path) from error
     finally:
         if lock is not None:
             os.close(lock)
@@ -72,12 +75,16 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _mended(error: OSError, path: Path) -> JinguError:
-    """The words for a folder that cannot be written."""
-    what, fix = f"this cannot be written ({error.strerror}).", "Check its permissions, or choose another path."
+def cannot_write(error: OSError, path: Path, other: str = "choose another path") -> JinguError:
+    """The words for a file or folder that cannot be written.
+
+    Args:
+        other: what can be done instead of mending the place.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk is full; nothing was left behind."
-        fix = "Free some space or choose a path on another disk, and run the command again."
-    elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-        what, fix = "something else appeared here while this was being written.", "Choose another path."
-    return JinguError(what, where=path, fix=fix)
+        return JinguError("the disk is full.", where=path, fix=f"Make room, or {other}.")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        file = next(place for place in (path, *path.parents) if place.exists())
+        return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {other}.")
+    what = f"this cannot be written ({error.strerror})."
+    return JinguError(what, where=path, fix=f"Mend its permissions, or {other}.")

@@ -16,8 +16,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from jingu.errors import JinguError
-from jingu.runtime.devices import visible_cards
-from jingu.runtime.ranks import usable_cores
+from jingu.runtime.devices import usable_cores, visible_cards
 
 GRACE_SECONDS = 10.0
 """How long the other ranks may take to leave by themselves after one has failed."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime.device import keep_freed_memory
-from jingu.runtime.devices import nccl_settings
+from jingu.runtime.devices import nccl_settings, usable_cores
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,6 @@ def _prepare_nccl() -> tuple[str, ...]:
     missing = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(missing)
     return (why,) if missing else ()
-
-
-def usable_cores() -> int:
-    """Cores this process may run on, which in a container is fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def all_agree(mine: bool) -> bool:

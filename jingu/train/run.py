@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -25,6 +24,7 @@ from jingu.data.sources import open_sources
 from jingu.errors import JinguError
 from jingu.infer.generate import encode_prompt, room_after
 from jingu.model.spec import ModelSpec
+from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.begin import spec_of_run
@@ -212,13 +212,4 @@ def _copy_tokenizer(run: Run) -> None:
 
 def cannot_write(error: OSError, where: Path) -> JinguError:
     """The words for a run's file or folder that cannot be written."""
-    place = Path(error.filename or where)
-    other = "choose another folder for runs (runs=...)."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return JinguError("the disk is full.", where=place, fix=f"Make room, or {other}")
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        file = next(path for path in (place, *place.parents) if path.exists())
-        return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {other}")
-    return JinguError(
-        f"this cannot be written ({error.strerror}).", where=place, fix=f"Mend its permissions, or {other}"
-    )
+    return files.cannot_write(error, Path(error.filename or where), "choose another folder for runs (runs=...)")

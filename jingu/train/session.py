@@ -36,7 +36,7 @@ from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree, from_first
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
-from jingu.train.loop import Loop, Progress, train_loop
+from jingu.train.loop import Loop, Progress, short, train_loop
 from jingu.train.loss import chunk_loss
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import build_optimizer, named_state
@@ -67,7 +67,11 @@ def train_run(
     config = run.config
     precision = choose_precision(config.precision, ranks.device)
     mesh = build_mesh(axis_sizes(config.parallel, ranks.world, run.spec), ranks.device)
-    peak = measured_peak(ranks.device, precision.compute) * ranks.world
+
+    def measure_peak() -> float:
+        return measured_peak(ranks.device, precision.compute) * ranks.world
+
+    peak = measure_peak()
     shapes = parameter_shapes(run.spec)
     parameters = sum(shape.numel() for shape in shapes.values())
     flops = _flops_of_text(run, shapes)
@@ -90,6 +94,7 @@ def train_run(
         ranks=ranks,
         flops_per_token=flops,
         peak_flops=peak,
+        measure_peak=measure_peak,
         save=lambda now: _save(run, model, optimizer, mesh, now, ranks),
     )
     if config.data.local is not None:
@@ -303,9 +308,9 @@ def _summary(run: Run, plan: BatchPlan, ranks: Ranks, precision: Precision, comp
     used = epochs_used(run.config, run.source)
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
-        f"{run.config.name}: {run.spec.family}, {parameters / 1e6:.1f}M parameters, {ranks.world} rank(s) on "
+        f"{run.config.name}: {run.spec.family}, {short(parameters)} parameters, {ranks.world} rank(s) on "
         f"{ranks.device.type} in {precision.name}{', compiled' if compiles else ''}; {steps} steps of "
-        f"{plan.tokens_per_step:,} tokens, {tokens / 1e6:.1f}M in all ({epochs})."
+        f"{plan.tokens_per_step:,} tokens, {short(tokens)} in all ({epochs})."
     )
 
 

@@ -165,10 +165,11 @@ class Workbench:
         if ranks is None:
             given = [getattr(config.parallel, axis) for axis in AXES]
             ranks = math.prod(size for size in given if size != "auto")
-        rows = config.batch.global_size // axis_sizes(config.parallel, ranks, open_run(config).spec).data
-        if config.batch.micro_size != "auto" and rows % config.batch.micro_size:
+        try:
+            open_with_plan(config, ranks)
+        except JinguError:  # perhaps the micro batch is too large for a rank's share
             config = self._changed(config, ["batch.micro_size=auto"])
-        open_with_plan(config, ranks)
+            open_with_plan(config, ranks)
         return Layout(config, ranks)
 
     def record(self, layout: Layout, precision: str) -> Path:

@@ -31,9 +31,9 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (errno.ENOSPC, "the disk is full; nothing was left behind. Free some space or choose a path on another disk"),
-        (errno.EDQUOT, "the disk is full; nothing was left behind."),
-        (errno.EACCES, "this cannot be written (Permission denied). Check its permissions, or choose another path."),
+        (errno.ENOSPC, "the disk is full. Make room, or choose another path."),
+        (errno.EDQUOT, "the disk is full. Make room, or choose another path."),
+        (errno.EACCES, "this cannot be written (Permission denied). Mend its permissions, or choose another path."),
     ],
 )
 def test_a_failing_disk_is_explained(tmp_path: Path, code: int, words: str) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from jingu.errors import JinguError
+from jingu.runtime.devices import usable_cores
 from jingu.runtime.log import LOGGER, logging_to, one_voice, say
-from jingu.runtime.ranks import Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined, usable_cores
+from jingu.runtime.ranks import Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined
 from jingu.runtime.signals import SharedStop, StopRequest, listening
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))

@@ -107,3 +107,24 @@ def test_a_loss_that_is_no_number_is_told(tiny_run, train_on, done, capsys):
     train_on(1, config)
     assert done(config).column("loss")[-1] == "nan"
     assert "The loss is nan at step " in capsys.readouterr().err
+
+
+def test_the_end_is_told(tiny_run, done, capsys, peak):
+    from jingu.train.verbs import train
+
+    config = tiny_run({"train.steps": 2, "evaluation.every": 2, "evaluation.sequences": 2})
+    assert train(config) == 0
+    loss = done(config).column("loss", "evaluation")[-1]
+    said = capsys.readouterr().err
+    assert ", 39.3k parameters, " in said and " 528 in all (" in said
+    checkpoint = done(config).checkpoint()
+    assert f"Complete: 2 steps with a held-out loss of {loss:.4f}. The checkpoint is {checkpoint}.\n" in said
+
+
+def test_no_more_than_the_whole_peak_is_reached():
+    from types import SimpleNamespace
+
+    from jingu.train.loop import Meter, Progress
+
+    meter = Meter(Progress(), SimpleNamespace(peak_flops=10.0, measure_peak=lambda: 30.0))
+    assert [meter.share(flops) for flops in (5.0, 20.0, 15.0, 60.0, 30.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]
