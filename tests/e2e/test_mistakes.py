@@ -6,7 +6,9 @@ import errno
 import fcntl
 import io
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -308,10 +310,12 @@ def test_a_mistake_that_ranks_meet_is_told_once(tiny_run, tmp_path):
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert result.stderr.count("jingu: ") == 1
-    assert result.stderr.replace(str(checkpoint), "STEP").endswith(
+    words, note = result.stderr.replace(str(checkpoint), "STEP").splitlines()[-2:]
+    assert words.endswith(
         "jingu: STEP: the checkpoint could not be saved (rank 0: No space left on device; rank 1: No space left on "
-        "device). Earlier checkpoints are untouched. Make room or mend the disk, and go on with `resume: auto`.\n"
+        "device). Earlier checkpoints are untouched. Make room or mend the disk."
     )
+    assert re.fullmatch(rf"This was rank [01] of 2, on {re.escape(socket.gethostname())}\.", note)
     assert "Traceback" not in result.stderr and "torch" not in result.stderr
     assert list(checkpoint.parent.iterdir()) == []
     for rank in range(2):
