@@ -273,28 +273,36 @@ def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
 
+class WrongTensorsError(JinguError):
+    """Weights that are not those that a config describes.
+
+    Attributes:
+        tensors: what is wrong (missing, left over, of the wrong shape), and the names of the tensors.
+    """
+
+    tensors: Mapping[str, list[str]] = {}
+
+
 def _compare(expected: Shapes, stored: Shapes, where: Path) -> None:
-    """Raise JinguError with every tensor that is missing, left over, or of another shape."""
-    wrong = [
-        f"{name} (has {list(stored[name])}, should have {list(expected[name])})"
-        for name in expected
-        if name in stored and stored[name] != expected[name]
-    ]
-    complaints = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (
-            ("missing", [name for name in expected if name not in stored]),
-            ("left over", [name for name in stored if name not in expected]),
-            ("of the wrong shape", wrong),
-        )
-        if names
-    ]
-    if complaints:
-        raise JinguError(
-            f"the weights are not those that the model's config describes: {'; '.join(complaints)}.",
+    """Raise WrongTensorsError with every tensor that is missing, left over, or of another shape."""
+    tensors = {
+        "missing": [name for name in expected if name not in stored],
+        "left over": [name for name in stored if name not in expected],
+        "of the wrong shape": [
+            f"{name} (has {list(stored[name])}, should have {list(expected[name])})"
+            for name in expected
+            if name in stored and stored[name] != expected[name]
+        ],
+    }
+    if any(tensors.values()):
+        complaints = "; ".join(f"{what}: {', '.join(names)}" for what, names in tensors.items() if names)
+        error = WrongTensorsError(
+            f"the weights are not those that the model's config describes: {complaints}.",
             where=where,
             fix="Use the config and the weights of the same model.",
         )
+        error.tensors = tensors
+        raise error
 
 
 class _Stored:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jingu.checkpoint.hub import described_model, open_model, parameter_shapes
+from jingu.checkpoint.hub import WrongTensorsError, described_model, open_model, parameter_shapes
 from jingu.checkpoint.verbs import print_table, size_in_words
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, flops_per_token, generation_flops
@@ -46,11 +47,16 @@ def inspect(model: Path, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
+    wrong = [(name, what.replace("_", " ")) for what, names in found.pop("tensors").items() for name in names]
     print_table(("", ""), [(name.replace("_", " "), _words(name, value)) for name, value in _flat(found)], right=())
+    if wrong:
+        print()
+        print_table(("tensor", "is"), wrong, right=())
 
 
 def _facts(path: Path) -> dict[str, Any]:
     faults = []
+    wrong: Mapping[str, list[str]] = {what: [] for what in ("missing", "left over", "of the wrong shape")}
     beside = (path, path / "tokenizer", path.absolute().parent.parent / "tokenizer")
     folder = next((place for place in beside if tokenizer_file(place)), None)
     try:
@@ -61,7 +67,12 @@ def _facts(path: Path) -> dict[str, Any]:
         if described is None:
             raise
         spec = described
-        faults.append(error.what)
+        if isinstance(error, WrongTensorsError):
+            wrong = error.tensors
+            counts = ", ".join(f"{len(names)} {what}" for what, names in wrong.items() if names)
+            faults.append(f"the weights are not those that the model's config describes ({counts}).")
+        else:
+            faults.append(error.what)
     if folder is None:
         faults.append("there is no tokenizer.")
     shapes = parameter_shapes(spec)
@@ -93,6 +104,7 @@ def _facts(path: Path) -> dict[str, Any]:
         },
         "tokenizer": None if tokenizer is None else {"entries": tokenizer.vocabulary, "end_id": tokenizer.end_id},
         "faults": faults,
+        "tensors": {what.replace(" ", "_"): names for what, names in wrong.items()},
     }
 
 

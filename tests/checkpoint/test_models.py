@@ -59,6 +59,7 @@ def test_a_whole_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (facts["family"], facts["context"], facts["dimensions"]["kv_heads"]) == ("llama", 16, 1)
     assert facts["tokenizer"] == {"entries": 257, "end_id": 0}
     assert facts["faults"] == []
+    assert facts["tensors"] == {"missing": [], "left_over": [], "of_the_wrong_shape": []}
     inspect(folder)
     lines = [line.split() for line in capsys.readouterr().out.split("\n")]
     assert ["parameters", "total", f"{total:,}"] in lines and ["faults", "none"] in lines
@@ -73,9 +74,16 @@ def test_what_is_missing_or_extra_is_told(folder: Path, capsys: pytest.CaptureFi
     facts = found(folder, capsys)
     assert facts["parameters"]["embedding"] == 301 * 12
     assert facts["faults"] == [
-        "the weights are not those that the model's config describes: missing: model.norm.weight; left over: "
-        "model.more.",
+        "the weights are not those that the model's config describes (1 missing, 1 left over).",
         "there is no tokenizer.",
+    ]
+    wrong = {"missing": ["model.norm.weight"], "left_over": ["model.more"], "of_the_wrong_shape": []}
+    assert facts["tensors"] == wrong
+    inspect(folder)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[-3:]] == [
+        ["tensor", "is"],
+        ["model.norm.weight", "missing"],
+        ["model.more", "left", "over"],
     ]
 
 
