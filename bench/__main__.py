@@ -14,6 +14,7 @@ NAMES = {
     "train_step": "A training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "The loop beside a bare one around the same model (17M Llama, fp32, not compiled)",
     "convert": "Import and export beside cp: a Hugging Face folder of half a gigabyte (must be 0.5 or more)",
+    "pipeline_idle": "Waiting in a pipeline (must: 1f1b 1.05 or less, the two with split backward passes half of it)",
     "offload": "Master weights and optimizer state on disk beside in memory (a Llama of 12 × 1024, 512 tokens a step)",
     "moe": "A mixture of experts (8 of 512, 2 a token, width 384) beside a dense layer of 1024, 8 × 512 tokens",
 }

@@ -410,14 +410,13 @@ class NoOffloadSettings(Settings):
 
 
 class HostOffloadSettings(Settings):
-    """Master weights, gradients and optimizer state lie in main memory; with ZeRO 3 the device has only those
-    parameters that it computes with, with 0 to 2 all of them between the first use and the step."""
+    """Master weights, gradients and optimizer state in main memory; the device has what it computes with."""
 
     type: Literal["host"] = "host"
 
 
 class DiskOffloadSettings(Settings):
-    """As `host`, and master weights and optimizer state lie in files, of which memory holds what there is room for."""
+    """As `host`, with master weights and optimizer state in a file, of which memory holds what there is room for."""
 
     type: Literal["disk"] = "disk"
     path: Place | None = None
@@ -445,10 +444,10 @@ class ParallelSettings(Settings):
     pipeline: Positive | Literal["auto"] = 1
     """Ranks that share the blocks, each of them a stage or more; auto: all that is left."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Order of a pipeline's work: all forward, then backward; in turns; in turns with several stages a rank; the same
-    with backward passes split to fill the gaps; there and back again with two stages a rank."""
+    """Order of a pipeline's work: all forward, then all backward; in turns; in turns with several stages a rank; that
+    with backward passes split to fill the gaps; that with two stages a rank, there and back."""
     stages_per_rank: Positive | Literal["auto"] = "auto"
-    """Stages of a pipeline that a rank has (interleaved and zero_bubble); auto: as few as the schedule needs."""
+    """Stages of a pipeline that a rank has (interleaved and zero_bubble); auto: 2, with gpipe and 1f1b 1."""
     parts: list[Positive] | None = None
     """Number of blocks of each stage of a pipeline, in order; null: even by their cost, embedding and head counted."""
     offload: Offload = NoOffloadSettings()

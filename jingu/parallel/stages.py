@@ -29,7 +29,7 @@ def stages_per_rank(settings: ParallelSettings) -> int:
     given, schedule = settings.stages_per_rank, settings.schedule
     exact = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule)
     if given == "auto":
-        return exact or (2 if schedule == "interleaved" else 1)
+        return exact or 2
     if (exact and given != exact) or (schedule == "interleaved" and given < 2):
         has = {1: "one stage", 2: "two stages", None: "at least two stages"}[exact]
         raise JinguError(

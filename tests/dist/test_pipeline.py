@@ -38,7 +38,7 @@ def plain(schedule: str, zero: int) -> dict[str, Any]:
         ("gpt2", 2, [{"schedule": schedule} for schedule in SCHEDULES]),
         ("mixtral", 4, [{"schedule": "1f1b", "zero": 3, "parts": [3, 1]}, {"schedule": "zbv", "zero": 2}]),
         slow("bloom", 4, [{"schedule": schedule, "pipeline": 4, "parts": [1] * 4} for schedule in SCHEDULES[:2]]),
-        slow("gpt2", 4, [{"schedule": "zero_bubble", "pipeline": 4}]),
+        slow("gpt2", 4, [{"schedule": "zero_bubble", "pipeline": 4, "stages_per_rank": 1}]),
         *(
             slow(model, 4, [plain(schedule, zero) for schedule in SCHEDULES])
             for model in MODELS
