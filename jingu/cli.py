@@ -192,6 +192,14 @@ VERBS = {
     "config show": Verb(
         "print every setting of a run, and what follows from them", "jingu.parallel.verbs:show", (_PROCESSES,), True
     ),
+    "config from-deepspeed": Verb(
+        "print the run's file that a DeepSpeed configuration amounts to",
+        "jingu.config.deepspeed:from_deepspeed",
+        (
+            _place("file", "DS_CONFIG.json", "DeepSpeed's configuration"),
+            _option("--processes", "N", _whole(1), "data-parallel ranks, where the batch sizes do not tell"),
+        ),
+    ),
     "config schema": Verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
     "checkpoint list": Verb(
         "list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", (_CHECKPOINTS,)

@@ -29,6 +29,7 @@ LEAST = {
     "import": ["model", "--to", "folder"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],
+    "config from-deepspeed": ["file"],
     "config schema": [],
     "checkpoint list": ["run"],
     "checkpoint verify": ["run"],

@@ -1,0 +1,326 @@
+"""`jingu config from-deepspeed`: DeepSpeed's JSON as settings of ours, and what of it has no counterpart.
+
+Keys and defaults are those of https://www.deepspeed.ai/docs/config-json and https://deepspeed.readthedocs.io.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jingu.config.schema import RunConfig
+from jingu.config.strict_yaml import dump
+from jingu.errors import JinguError
+
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/|#[^\n]*", re.DOTALL)
+_LAST_COMMA = re.compile(rf"({_STRING})|,(\s*[}}\]])")
+
+_ENGINE = "PyTorch's sharding engine decides this"
+_NOT_NEEDED = {
+    **dict.fromkeys(
+        (
+            *(
+                "overlap_comm",
+                "contiguous_gradients",
+                "reduce_scatter",
+                "allgather_partitions",
+                "round_robin_gradients",
+            ),
+            *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"),
+            *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters"),
+            *("stage3_max_reuse_distance", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
+            *(
+                "pin_memory",
+                "buffer_count",
+                "buffer_size",
+                "max_in_cpu",
+                "fast_init",
+                "pipeline_read",
+                "pipeline_write",
+            ),
+            *("aio", "prescale_gradients", "gradient_predivide_factor"),
+        ),
+        _ENGINE,
+    ),
+    "stage3_gather_16bit_weights_on_model_save": "every checkpoint can be exported (`jingu export`)",
+    "stage3_gather_fp16_weights_on_model_save": "every checkpoint can be exported (`jingu export`)",
+    "zero_allow_untested_optimizer": "every optimizer here works with every stage",
+    "zero_force_ds_cpu_optimizer": "every optimizer here works with every stage",
+    "wall_clock_breakdown": "metrics.jsonl has the time of each step",
+    "auto_cast": "inputs of a model of tokens are whole numbers",
+}
+_AXES = {"pipe": "pipeline", "model": "tensor", "tensor": "tensor", "sequence": "context", "expert": "expert"}
+
+
+def from_deepspeed(file: Path, processes: int | None = None) -> None:
+    """Print the run's file that a DeepSpeed configuration amounts to.
+
+    Args:
+        processes: number of ranks, where the batch sizes in the file do not tell it.
+
+    Raises:
+        JinguError: a file that cannot be read, is not DeepSpeed's, or says what no run can have.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JinguError(f"the file cannot be read: {getattr(error, 'strerror', error)}.", where=file) from None
+    settings, notes = convert(parse(text, file), processes)
+    try:
+        RunConfig.model_validate(settings)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        where = ".".join(map(str, mistake["loc"]))
+        raise JinguError(f"{where} would be {mistake['input']}: {mistake['msg'].lower()}.", where=file) from None
+    print(dump(settings) if settings else "", end="")
+    if notes:
+        print("\n# Of the DeepSpeed configuration this has no counterpart, or another meaning:")
+        for key, why in notes.items():
+            print(f"#   {key}: {why}")
+
+
+def parse(text: str, file: Path) -> dict[str, Any]:
+    """The object in a JSON text that may hold comments and last commas."""
+    plain = _COMMENT.sub(lambda match: match[1] or " ", text)
+    plain = _LAST_COMMA.sub(lambda match: match[1] or match[2], plain)
+    try:
+        found = json.loads(plain)
+    except json.JSONDecodeError as error:
+        raise JinguError(f"this is not JSON: {error.msg.lower()}.", where=f"{file}:{error.lineno}") from None
+    if not isinstance(found, dict):
+        raise JinguError("the file does not hold a configuration (an object in braces).", where=file)
+    return found
+
+
+def convert(source: dict[str, Any], processes: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings as a tree, and for every key without a counterpart the reason."""
+    reader = _Reader(source)
+    for part in (_topology, _zero, _precision, _optimizer, _scheduler, _checkpointing, _rest):
+        part(reader)
+    _batch(reader, processes)
+    reader.note_the_rest()
+    return reader.settings, reader.notes
+
+
+class _Reader:
+    """What is left of the configuration, what has become of the rest, and what is to be said."""
+
+    def __init__(self, source: dict[str, Any]) -> None:
+        self.left: dict[str, Any] = json.loads(json.dumps(source))
+        self.settings: dict[str, Any] = {}
+        self.notes: dict[str, str] = {}
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value at a dotted key, which is then done with; the default where it is absent or "auto"."""
+        *path, last = key.split(".")
+        place: Any = self.left
+        for part in path:
+            place = place.get(part) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last not in place:
+            return default
+        value = place.pop(last)
+        if value == "auto":
+            self.notes[key] = '"auto" leaves it to the program that started DeepSpeed; here it is the default'
+            return default
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether there is a section of that name at the top."""
+        return isinstance(self.left.get(key), dict)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a dotted setting."""
+        *path, last = key.split(".")
+        place = self.settings
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+
+    def move(self, key: str, ours: str, kind: Callable[[Any], Any], default: Any = None) -> None:
+        """Take a value over as it is."""
+        value = self.take(key, default)
+        if value is not None:
+            self.put(ours, kind(value))
+
+    def note_the_rest(self) -> None:
+        """Every key that nothing has taken."""
+        self._note(self.left, "")
+
+    def _note(self, place: dict[str, Any], prefix: str) -> None:
+        for key, value in place.items():
+            if isinstance(value, dict) and key not in _NOT_NEEDED:
+                self._note(value, f"{prefix}{key}.")
+            else:
+                self.notes.setdefault(f"{prefix}{key}", _NOT_NEEDED.get(key, "no counterpart"))
+
+
+def _topology(reader: _Reader) -> None:
+    """Axes of ranks: those of pipeline projects, and DeepSpeed's own."""
+    reader.move("tensor_parallel.autotp_size", "parallel.tensor", int)
+    reader.move("sequence_parallel_size", "parallel.context", int)
+    axes = reader.take("model_topo.process_topology.axis", [])
+    dims = reader.take("model_topo.process_topology.dims", [])
+    zero = reader.left.get("zero_optimization")
+    sharded = isinstance(zero, dict) and zero.get("stage", 0) != 0
+    names = {**_AXES, "data": "shard" if sharded else "replicate"}
+    for axis, size in zip(axes, dims, strict=False):
+        if axis in names:
+            reader.put(f"parallel.{names[axis]}", int(size))
+        else:
+            reader.notes[f"model_topo.process_topology.axis {axis}"] = "no counterpart"
+    parts = reader.take("model_topo.parts")
+    if not isinstance(parts, list):
+        if parts not in (None, "parameters"):
+            reader.notes["model_topo.parts"] = "here stages are even by their cost, or parallel.parts counts blocks"
+        return
+    # There the embedding and the head are layers; here they go with the first and the last block.
+    blocks = [int(part) for part in parts]
+    blocks[0] -= 1
+    blocks[-1] -= 1
+    if min(blocks) >= 1:
+        reader.put("parallel.parts", blocks)
+        reader.notes["model_topo.parts"] = "embedding and head count as layers there, and not in parallel.parts"
+    else:
+        reader.notes["model_topo.parts"] = (
+            "a stage of the embedding or the head alone has no counterpart; stages are even by their cost, head and "
+            "embedding counted"
+        )
+
+
+def _zero(reader: _Reader) -> None:
+    zero = reader.left.get("zero_optimization", {})
+    if isinstance(zero, bool):  # of old: on or off
+        reader.left["zero_optimization"] = {"stage": int(zero)}
+    reader.put("parallel.zero", int(reader.take("zero_optimization.stage", 0)))
+    reader.move("zero_optimization.mics_shard_size", "parallel.shard", lambda size: "auto" if size <= 0 else int(size))
+    devices = [reader.take(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")]
+    paths = [reader.take(f"zero_optimization.{part}.nvme_path") for part in ("offload_optimizer", "offload_param")]
+    if reader.take("zero_optimization.cpu_offload", False):
+        devices.append("cpu")
+    if "nvme" in devices:
+        folder = next((path for path in paths if path), None)
+        reader.put("parallel.offload", {"type": "disk", **({"path": folder} if folder else {})})
+    elif "cpu" in devices:
+        reader.put("parallel.offload", {"type": "host"})
+
+
+def _precision(reader: _Reader) -> None:
+    fp16, bf16 = (reader.left.get(name, {}).get("enabled", False) for name in ("fp16", "bf16"))
+    enabled = [reader.take(f"{name}.enabled", False) for name in ("fp16", "bf16")]
+    scale = reader.take("fp16.loss_scale", 0)
+    power, window = reader.take("fp16.initial_scale_power", 16), reader.take("fp16.loss_scale_window", 1000)
+    hysteresis, least = reader.take("fp16.hysteresis", 2), reader.take("fp16.min_loss_scale", 1)
+    if enabled[0]:
+        reader.put("precision.type", "fp16")
+        reader.put("precision.initial_scale", float(scale or 2.0**power))
+        reader.put("precision.window", int(window))
+        reader.put("precision.hysteresis", int(hysteresis))
+        reader.put("precision.minimum_scale", float(least))
+        if scale:
+            reader.notes["fp16.loss_scale"] = "a fixed scale there; here it begins so, and adapts"
+    elif enabled[1]:
+        reader.put("precision.type", "bf16")
+    elif "auto" not in (fp16, bf16):
+        reader.put("precision.type", "fp32")
+    narrow = reader.take("communication_data_type") or reader.take("data_types.grad_accum_dtype")
+    narrow = "fp32" if reader.take("fp32_allreduce", False) else narrow
+    if narrow in ("fp32", "fp16", "bf16"):
+        reader.put("precision.reduce", narrow)
+
+
+def _optimizer(reader: _Reader) -> None:
+    if not reader.has("optimizer"):
+        return
+    name = str(reader.take("optimizer.type", "AdamW"))
+    ours = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion"}
+    if name.lower() not in ours:
+        reader.notes["optimizer.type"] = f"there is no {name}; AdamW is in its place"
+    kind = ours.get(name.lower(), "adamw")
+    reader.put("optimizer.type", kind)
+    reader.move("optimizer.params.lr", "optimizer.lr", float)
+    betas = reader.take("optimizer.params.betas", [0.9, 0.999 if kind == "adamw" else 0.99])
+    reader.put("optimizer.beta1", float(betas[0]))
+    reader.put("optimizer.beta2", float(betas[1]))
+    epsilon = reader.take("optimizer.params.eps", 1e-8)
+    if kind == "adamw":
+        reader.put("optimizer.epsilon", float(epsilon))
+    decay = float(reader.take("optimizer.params.weight_decay", 0.0))
+    reader.put("optimizer.weight_decay", decay)
+    if decay:
+        reader.notes["optimizer.params.weight_decay"] = "here norms and biases never decay"
+    if name.lower() == "adam" and not reader.take("optimizer.params.adam_w_mode", True) and decay:
+        reader.notes["optimizer.params.adam_w_mode"] = "decay as a part of the gradient has no counterpart"
+    for switch in ("torch_adam", "adam_w_mode", "use_triton", "fused"):
+        reader.take(f"optimizer.params.{switch}")
+
+
+def _scheduler(reader: _Reader) -> None:
+    if not reader.has("scheduler"):
+        reader.put("schedule", {"type": "constant", "warmup": 0})
+        return
+    name, params = str(reader.take("scheduler.type")), "scheduler.params"
+    types = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if name not in types:
+        reader.notes["scheduler.type"] = f"there is no {name}; the default schedule is in its place"
+        return
+    reader.put("schedule.type", types[name])
+    reader.move(f"{params}.warmup_max_lr", "optimizer.lr", float)
+    reader.move(f"{params}.total_num_steps", "train.steps", int)
+    warmup = reader.take(f"{params}.warmup_num_steps", 1000)
+    if f"{params}.warmup_num_steps" not in reader.notes:
+        reader.put("schedule.warmup", int(warmup))
+    if reader.take(f"{params}.warmup_type", "log" if name != "WarmupCosineLR" else "linear") == "log":
+        reader.notes[f"{params}.warmup_type"] = "the rate rises with the logarithm of the step there, and linearly here"
+    starts = [reader.take(f"{params}.{key}", 0) for key in ("warmup_min_lr", "warmup_min_ratio")]
+    if any(starts):
+        reader.notes[f"{params}.warmup_min_lr"] = "here the rate rises from zero"
+    if name == "WarmupCosineLR":
+        rate = reader.settings.get("optimizer", {}).get("lr")
+        least = reader.take(f"{params}.cos_min_ratio", 0.0001)
+        if rate is not None:
+            reader.put("schedule.minimum", float(least) * rate)
+
+
+def _checkpointing(reader: _Reader) -> None:
+    interval = reader.take("pipeline.activation_checkpoint_interval", 0)
+    if reader.has("activation_checkpointing") or interval:
+        reader.put("train.activation_checkpointing.type", "full")
+    reader.take("activation_checkpointing.profile")
+
+
+def _rest(reader: _Reader) -> None:
+    clip = reader.take("gradient_clipping", 0.0)
+    if "gradient_clipping" not in reader.notes:
+        reader.put("train.clip_norm", float(clip) or None)
+    reader.move("steps_per_print", "train.log_every", int)
+    reader.move("seed", "seed", int)
+    if reader.take("tensorboard.enabled", False):
+        reader.put("train.tensorboard", True)
+
+
+def _batch(reader: _Reader, processes: int | None) -> None:
+    """Two of the three numbers, or the ranks, give the others."""
+    whole = reader.take("train_batch_size")
+    micro = reader.take("train_micro_batch_size_per_gpu")
+    times = reader.take("gradient_accumulation_steps")
+    axes = reader.settings.get("parallel", {})
+    ranks = processes or axes.get("shard", axes.get("replicate"))
+    if whole is None and micro is not None:
+        if not isinstance(ranks, int):
+            ranks = 1
+            reader.notes["train_batch_size"] = (
+                "made of the other two for one rank; --processes N says how many there are"
+            )
+        whole = int(micro) * int(times or 1) * ranks
+    if whole is not None:
+        reader.put("batch.global_size", int(whole))
+        if micro is None and times is not None and isinstance(ranks, int):
+            micro = int(whole) // int(times) // ranks
+    if micro is not None:
+        reader.put("batch.micro_size", int(micro))

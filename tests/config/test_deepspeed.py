@@ -1,0 +1,173 @@
+"""DeepSpeed's configurations, such as projects have them, as runs of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jingu.cli import main
+from jingu.config.deepspeed import convert, parse
+from jingu.config.load import load_config
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
+
+TRAINER = """
+{
+    // as the examples of a well-known trainer have it
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+             "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
+                                                 "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3, /* everything */
+        "overlap_comm": true,
+        "contiguous_gradients": true,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_gather_16bit_weights_on_model_save": true,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": false,
+}
+"""
+PIPELINE = r"""
+{
+    "train_micro_batch_size_per_gpu": 2, # a comment of another kind
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10,
+    "fp16": {"enabled": true, "initial_scale_power": 12, "loss_scale_window": 200, "hysteresis": 4},
+    "optimizer": {"type": "Lion", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "use_triton": true,
+                                             "weight_decay": 2e-4}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 2e-4, "warmup_num_steps": 50,
+                                                      "total_num_steps": 5000, "warmup_type": "linear"}},
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+    "model_topo": {"process_topology": {"axis": ["pipe", "data"], "dims": [4, 2]}, "parts": [9, 8, 8, 7]},
+    "note": "http://example.org/a,] /* not a comment */ \" // nor this",
+}
+"""
+DISK = """
+{"train_batch_size": 64, "gradient_accumulation_steps": 4, "bf16": {"enabled": true},
+ "communication_data_type": "fp32", "seed": 7, "tensorboard": {"enabled": true, "output_path": "logs"},
+ "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "weight_decay": 0.1, "freeze_step": 400}},
+ "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 900, "warmup_num_steps": 30,
+                                                    "cos_min_ratio": 0.1}},
+ "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": false},
+ "zero_optimization": {"stage": 3, "mics_shard_size": 8,
+                       "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": true},
+                       "offload_param": {"device": "cpu"}}}
+"""
+
+
+def converted(text: str, processes: int | None = None) -> tuple[RunConfig, dict[str, str]]:
+    settings, notes = convert(parse(text, Path("ds.json")), processes)
+    return RunConfig.model_validate(settings), notes
+
+
+def test_auto_everywhere() -> None:
+    config, notes = converted(TRAINER)
+    assert config.parallel.zero == 3 and config.train.log_every == 2000
+    default = RunConfig()
+    assert (config.precision, config.batch, config.train.clip_norm) == (default.precision, default.batch, 1.0)
+    assert (config.schedule.type, config.schedule.warmup) == ("constant", 0.02)
+    autos = {key for key, why in notes.items() if why.startswith('"auto" leaves it')}
+    assert autos >= {"train_batch_size", "optimizer.params.lr", "fp16.enabled", "gradient_clipping"}
+    assert notes["zero_optimization.overlap_comm"] == "PyTorch's sharding engine decides this"
+    assert "export" in notes["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
+    assert "no counterpart" not in notes.values()
+
+
+def test_a_pipeline_project() -> None:
+    config, notes = converted(PIPELINE)
+    assert (config.batch.global_size, config.batch.micro_size) == (2 * 16 * 2, 2)
+    precision = config.precision
+    assert precision.type == "fp16" and precision.initial_scale == 4096.0
+    assert (precision.window, precision.hysteresis, precision.minimum_scale) == (200, 4, 1.0)
+    optimizer = config.optimizer
+    assert (optimizer.type, optimizer.lr, optimizer.beta1, optimizer.beta2) == ("lion", 2e-4, 0.9, 0.999)
+    assert optimizer.weight_decay == 2e-4
+    assert (config.schedule.type, config.schedule.warmup, config.train.steps) == ("linear", 50, 5000)
+    layout = config.parallel
+    assert (layout.pipeline, layout.shard, layout.zero, layout.parts) == (4, 2, 1, [8, 8, 8, 6])
+    assert notes["note"] == "no counterpart"
+    ends = converted(PIPELINE.replace("[9, 8, 8, 7]", "[1, 15, 15, 1]"))
+    assert ends[0].parallel.parts is None and "alone has no counterpart" in ends[1]["model_topo.parts"]
+
+
+def test_offload_and_what_is_not_there() -> None:
+    config, notes = converted(DISK, processes=8)
+    assert (config.batch.global_size, config.batch.micro_size) == (64, 2)
+    assert (config.precision.type, config.precision.reduce, config.seed) == ("bf16", "fp32", 7)
+    assert config.optimizer.type == "adamw" and config.optimizer.beta2 == 0.999
+    assert (config.schedule.type, config.schedule.warmup, config.schedule.minimum) == ("cosine", 30, 1e-5)
+    assert config.train.activation_checkpointing.type == "full" and config.train.clip_norm is None
+    assert (config.parallel.zero, config.parallel.shard, config.train.tensorboard) == (3, 8, True)
+    assert config.parallel.offload.type == "disk" and config.parallel.offload.path == "/nvme"
+    assert notes["optimizer.type"] == "there is no OneBitAdam; AdamW is in its place"
+    for key in (
+        "optimizer.params.freeze_step",
+        "activation_checkpointing.partition_activations",
+        "tensorboard.output_path",
+    ):
+        assert notes[key] == "no counterpart"
+
+
+@pytest.mark.parametrize(
+    ("text", "batch"),
+    [
+        ('{"train_batch_size": 12}', (12, "auto")),
+        ('{"train_micro_batch_size_per_gpu": 3}', (3, 3)),
+        ('{"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}', (15, 3)),
+        ('{"train_batch_size": 30, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}', (30, 3)),
+        ("{}", (32, "auto")),
+    ],
+)
+def test_the_batch_triple(text: str, batch: tuple[int, int | str]) -> None:
+    config, _ = converted(text)
+    assert (config.batch.global_size, config.batch.micro_size) == batch
+    # What DeepSpeed does where nothing is said: fp32, no ZeRO, a constant rate, no clipping.
+    assert (config.precision.type, config.parallel.zero, config.train.clip_norm) == ("fp32", 0, None)
+    assert (config.schedule.type, config.schedule.warmup) == ("constant", 0)
+
+
+def test_a_fixed_scale_and_old_keys() -> None:
+    config, notes = converted('{"fp16": {"enabled": true, "loss_scale": 128}, "zero_optimization": true}')
+    assert config.precision.type == "fp16" and config.precision.initial_scale == 128.0
+    assert "a fixed scale" in notes["fp16.loss_scale"] and config.parallel.zero == 1
+    config, _ = converted('{"zero_optimization": {"stage": 2, "cpu_offload": true}}')
+    assert config.parallel.offload.type == "host"
+
+
+def test_the_verb_prints_a_run_s_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(PIPELINE)
+    assert main(["config", "from-deepspeed", str(file)]) == 0
+    out = capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(out)
+    assert load_config(tmp_path / "run.yaml") == converted(PIPELINE)[0]
+    assert "\n#   note: no counterpart\n" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1,\n"b" 2}', ":2: this is not JSON: expecting ':' delimiter."),
+        ("[1]", ": the file does not hold a configuration (an object in braces)."),
+        ('{"zero_optimization": {"stage": 5}}', ": parallel.zero would be 5: input should be 0, 1, 2 or 3."),
+    ],
+)
+def test_mistakes(tmp_path: Path, text: str, words: str) -> None:
+    from jingu.config.deepspeed import from_deepspeed
+
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(JinguError) as raised:
+        from_deepspeed(file)
+    assert str(raised.value) == f"{file}{words}"
