@@ -156,8 +156,11 @@ def _head_size(width: int, heads: int) -> int:
 
 
 def _feed_forward(settings: ModelSettings, start: ModelSpec, size: int | None) -> FeedForward:
-    part = _changed(start.feed_forward, size=size)
     given = settings.experts.model_dump(exclude_none=True)
+    mixture, part = FAMILIES[start.family].experts, start.feed_forward
+    if given and mixture is not None and not isinstance(part, Experts):
+        part = _changed(mixture, size=part.size, activation=part.activation)
+    part = _changed(part, size=size)
     if given and not isinstance(part, Experts):
         raise JinguError(
             f"the family {start.family!r} has no experts.",

@@ -22,7 +22,7 @@ from jingu.model.initialise import generator_for, initial_values
 from jingu.model.spec import AlibiPositions, Experts, ModelSpec, replaced
 
 DepthRule = Literal["interleaved", "stacked"]
-_MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+_MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "cpm2": "cpm2"}
 _EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
 _INTO_STREAM = (".attention.output.", ".cross_attention.output.", ".feed_forward.down.", ".feed_forward.shared.down.")
 
@@ -60,8 +60,8 @@ def with_experts(model: Model, number: int, active: int, noise: float = 0.0, see
         )
     family = FAMILIES[_MIXTURES[spec.family]]
     dense = {key: getattr(spec.feed_forward, key) for key in ("size", "activation", "bias")}
-    habits = family.template.feed_forward.model_dump()
-    experts = Experts.model_validate({**habits, **dense, "number": number, "active": active})
+    assert family.experts is not None
+    experts = Experts.model_validate({**family.experts.model_dump(), **dense, "number": number, "active": active})
     grown = replaced(spec, family=family.name, feed_forward=experts)
 
     def read(name: str) -> Tensor:

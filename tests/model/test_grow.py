@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "chatglm3": {"family": "chatglm3", "heads": 6, "kv_heads": 2, "head_size": 8},
     "t5": {"family": "t5"},
     "mt5": {"family": "mt5", "encoder_layers": 2},
+    "cpm2": {"family": "cpm2"},
     "mixtral": {"family": "mixtral", "experts": {"number": 5, "shared": 7, "shared_gated": True}},
 }
 EACH = pytest.mark.parametrize("family", FAMILIES)
@@ -120,6 +121,14 @@ def test_experts_say_what_the_dense_model_says(family: str, number: int, active:
     assert (part.number, part.active, part.size) == (number, active, 19)
     assert equal(logits(grown), logits(old))
     assert equal(logits(grown, torch.float32), logits(old, torch.float32), 1e-6)
+
+
+def test_cpm2_grows_the_mixture_that_it_was_published_with() -> None:
+    old = model_of("cpm2")
+    grown = with_experts(old, 5, 1)
+    assert grown.spec.family == "cpm2" and isinstance(grown.spec.feed_forward, Experts)
+    assert grown.spec.feed_forward.router.type == "random_projection"
+    assert equal(logits(grown), logits(old))
 
 
 def test_noise_of_experts_is_as_large_as_asked_for_and_depends_on_the_seed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jingu.errors import JinguError
 from jingu.model.families.names import Rule
-from jingu.model.spec import Activation, ModelSpec, replaced
+from jingu.model.spec import Activation, Experts, ModelSpec, replaced
 
 Config = Mapping[str, Any]
 
@@ -42,6 +42,12 @@ class Family:
     ignored: tuple[str, ...] = ()
     presets: Mapping[str, ModelSpec] = field(default_factory=dict)
     replaces_code: bool = False
+
+    @property
+    def experts(self) -> Experts | None:
+        """The family's mixture of experts: its habit, or that of one of its presets."""
+        parts = (spec.feed_forward for spec in (self.template, *self.presets.values()))
+        return next((part for part in parts if isinstance(part, Experts)), None)
 
 
 def sized(

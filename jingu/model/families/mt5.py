@@ -6,14 +6,14 @@ from jingu.model.families.family import Family, sized
 from jingu.model.families.t5 import T5, V1_1, t5_config, t5_spec
 from jingu.model.spec import replaced
 
-_TEMPLATE = replaced(V1_1, family="mt5", vocabulary=250112)
+_TEMPLATE = replaced(V1_1, family="mt5", vocabulary=250112, context=1024)
 
 MT5 = Family(
     name="mt5",
     architectures=("MT5ForConditionalGeneration",),
     template=_TEMPLATE,
     feed_forward_size=T5.feed_forward_size,
-    spec_from_hf=lambda config: t5_spec(config, "mt5", "gated-gelu", tied=False),
+    spec_from_hf=lambda config: t5_spec({"n_positions": 1024, **config}, "mt5", "gated-gelu", tied=False),
     hf_config=lambda spec: t5_config(spec, "mt5"),
     rules=T5.rules,
     ignored=T5.ignored,

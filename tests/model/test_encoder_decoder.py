@@ -1,0 +1,155 @@
+"""An encoder-decoder of any components: who sees whom, a cache, documents, what its layouts and counts rest on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.infer.cache import StaticCache
+from jingu.infer.generate import next_logits
+from jingu.model.build import spec_from_settings
+from jingu.model.encoder_decoder import EncoderDecoder, all_blocks, make_model
+from jingu.model.experts import Routing
+from jingu.model.initialise import initialise
+from jingu.model.spec import Experts, ModelSpec, RelativeBias, replaced
+
+SMALL = {"width": 24, "heads": 4, "head_size": 6, "layers": 2, "feed_forward": 19, "initial_std": 0.3}
+FAMILIES = {"t5": 4, "llama": 2, "gpt2": 4, "bloom": 4, "mistral": 1, "qwen3": 2}
+EACH = pytest.mark.parametrize("family", FAMILIES)
+
+
+def spec_of(family: str, **settings: Any) -> ModelSpec:
+    spec = spec_from_settings(
+        ModelSettings(family=family, kv_heads=FAMILIES.get(family), **{**SMALL, **settings}), 43, 32
+    )
+    if family == "mistral":
+        spec = replaced(spec, attention=spec.attention.model_copy(update={"window": 3}))
+    return replaced(spec, encoder_layers=3)
+
+
+def model_of(spec: ModelSpec) -> EncoderDecoder:
+    model = make_model(spec).double()
+    initialise(model, spec, 5)
+    assert isinstance(model, EncoderDecoder)
+    return model
+
+
+def ids(rows: int, tokens: int) -> Tensor:
+    return torch.randint(43, (rows, tokens), generator=torch.Generator().manual_seed(rows * 100 + tokens))
+
+
+@EACH
+def test_who_sees_whom(family: str) -> None:
+    """The encoder sees what follows, as far as its window reaches; the decoder sees all of the source, and of itself
+    only what came before."""
+    model, source, tokens = model_of(spec_of(family)), ids(1, 13), ids(1, 11)
+    later, other = tokens.clone(), source.clone()
+    later[0, 7:] = (later[0, 7:] + 1) % 43
+    other[0, -1] = (other[0, -1] + 1) % 43
+    states = model(tokens, source_BS=source)
+    changed = model(later, source_BS=source)
+    assert torch.equal(states[:, :7], changed[:, :7]) and bool((states[:, 7:] != changed[:, 7:]).any(-1).all())
+    assert bool((states != model(tokens, source_BS=other)).any(-1).all())
+    encoded = [model.encode(each, None, None).states for each in (source, other)]
+    assert encoded[0] is not None and encoded[1] is not None
+    differ = (encoded[0] != encoded[1]).any(-1)[0].tolist()
+    reach = 1 + 3 * 2 if family == "mistral" else 13  # a window of 3 sees 2 to either side, in each of 3 blocks
+    assert differ == [place >= 13 - reach for place in range(13)]
+
+
+@EACH
+def test_cached_equals_uncached(family: str) -> None:
+    model, source, tokens = model_of(spec_of(family)), ids(2, 13), ids(2, 11)
+    with torch.no_grad():
+        whole = model.logits(model(tokens, source_BS=source))
+        cache, first = StaticCache(model.spec.layers, 11), 0
+        for size in (3, 1, 1, 6):
+            scores = next_logits(model, tokens[:, first : first + size], cache, None if first else source)
+            first += size
+            torch.testing.assert_close(scores, whole[:, first - 1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["t5", "llama", "mistral"])
+def test_documents_equal_separate_runs(family: str) -> None:
+    model, source, tokens = model_of(spec_of(family)), ids(1, 13), ids(1, 11)
+    sources, targets = [5, 8], [7, 4]
+    packed = model(
+        tokens,
+        positions_BT=torch.cat([torch.arange(n) for n in targets])[None],
+        documents_BT=torch.tensor([[0] * 7 + [1] * 4]),
+        source_BS=source,
+        source_documents_BS=torch.tensor([[0] * 5 + [1] * 8]),
+    )
+    pairs = zip(tokens.split(targets, 1), source.split(sources, 1), strict=True)
+    separate = torch.cat([model(target, source_BS=part) for target, part in pairs], 1)
+    torch.testing.assert_close(packed, separate, rtol=1e-10, atol=1e-10)
+
+
+def test_a_decoder_alone_may_have_relative_biases() -> None:
+    spec = replaced(spec_of("llama"), encoder_layers=None, position=RelativeBias(buckets=8, max_distance=9))
+    model, tokens = make_model(spec).double(), ids(1, 14)
+    initialise(model, spec, 5)
+    assert not isinstance(model, EncoderDecoder) and model.relative_bias is not None
+    with torch.no_grad():
+        whole, cache = model.logits(model(tokens)), StaticCache(2, 14)
+        next_logits(model, tokens[:, :9], cache)
+        torch.testing.assert_close(next_logits(model, tokens[:, 9:], cache), whole[:, -1], rtol=1e-10, atol=1e-12)
+
+
+def test_routers_of_both_sides_are_heard() -> None:
+    spec = spec_of("cpm2", experts={"number": 5, "router": "top_k"})
+    assert isinstance(spec.feed_forward, Experts) and spec.feed_forward.size == 19
+    heard: list[list[Routing]] = []
+
+    def auxiliary(routings: list[Routing]) -> Tensor:
+        heard.append(routings)
+        return torch.zeros(1, dtype=torch.float64)
+
+    model = model_of(spec)
+    found = model(ids(2, 11), source_BS=ids(2, 13), loss=lambda x, w: x.sum(), auxiliary=auxiliary)
+    assert found.shape == (2,)
+    assert len(heard[0]) == 3 + 2 == len(list(all_blocks(model)))
+    assert [number for number, _ in all_blocks(model)] == [0, 1, 2, 0, 1]
+    for routing in heard[0]:
+        torch.testing.assert_close(routing.load.sum(-1), torch.ones(2, dtype=torch.float64))
+
+
+def test_compiled_blocks_give_the_same() -> None:
+    model = model_of(spec_of("t5"))
+    source, tokens = ids(2, 13), ids(2, 11)
+    expected = model(tokens, source_BS=source)
+    for _, block in all_blocks(model):
+        block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)  # type: ignore[method-assign]
+    torch.testing.assert_close(model(tokens, source_BS=source), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_first_weights_make_logits_of_unit_size() -> None:
+    """A tied head is scaled for an embedding of unit variance, and scores that are not scaled have smaller queries."""
+    spec = spec_from_settings(ModelSettings(family="t5", width=256, heads=4, layers=2), 997, 64)
+    model = make_model(spec)
+    initialise(model, spec, 5)
+    with torch.no_grad():
+        logits = model.logits(model(torch.arange(64)[None], source_BS=torch.arange(100, 164)[None]))
+    assert 0.5 < float(logits.std()) < 2
+    scaled = replaced(spec, attention=spec.attention.model_copy(update={"scaled": True}))
+    same = make_model(scaled)
+    initialise(same, scaled, 5)
+    query = "blocks.0.cross_attention.q.weight"
+    torch.testing.assert_close(model.get_parameter(query) * 8, same.get_parameter(query))
+
+
+def test_mistakes_are_told_in_words() -> None:
+    with pytest.raises(JinguError) as error:
+        spec_from_settings(ModelSettings(family="llama", encoder_layers=2), 43, 32)
+    assert str(error.value) == (
+        "model.encoder_layers: the family 'llama' has no encoder. Leave it out, or choose a family that has one (t5)."
+    )
+    with pytest.raises(JinguError, match="8 ranges of distances up to 4 leave none that grow"):
+        replaced(spec_of("t5"), position=RelativeBias(buckets=8, max_distance=4))
+    with pytest.raises(ValueError, match="neither an encoder's states nor a cache"):
+        model_of(spec_of("t5"))(ids(1, 3))
