@@ -68,6 +68,13 @@ def _number(fits: Callable[[float], bool], words: str) -> Callable[[str], float]
     return convert
 
 
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts) <= 99_999):
+        raise argparse.ArgumentTypeError(f"takes a part of several, such as 3/8, not {text}.")
+    return int(number), int(parts)
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def convert(text: str) -> str:
         if text not in choices:
@@ -113,7 +120,15 @@ VERBS = {
             _option("--file", "FILE", _path, "a file to measure bytes per token on"),
         ),
     ),
-    "data build": Verb("make the data set of the corpus", "jingu.data.build:build", run_file=True),
+    "data build": Verb(
+        "make the data set of the corpus",
+        "jingu.data.build:build",
+        (
+            _option("--part", "I/N", _part, "build the I-th of N parts, each by a job; the last joins them"),
+            _option("--on-error", "WHAT", _one_of("stop", "skip"), "stop at a mistake in the corpus, or skip it"),
+        ),
+        run_file=True,
+    ),
     "data inspect": Verb(
         "show a data set", "jingu.data.build:inspect", (_place("path", "FOLDER", "the folder of the data set"),)
     ),

@@ -185,7 +185,7 @@ def test_the_exit_code_is_the_verb_s(run_file: str, verb: Callable[..., None]) -
 
 
 def test_a_mistake_the_user_can_mend(run_file: str, verb: Callable[..., None], capsys: Any) -> None:
-    def fail(config: RunConfig) -> None:
+    def fail(config: RunConfig, **options: Any) -> None:
         raise JinguError("the corpus is empty.", where="data.input", fix="Name some files.")
 
     verb("data build", fail)
@@ -193,7 +193,7 @@ def test_a_mistake_the_user_can_mend(run_file: str, verb: Callable[..., None], c
 
 
 def test_a_bug_shows_its_traceback(run_file: str, verb: Callable[..., None]) -> None:
-    def fail(config: RunConfig) -> None:
+    def fail(config: RunConfig, **options: Any) -> None:
         raise ZeroDivisionError
 
     verb("data build", fail)
@@ -202,7 +202,7 @@ def test_a_bug_shows_its_traceback(run_file: str, verb: Callable[..., None]) -> 
 
 
 def test_ctrl_c_is_one_line(run_file: str, verb: Callable[..., None], capsys: Any) -> None:
-    def wait(config: RunConfig) -> None:
+    def wait(config: RunConfig, **options: Any) -> None:
         raise KeyboardInterrupt
 
     verb("data build", wait)

@@ -137,7 +137,7 @@ class DataSettings(Settings):
     """The corpus, and the data set that `jingu data build` makes of it."""
 
     input: list[Place] | Place = []
-    """Text files, .jsonl files or folders (read recursively) that make the corpus."""
+    """Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, patterns or addresses of the corpus."""
     path: Place = "data"
     """Folder of the built data set."""
     suffixes: list[str] = [".txt", ".jsonl"]
@@ -148,8 +148,18 @@ class DataSettings(Settings):
     """Share of the documents kept out of training for evaluation, chosen by a hash of their text."""
     invalid_utf8: Literal["refuse", "replace", "skip"] = "refuse"
     """What to do with a document that is not UTF-8: stop, replace the bad bytes, or leave the document out."""
+    documents: Literal["file", "line", "block"] = "file"
+    """What is a document of a text file: all of it, each line, or each stretch between blank lines."""
+    escaped_newlines: bool = False
+    """Whether `<n>` in a text file stands for a newline."""
+    largest_document: Positive = 1_000_000_000
+    """Bytes; a longer document is a mistake, told before memory runs out."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do about a mistake in the corpus: stop, or leave the document out, counted and listed in skipped.txt."""
     workers: Positive | Literal["auto"] = "auto"
     """Processes that build; auto: one a core."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What to do with exact copies of a document (by a hash of its text): nothing, or leave them out."""
     shard_tokens: Positive = 500_000_000
     """A new shard begins after about this many tokens."""
     reading: Literal["mmap", "lazy", "cached", "infer"] = "mmap"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -28,43 +27,46 @@ import xxhash
 from tqdm import tqdm
 
 from jingu.config.schema import DataSettings, RunConfig
-from jingu.data.indexed import IndexedReader, IndexedWriter, best_dtype
-from jingu.data.manifest import Manifest, Shard, Split, SplitName, check_sizes, damaged
-from jingu.data.sources import checked_corpora
+from jingu.data.indexed import IndexedReader, best_dtype
+from jingu.data.manifest import Manifest, check_sizes, damaged
+from jingu.data.parts import join_parts, part_folder
+from jingu.data.writing import PROGRESS, SKIPPED, Assembly, Encoded
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
-from jingu.text.corpus import Span, Tally, describe_files, find_files, plan_units, read_documents
+from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
+from jingu.text.readers import Span, Tally, read_documents
 from jingu.text.record import differences
 from jingu.text.tokenizer import Tokenizer
 
-NOT_OF_THE_BUILD = {"path", "workers", "sources", "stages", "temperature", "order", "reading", "local", "objective"}
+NOT_OF_THE_BUILD = {
+    "path",
+    "workers",
+    "on_error",
+    *("sources", "stages", "temperature", "order", "reading", "local", "objective"),
+}
 """Settings of `data` that do not change a data set's content."""
+SPILL_IDS = 1 << 25
+"""Ids of a unit that are held in memory at most."""
 Unit = tuple[Span, ...]
-Counts = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """The documents of a unit: ids one after another, and for each its length, bytes of text and hash."""
+def build(config: RunConfig, part: tuple[int, int] | None = None, on_error: str | None = None) -> None:
+    """Build the data set of each source of the run in its `path`, unless the very same is there already.
 
-    ids: npt.NDArray[Any]
-    lengths: Counts
-    text_bytes: Counts
-    hashes: npt.NDArray[np.uint64]
-    tally: Tally
-
-
-def build(config: RunConfig) -> None:
-    """Build the data set of each source of the run in its `path`, unless the very same is there already."""
-    corpora = checked_corpora(config.data)
+    Args:
+        part: (i, n) builds the i-th of n parts (from 1), as a job of its own; the last to be done joins them.
+        on_error: in place of `data.on_error`.
+    """
+    data = config.data if on_error is None else config.data.model_copy(update={"on_error": on_error})
+    corpora = checked_corpora(data)
     for source in corpora:
         if source.input or len(corpora) == 1:
-            build_source(config.data.of(source), Path(config.tokenizer.path))
+            build_source(data.of(source), Path(config.tokenizer.path), part)
 
 
-def build_source(data: DataSettings, tokenizer_path: Path) -> None:
-    """Build one data set."""
+def build_source(data: DataSettings, tokenizer_path: Path, part: tuple[int, int] | None) -> None:
+    """Build one data set, or a part of it."""
     path = Path(data.path)
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
@@ -76,15 +78,57 @@ def build_source(data: DataSettings, tokenizer_path: Path) -> None:
         _print_summary(old)
         return
     units = plan_units(files)
+    if part is None:
+        manifest = _build(path, units, settings, tokenizer_path, tokenizer, data, whole=True)
+    else:
+        number, parts = part
+        some = units[len(units) * (number - 1) // parts : len(units) * number // parts]
+        place = part_folder(path, number, parts)
+        if (done := Manifest.load(place)) is None or done.settings != settings:
+            _build(place, some, settings, tokenizer_path, tokenizer, data, whole=False)
+        joined = join_parts(path, parts, settings)
+        if joined is None:
+            return
+        manifest = joined
+    _print_summary(manifest)
+
+
+def _build(
+    path: Path,
+    units: list[Unit],
+    settings: dict[str, Any],
+    tokenizer_path: Path,
+    tokenizer: Tokenizer,
+    data: DataSettings,
+    *,
+    whole: bool,
+) -> Manifest:
     workers = min(usable_cores() if data.workers == "auto" else data.workers, max(len(units), 1))
     began = time.monotonic()
-    with new_folder(path) as place:
-        job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), data)
-        encode = partial(_encode_all, job, units, workers)
-        manifest = _write(place, encode, settings, tokenizer, data)
+    with new_folder(path, PROGRESS) as place:
+        dtype = best_dtype(tokenizer.vocabulary)
+        assembly = Assembly(place, settings, dtype, data)
+        if assembly.units:
+            print(f"data: going on in {path} after {assembly.units:,} of {len(units):,} units of work.")
+        job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), data, place)
+        done = assembly.write(partial(_encode_all, job, units, workers), whole=whole)
+        manifest = Manifest(
+            tokenizer=tokenizer.fingerprint(),
+            vocabulary=tokenizer.vocabulary,
+            end_id=tokenizer.end_id,
+            dtype=dtype,
+            settings=settings,
+            train=done.train,
+            held_out=done.held_out,
+            empty=done.tally.empty,
+            invalid=done.tally.invalid,
+            replaced=done.tally.replaced,
+            skipped=len(done.tally.skipped),
+            duplicates=done.duplicates,
+        )
         manifest.save(place)
     print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
-    _print_summary(manifest)
+    return manifest
 
 
 def inspect(path: Path) -> None:
@@ -117,112 +161,16 @@ def _refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
     check_sizes(path, old.held_out)
 
 
-def _write(
-    place: Path,
-    encode: Callable[[], Generator[Encoded, None, None]],
-    settings: dict[str, Any],
-    tokenizer: Tokenizer,
-    data: DataSettings,
-) -> Manifest:
-    """Write both splits into `place`.
-
-    Where a small corpus leaves one side empty, it is read once more with the threshold moved just so far that
-    one document (and its duplicates) changes sides.
-    """
-    dtype = best_dtype(tokenizer.vocabulary)
-    threshold = int(data.held_out * 2**64)
-    while True:
-        tally, low, high = Tally(), 1 << 64, -1
-        with ExitStack() as stack:
-            train = stack.enter_context(SplitWriter(place, "train", dtype, data.shard_tokens))
-            held_out = stack.enter_context(SplitWriter(place, "held_out", dtype, data.shard_tokens))
-            for unit in stack.enter_context(closing(encode())):
-                tally.add(unit.tally)
-                if len(unit.hashes):
-                    low, high = min(low, int(unit.hashes.min())), max(high, int(unit.hashes.max()))
-                held = unit.hashes < np.uint64(threshold)
-                train.add(unit, ~held)
-                held_out.add(unit, held)
-            splits = train.close(), held_out.close()
-        _refuse_empty(tally, low == high, data)
-        if splits[0].documents and (splits[1].documents or data.held_out == 0):
-            break
-        threshold = high if splits[1].documents else low + 1
-        for left in place.iterdir():
-            left.unlink()
-    return Manifest(
-        tokenizer=tokenizer.fingerprint(),
-        vocabulary=tokenizer.vocabulary,
-        end_id=tokenizer.end_id,
-        dtype=dtype,
-        settings=settings,
-        train=splits[0],
-        held_out=splits[1],
-        empty=tally.empty,
-        invalid=tally.invalid,
-        replaced=tally.replaced,
-    )
-
-
-def _refuse_empty(tally: Tally, one: bool, data: DataSettings) -> None:
-    if tally.documents == 0:
-        what = f"the corpus has no text: {tally.empty} documents are empty, {tally.invalid} are not UTF-8."
-        raise JinguError(what, where="data.input", fix="Name files with text in them.")
-    if one and data.held_out > 0:
-        raise JinguError(
-            "the corpus has only one document (or copies of one), so none can be held out for evaluation.",
-            where="data.held_out",
-            fix="Split the text into several files or .jsonl lines, or set data.held_out to 0 "
-            "and evaluation.every to 0 to train without evaluation.",
-        )
-
-
-class SplitWriter:
-    """Writes one side of the split as shards of about `shard_tokens`; documents are never cut."""
-
-    def __init__(self, place: Path, name: SplitName, dtype: str, shard_tokens: int) -> None:
-        self._place, self._name, self._dtype, self._shard_tokens = place, name, dtype, shard_tokens
-        self._shards: list[Shard] = []
-        self._writer: IndexedWriter | None = None
-
-    def add(self, unit: Encoded, mask: npt.NDArray[np.bool_]) -> None:
-        """Append the unit's documents where `mask` holds."""
-        ids = unit.ids[np.repeat(mask, unit.lengths)]
-        lengths, text_bytes = unit.lengths[mask], unit.text_bytes[mask]
-        while len(lengths):
-            if self._writer is None:
-                self._writer = IndexedWriter(self._place / f"{self._name}-{len(self._shards):05d}", self._dtype)
-            ends = np.cumsum(lengths)
-            count = int(np.searchsorted(ends, self._shard_tokens - self._writer.tokens)) + 1
-            end = int(ends[:count][-1])
-            self._writer.add(ids[:end], lengths[:count], int(text_bytes[:count].sum()))
-            ids, lengths, text_bytes = ids[end:], lengths[count:], text_bytes[count:]
-            if self._writer.tokens >= self._shard_tokens:
-                self._close_shard()
-
-    def close(self) -> Split:
-        self._close_shard()
-        return Split(shards=self._shards)
-
-    def _close_shard(self) -> None:
-        if self._writer is not None:
-            self._shards.append(self._writer.close())
-            self._writer = None
-
-    def __enter__(self) -> SplitWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.stream.close()
-
-
-def _encode_all(job: Callable[[Unit], Encoded], units: list[Unit], workers: int) -> Generator[Encoded, None, None]:
-    """The units encoded, in order, by so many processes (1: this one), with a progress bar."""
+def _encode_all(
+    job: Callable[[Unit], Encoded], units: list[Unit], workers: int, first: int
+) -> Generator[Encoded, None, None]:
+    """The units from `first` on encoded, in order, by so many processes (1: this one), with a progress bar."""
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
-    results = (job(unit) for unit in units) if workers == 1 else _in_processes(job, units, workers)
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="data", disable=None) as bar, closing(results):
-        for size, result in zip(sizes, results, strict=True):
+    left = units[first:]
+    results = (job(unit) for unit in left) if workers == 1 else _in_processes(job, left, workers)
+    bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, desc="data", disable=None)
+    with bar, closing(results):
+        for size, result in zip(sizes[first:], results, strict=True):
             yield result
             bar.update(size)
 
@@ -271,26 +219,40 @@ def _load_once(path: Path, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _encode(path: Path, fingerprint: str, data: DataSettings, unit: Unit) -> Encoded:
-    """Read and encode the documents of one unit with the tokenizer in `path`; each gets the end token."""
+def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit: Unit) -> Encoded:
+    """Read and encode the documents of one unit with the tokenizer in `path`; each gets the end token.
+
+    Ids of a unit that is a large file by itself are brought to a file in `place`, so that memory stays bounded.
+    """
     tokenizer = _load_once(path, fingerprint)
     tally = Tally()
-    dtype = best_dtype(tokenizer.vocabulary)
+    dtype = np.dtype(best_dtype(tokenizer.vocabulary))
     end = np.array([tokenizer.end_id], dtype=dtype)
     parts: list[npt.NDArray[Any]] = [np.zeros(0, dtype)]
-    lengths, text_bytes, hashes = [], [], []
-    for document in read_documents(unit, data, tally):
-        ids = np.array(tokenizer.encode(document.text), dtype=dtype)
-        parts += [ids, end]
-        lengths.append(len(ids) + 1)
-        text_bytes.append(document.bytes)
-        hashes.append(_hash(document.text))
+    lengths, text_bytes, hashes, waiting = [], [], [], 0
+    spill = place / f"{_hash(f'{unit[0].file.path}:{unit[0].start}'):016x}.spill"
+    with ExitStack() as stack:
+        stream = None
+        for document in read_documents(unit, data, tally):
+            ids = np.array(tokenizer.encode(document.text), dtype=dtype)
+            parts += [ids, end]
+            lengths.append(len(ids) + 1)
+            text_bytes.append(document.bytes)
+            hashes.append(_hash(document.text))
+            waiting += len(ids) + 1
+            if waiting >= SPILL_IDS:
+                stream = stream or stack.enter_context(spill.open("wb"))
+                np.concatenate(parts).tofile(stream)
+                parts, waiting = [np.zeros(0, dtype)], 0
+        if stream is not None:
+            np.concatenate(parts).tofile(stream)
     return Encoded(
-        ids=np.concatenate(parts),
+        ids=np.concatenate(parts) if stream is None else np.memmap(spill, dtype, "r"),
         lengths=np.array(lengths, dtype=np.int64),
         text_bytes=np.array(text_bytes, dtype=np.int64),
         hashes=np.array(hashes, dtype=np.uint64),
         tally=tally,
+        spilled=None if stream is None else str(spill),
     )
 
 
@@ -309,3 +271,7 @@ def _print_summary(manifest: Manifest) -> None:
         f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"
         f" taken with bytes replaced: {manifest.replaced}"
     )
+    if manifest.duplicates:
+        print(f"  left out: {manifest.duplicates:,} copies of other documents")
+    if manifest.skipped:
+        print(f"  left out: {manifest.skipped:,} with mistakes, which {SKIPPED} lists")

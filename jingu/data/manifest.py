@@ -72,6 +72,10 @@ class Manifest(Record):
     """Documents left out: not UTF-8."""
     replaced: int
     """Documents taken with U+FFFD for what was not UTF-8."""
+    skipped: int = 0
+    """Left out: mistakes, which skipped.txt lists."""
+    duplicates: int = 0
+    """Documents left out: copies of others."""
 
     def split(self, name: SplitName) -> Split:
         return self.train if name == "train" else self.held_out

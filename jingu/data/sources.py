@@ -5,31 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig, SourceSettings
+from jingu.config.schema import BlockOrderSettings, RunConfig
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import check_tokenizer, open_dataset
 from jingu.data.mixture import Mixture, plan_mixture
 from jingu.errors import JinguError
+from jingu.text.corpus import checked_corpora
 from jingu.text.tokenizer import Tokenizer
 
 MANY_EPOCHS = 4
 """Text repeated more often than this teaches little more (Muennighoff et al., "Scaling Data-Constrained Language
 Models", 2023)."""
-
-
-def checked_corpora(data: DataSettings) -> list[SourceSettings]:
-    """`data.corpora`, where they do not contradict each other."""
-    plain = DataSettings()
-    if data.sources and (data.input != plain.input or data.path != plain.path):
-        raise JinguError(
-            "data.sources is there, and so is data.input or data.path.",
-            where="data",
-            fix="Make the one corpus another of data.sources.",
-        )
-    paths = [source.path for source in data.corpora]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise JinguError(f"two sources have the same path, {twice}.", where="data.sources")
-    return data.corpora
 
 
 def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:

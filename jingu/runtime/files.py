@@ -14,10 +14,11 @@ from jingu.errors import JinguError
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, progress: str | None = None) -> Iterator[Path]:
     """Yield an empty sibling of `path` that takes its name when the block ends well, and goes away otherwise.
 
-    A sibling left by a killed process is emptied and used again; one that a living process holds is refused.
+    A sibling left by a killed process is emptied and used again; one that a living process holds is refused. Work that
+    can go on writes a file named `progress` there: where it is found, the sibling is neither emptied nor removed.
     """
     partial = path.absolute().with_name(f".{path.name}.partial")
     lock = None
@@ -25,16 +26,17 @@ def new_folder(path: Path) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
-        for left in partial.iterdir():
+        for left in () if _goes_on(partial, progress) else partial.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             yield partial
             for item in (*partial.iterdir(), partial):
-                _sync(item)
+                sync(item)
             partial.rename(path)
-            _sync(partial.parent)
+            sync(partial.parent)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not _goes_on(partial, progress):
+                shutil.rmtree(partial, ignore_errors=True)
             raise
     except BlockingIOError:
         what, fix = "another process is writing this folder now.", "Wait for it, or stop it."
@@ -43,7 +45,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             what = "something else appeared here while this was being written."
             raise JinguError(what, where=path, fix="Choose another path.") from error
-        raise cannot_write(error, path) from error
+        kept = "run the command again (it goes on with what is done), or " if _goes_on(partial, progress) else ""
+        raise cannot_write(error, path, f"{kept}choose another path") from error
     finally:
         if lock is not None:
             os.close(lock)
@@ -54,7 +57,7 @@ def replace_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        _sync(partial)
+        sync(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -66,13 +69,17 @@ def unreadable(path: Path | str, error: OSError) -> JinguError:
     return JinguError(what, where=path, fix="Check its path, its permissions and its disk.")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Bring a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _goes_on(partial: Path, progress: str | None) -> bool:
+    return progress is not None and (partial / progress).is_file()
 
 
 def cannot_write(error: OSError, path: Path, other: str = "choose another path") -> JinguError:

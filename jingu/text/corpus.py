@@ -6,16 +6,17 @@ import glob
 import hashlib
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jingu.config.schema import DataSettings
+from jingu.config.schema import DataSettings, SourceSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import unreadable
+from jingu.text.readers import Span, Tally, read_documents
+from jingu.text.storage import CorpusFile, filesystem, is_address, plain_name
 
 UNIT_BYTES = 1 << 20
 """A unit of work holds about this many bytes: several small files, or a piece of a large .jsonl."""
@@ -23,63 +24,27 @@ SAMPLE_BYTES = 256 << 10
 """Pieces in which a corpus is sampled."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text of the corpus."""
-
-    text: str
-    bytes: int
-    """Length of `text` in UTF-8."""
-    source: str
-    """The file, or file:byte N of the line of a .jsonl."""
-
-
-@dataclass(frozen=True)
-class CorpusFile:
-    """A file of the corpus and its size in bytes."""
-
-    path: str
-    size: int
-
-    @property
-    def lines(self) -> bool:
-        """Whether it holds a document a line, rather than being one document."""
-        return self.path.lower().endswith(".jsonl")
-
-
-@dataclass(frozen=True)
-class Span:
-    """The documents that begin in bytes [start, end) of a file."""
-
-    file: CorpusFile
-    start: int
-    end: int
-
-
-@dataclass
-class Tally:
-    """Documents read, left out and changed."""
-
-    documents: int = 0
-    empty: int = 0
-    """Left out: no characters at all."""
-    invalid: int = 0
-    """Left out: not UTF-8."""
-    replaced: int = 0
-    """Taken, with U+FFFD for what was not UTF-8."""
-
-    def add(self, other: Tally) -> None:
-        self.documents += other.documents
-        self.empty += other.empty
-        self.invalid += other.invalid
-        self.replaced += other.replaced
+def checked_corpora(data: DataSettings) -> list[SourceSettings]:
+    """`data.corpora`, where they do not contradict each other."""
+    plain = DataSettings()
+    if data.sources and (data.input != plain.input or data.path != plain.path):
+        raise JinguError(
+            "data.sources is there, and so is data.input or data.path.",
+            where="data",
+            fix="Make the one corpus another of data.sources.",
+        )
+    paths = [source.path for source in data.corpora]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise JinguError(f"two sources have the same path, {twice}.", where="data.sources")
+    return data.corpora
 
 
 def find_files(settings: DataSettings) -> list[CorpusFile]:
     """Every file of `data.input`, each once: inputs in the given order, a folder's or pattern's files sorted.
 
-    A folder is read recursively and gives the files with one of `data.suffixes`; a file named directly or
-    by a pattern (`*`, `?`, `[…]`, `**`) is taken whatever its ending.
+    A folder is read recursively and gives the files with one of `data.suffixes`, compressed ones too; where
+    `datasets` saved it, its .arrow files. A file named directly or by a pattern (`*`, `?`, `[…]`, `**`) is taken
+    whatever its ending. An address (such as s3://…) is a file or a pattern.
     """
     given = [source.input for source in settings.corpora]
     inputs = [name for each in given for name in ([each] if isinstance(each, str) else each)]
@@ -89,9 +54,12 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
     files = []
     for path in dict.fromkeys(path for name in inputs for path in _expand(name, settings.suffixes)):
         try:
-            files.append(CorpusFile(path, Path(path).stat().st_size))
+            size = filesystem(path)[0].size(path) if is_address(path) else Path(path).stat().st_size
         except OSError as error:
             raise unreadable(path, error) from error
+        file = CorpusFile(path, size)
+        by_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")
+        files.append(replace(file, splits=by_parts and not file.compression))
     return files
 
 
@@ -109,7 +77,7 @@ def plan_units(files: list[CorpusFile], unit_bytes: int = UNIT_BYTES) -> list[tu
     unit: list[Span] = []
     size = 0
     for file in files:
-        step = unit_bytes if file.lines else max(file.size, 1)
+        step = unit_bytes if file.splits else max(file.size, 1)
         for start in range(0, max(file.size, 1), step):
             end = min(start + step, file.size)
             unit.append(Span(file, start, end))
@@ -122,28 +90,23 @@ def plan_units(files: list[CorpusFile], unit_bytes: int = UNIT_BYTES) -> list[tu
     return units
 
 
-def read_documents(spans: Iterable[Span], settings: DataSettings, tally: Tally) -> Iterator[Document]:
-    """The documents of `spans` in order, counted into `tally`.
-
-    Raises JinguError for a line that is not a JSON object with the text field, and for text that is not
-    UTF-8 where `data.invalid_utf8` is `refuse`.
-    """
-    for span in spans:
-        reader = _Reader(span.file.path, settings, tally)
-        try:
-            yield from reader.lines(span) if span.file.lines else reader.whole()
-        except OSError as error:
-            raise unreadable(span.file.path, error) from error
-
-
 def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[tuple[str, int]]:
     """About `sample_bytes` of the corpus spread evenly over its bytes, as (text, bytes of input passed so far).
 
-    Long text files are taken in pieces, so that no more than a piece is in memory.
+    Long text files are taken in pieces, so that no more than a piece is in memory; of files that can only be read
+    from their beginning, the first documents.
     """
     total = sum(file.size for file in files)
     seen = taken = 0
     for file in files:
+        if not file.splits and (file.compression or file.kind != "text"):
+            seen += file.size
+            for document in read_documents([Span(file, 0, file.size)], settings, Tally()):
+                if taken * total >= sample_bytes * seen:
+                    break
+                taken += document.bytes
+                yield document.text, seen
+            continue
         for start in range(0, file.size, SAMPLE_BYTES):
             span = Span(file, start, min(start + SAMPLE_BYTES, file.size))
             wanted = taken * total < sample_bytes * (seen + span.end - start)
@@ -151,7 +114,7 @@ def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: 
             if not wanted:
                 continue
             taken += span.end - start
-            if file.lines or file.size <= SAMPLE_BYTES:
+            if file.splits or file.size <= SAMPLE_BYTES:
                 for document in read_documents([span], settings, Tally()):
                     yield document.text, seen
             else:
@@ -160,6 +123,8 @@ def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: 
 
 def _expand(name: str, suffixes: list[str]) -> list[str]:
     """The files that one entry of `data.input` stands for."""
+    if is_address(name):
+        return _addresses(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return _walk(path, suffixes)
@@ -177,8 +142,26 @@ def _expand(name: str, suffixes: list[str]) -> list[str]:
     return [file for match in found for file in (_walk(Path(match), suffixes) if Path(match).is_dir() else [match])]
 
 
+def _addresses(name: str) -> list[str]:
+    """The files that an address or a pattern of addresses stands for."""
+    system, path = filesystem(name)
+    found = sorted(system.glob(path)) if glob.has_magic(path) else [path]
+    if not found or not all(system.isfile(each) for each in found):
+        raise JinguError(
+            f'no file has the address "{name}".', where="data.input", fix="Check its spelling, and access."
+        )
+    return [system.unstrip_protocol(each) for each in found]
+
+
 def _walk(folder: Path, suffixes: list[str]) -> list[str]:
     """The folder's files with one of the suffixes, sorted; links are followed, each folder once."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(item.name for item in folder.iterdir() if item.is_dir()))
+        what = f"`datasets` saved several splits here: {splits}."
+        raise JinguError(what, where=folder, fix="Name one of them, as a folder of this one.")
+    if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [str(folder / file["filename"]) for file in state["_data_files"]]
     endings = tuple(suffix.lower() for suffix in suffixes)
     found: list[str] = []
     others: Counter[str] = Counter()
@@ -190,7 +173,7 @@ def _walk(folder: Path, suffixes: list[str]) -> list[str]:
         visited.add(os.path.realpath(place))
         folders.sort()
         for name in names:
-            if name.lower().endswith(endings):
+            if name.lower().endswith(endings) or plain_name(name).endswith(endings):
                 found.append(str(Path(place, name)))
             else:
                 others[Path(name).suffix or "(no ending)"] += 1
@@ -202,114 +185,6 @@ def _walk(folder: Path, suffixes: list[str]) -> list[str]:
             fix="Set data.suffixes to the endings of your files.",
         )
     return sorted(found)
-
-
-class _Reader:
-    """Reads the documents of one file as the settings say, and counts them."""
-
-    def __init__(self, path: str, settings: DataSettings, tally: Tally) -> None:
-        self.path = path
-        self.settings = settings
-        self.tally = tally
-
-    def whole(self) -> Iterator[Document]:
-        """The file as one document."""
-        text = self._decoded(Path(self.path).read_bytes(), 0)
-        if text is not None:
-            yield from self._counted(text, self.path)
-
-    def lines(self, span: Span) -> Iterator[Document]:
-        """The lines of a .jsonl that begin in the span; blank lines are nothing."""
-        with open(self.path, "rb") as stream:  # noqa: PTH123 (Path.open costs the same; this is the plain word)
-            position = max(span.start - 1, 0)
-            stream.seek(position)
-            if span.start > 0:
-                position += len(stream.readline())
-            while position < span.end and (line := stream.readline()):
-                row = self._decoded(line, position) if line.strip() else None
-                text = None if row is None else self._whole_characters(self._field(row, position), position)
-                if text is not None:
-                    yield from self._counted(text, f"{self.path}:byte {position}")
-                position += len(line)
-
-    def _counted(self, text: str, source: str) -> Iterator[Document]:
-        if text:
-            self.tally.documents += 1
-            yield Document(text, len(text.encode()), source)
-        else:
-            self.tally.empty += 1
-
-    def _decoded(self, data: bytes, position: int) -> str | None:
-        """UTF-8 to text, or what the setting says: None leaves the document out."""
-        try:
-            return data.decode().removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            if self.settings.invalid_utf8 == "refuse":
-                raise JinguError(
-                    f"byte {position + error.start} (0x{data[error.start]:02x}) is not UTF-8.",
-                    where=self._place(position) if position else self.path,
-                    fix='Convert the file to UTF-8, or set data.invalid_utf8 to "replace" (U+FFFD for the bad bytes) '
-                    'or "skip" (leave the document out).',
-                ) from error
-            return self._replaced(data.decode(errors="replace").removeprefix("\ufeff"))
-
-    def _whole_characters(self, text: str, position: int) -> str | None:
-        r"""JSON can hold half a character ("\ud800"), which has no UTF-8; it is treated as invalid UTF-8."""
-        try:
-            text.encode()
-            return text
-        except UnicodeEncodeError as error:
-            if self.settings.invalid_utf8 == "refuse":
-                raise JinguError(
-                    f"the escape \\u{ord(text[error.start]):04x} is half a character, which is not UTF-8.",
-                    where=self._place(position),
-                    fix='Set data.invalid_utf8 to "replace" or "skip", or mend the line.',
-                ) from error
-            return self._replaced(re.sub("[\ud800-\udfff]", "\ufffd", text))
-
-    def _replaced(self, text: str) -> str | None:
-        """Text with U+FFFD for what was not UTF-8, where such documents are taken."""
-        if self.settings.invalid_utf8 == "skip":
-            self.tally.invalid += 1
-            return None
-        self.tally.replaced += 1
-        return text
-
-    def _field(self, line: str, position: int) -> str:
-        """The text field of one JSON line."""
-        name = self.settings.text_field
-        fix = "Set data.text_field to the field that holds the document."
-        try:
-            row = json.loads(line.rstrip())
-        except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            what, fix = f"this line is not JSON ({reason}).", "A .jsonl file holds one JSON object a line."
-        else:
-            if not isinstance(row, dict):
-                what = f"this line is JSON but not an object: it is {_kind(row)}."
-                fix = f'Each line must look like {{"{name}": "…"}}.'
-            elif name not in row:
-                present = ", ".join(f'"{key}"' for key in row) or "none"
-                what = f'this line has no field "{name}"; its fields: {present}.'
-            elif isinstance(text := row[name], str):
-                return text
-            else:
-                what = f'the field "{name}" is {_kind(text)}, not a string.'
-        raise JinguError(what, where=self._place(position), fix=fix)
-
-    def _place(self, position: int) -> str:
-        """file:line of a byte offset; counts the lines before it, so only for messages."""
-        line = 1
-        with open(self.path, "rb") as stream:  # noqa: PTH123
-            while position > 0 and (chunk := stream.read(min(position, 1 << 20))):
-                line += chunk.count(b"\n")
-                position -= len(chunk)
-        return f"{self.path}:{line}"
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def _piece(span: Span) -> str:

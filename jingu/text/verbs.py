@@ -11,9 +11,10 @@ from tqdm import tqdm
 from jingu.config.schema import DataSettings, RunConfig, SpanCorruptionSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder, unreadable
-from jingu.text.corpus import CorpusFile, describe_files, find_files, sample_texts
+from jingu.text.corpus import describe_files, find_files, sample_texts
 from jingu.text.extend import extend_tokenizer
 from jingu.text.record import differences, read_record, write_record
+from jingu.text.storage import CorpusFile
 from jingu.text.tokenizer import Tokenizer, sentinels
 from jingu.text.training import train_tokenizer
 

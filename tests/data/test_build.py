@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jingu.data.build as build_module
+import jingu.data.writing as writing_module
 from jingu.config.schema import RunConfig
 from jingu.data.build import build, inspect
 from jingu.data.indexed import IndexedReader, IndexedWriter
 from jingu.data.manifest import Manifest
 from jingu.errors import JinguError
+from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
 
@@ -220,28 +225,162 @@ def test_a_full_disk_leaves_nothing(make_config: MakeConfig, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED = """
-import os, signal, sys
-from jingu.config.schema import RunConfig
-from jingu.data import build as module
-if __name__ == "__main__":
-    real = module.SplitWriter.close
-    module.SplitWriter.close = lambda self: (real(self), os.kill(os.getpid(), signal.SIGKILL))
-    module.build(RunConfig.model_validate_json(sys.argv[1]))
-"""
+def killed_at(event: int, config: RunConfig) -> bool:
+    """Build in a process of its own that is killed just before it touches its files for the event-th time.
+
+    Returns whether it got through before.
+    """
+    child = os.fork()
+    if not child:
+        left = [event]
+
+        def count(name: str, arguments: tuple[Any, ...]) -> None:
+            if name in ("open", "os.rename", "os.remove", "os.truncate") and "data" in str(arguments[0]):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(count)
+            build(config)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_killed_build_leaves_nothing_under_the_name(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config()
-    command = [sys.executable, "-c", KILLED, config.model_dump_json()]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert [item.name for item in tmp_path.iterdir()] == [".data.partial"]
-    assert (tmp_path / ".data.partial" / "train-00000.bin").exists()
+@pytest.mark.parametrize("duplicates", ["keep", "drop"])
+def test_killed_ten_times_the_build_is_the_undisturbed_one(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, duplicates: str
+) -> None:
+    monkeypatch.setattr(writing_module, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(build_module, "SPILL_IDS", 300)
+    settings = {"shard_tokens": 500, "duplicates": duplicates}
+    build(make_config(path=str(tmp_path / "undisturbed"), **settings))
+    config = make_config(**settings)
+    chance, kills = random.Random(3), 0
+    while kills < 10:
+        kills += not killed_at(chance.randint(1, 60), config)
+        if (tmp_path / "data").exists():  # killed after it was done, or done
+            assert tree(tmp_path / "data") == tree(tmp_path / "undisturbed")
+            shutil.rmtree(tmp_path / "data")
     build(config)
-    built = tree(tmp_path / "data")
-    assert [item.name for item in tmp_path.iterdir()] == ["data"]
-    build(make_config(path=str(tmp_path / "undisturbed")))
-    assert built == tree(tmp_path / "undisturbed")
+    assert tree(tmp_path / "data") == tree(tmp_path / "undisturbed")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["data", "undisturbed"]
+
+
+def test_a_killed_build_goes_on_where_it_was(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    small_units: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writing_module, "SYNC_SECONDS", 0.0)
+    assert not killed_at(60, make_config())
+    assert (tmp_path / ".data.partial" / "progress.json").exists()
+    capsys.readouterr()
+    build(make_config())
+    assert f"data: going on in {tmp_path / 'data'} after " in capsys.readouterr().out
+    # What other settings began is of no use.
+    assert not killed_at(60, make_config(path=str(tmp_path / "data-2")))
+    build(make_config(path=str(tmp_path / "data-2"), held_out=0.5))
+    assert "going on" not in capsys.readouterr().out
+    build(make_config(path=str(tmp_path / "data-3"), held_out=0.5))
+    assert tree(tmp_path / "data-2") == tree(tmp_path / "data-3")
+
+
+def test_parts_are_joined_by_the_last_of_them(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = make_config(path=str(tmp_path / "whole"), on_error="skip")
+    build(whole)
+    config = make_config(on_error="skip")
+    for number in (3, 1, 2):
+        assert not (tmp_path / "data").exists()
+        build(config, part=(number, 3))
+        build(config, part=(number, 3))  # nothing to do
+    assert capsys.readouterr().out.count("data: built in ") == 4
+    for split in ("train", "held_out"):
+        assert documents_of(config, split) == documents_of(whole, split)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["data", "whole"]
+    inspect(tmp_path / "data")
+    ours, theirs = manifest_of(config), manifest_of(whole)
+    assert len(ours.train.shards) == 3
+    assert (ours.settings, ours.empty, ours.train.text_bytes) == (
+        theirs.settings,
+        theirs.empty,
+        theirs.train.text_bytes,
+    )
+
+
+def test_parts_of_other_settings_are_not_joined(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+    build(make_config(), part=(1, 2))
+    with pytest.raises(JinguError) as caught:
+        build(make_config(held_out=0.5), part=(2, 2))
+    assert str(caught.value) == (
+        f"{tmp_path}/data.parts/00001-of-00002: this part was built with other settings, or of other files. "
+        "Delete it, and build it again."
+    )
+
+
+def test_copies_are_left_out_on_request(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(duplicates="drop")
+    build(config)
+    assert "left out: 5 copies of other documents" in capsys.readouterr().out
+    both = documents_of(config, "train") + documents_of(config, "held_out")
+    build(make_config(path=str(tmp_path / "all")))
+    kept = documents_of(make_config(path=str(tmp_path / "all")), "train")
+    assert (
+        len(set(map(tuple, both)))
+        == len(both)
+        == manifest_of(config).train.documents + len(documents_of(config, "held_out"))
+    )
+    assert {tuple(ids) for ids in kept} <= {tuple(ids) for ids in both}
+
+
+def test_mistakes_are_left_out_on_request_and_listed(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(60)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines, "{", *lines[:20], '{"body": 1}']))
+    config = make_config(input=str(tmp_path / "x.jsonl"), path=str(tmp_path / "data"))
+    build(config, on_error="skip")
+    assert "left out: 2 with mistakes, which skipped.txt lists" in capsys.readouterr().out
+    assert (tmp_path / "data" / "skipped.txt").read_text() == (
+        f"{tmp_path}/x.jsonl:61: this line is not JSON (Expecting property name enclosed in double quotes at "
+        f'column 2).\n{tmp_path}/x.jsonl:82: this line has no field "text"; its fields: "body".\n'
+    )
+    assert manifest_of(config).train.documents + manifest_of(config).held_out.documents == 80
+
+
+def test_two_builds_into_one_folder(make_config: MakeConfig, tmp_path: Path) -> None:
+    with new_folder(tmp_path / "data"), pytest.raises(JinguError, match="another process is writing this folder now"):
+        build(make_config())
+
+
+def test_a_full_disk_keeps_what_is_done(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = IndexedWriter.add
+    monkeypatch.setattr(writing_module, "SYNC_SECONDS", 0.0)
+
+    def full(self: IndexedWriter, *parts: Any) -> None:
+        real(self, *parts)
+        if self.tokens > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedWriter, "add", full)
+        with pytest.raises(
+            JinguError,
+            match=r"the disk is full\. Make room, or run the command again \(it goes on with what is done\), or choose",
+        ):
+            build(make_config())
+    build(make_config())
+    build(make_config(path=str(tmp_path / "other")))
+    assert tree(tmp_path / "data") == tree(tmp_path / "other")
 
 
 ORPHANS = """
@@ -255,7 +394,7 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if __name__ == "__main__":
     module.plan_units = partial(plan_units, unit_bytes=700)
-    module.SplitWriter.add = die
+    module.Assembly._add = die
     module.build(RunConfig.model_validate_json(sys.argv[1]))
 """
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import jingu.text.corpus as corpus_module
 from jingu.config.schema import DataSettings
 from jingu.errors import JinguError
-from jingu.text.corpus import Tally, describe_files, find_files, plan_units, read_documents, sample_texts
+from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
+from jingu.text.readers import Tally, read_documents
 
 
 def corpus_settings(*inputs: object, **others: Any) -> DataSettings:
