@@ -26,7 +26,7 @@ def made(folder: Path) -> Path:
     from jingu.checkpoint.hub import export_hf, parameter_shapes
     from jingu.config.schema import ModelSettings
     from jingu.model.build import spec_from_settings
-    from jingu.text.tokenizer import train_tokenizer
+    from jingu.text.training import train_tokenizer
 
     train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(folder / "tokenizer")
     settings = ModelSettings(family="llama", width=1024, heads=16, layers=8, vocabulary=16000, tied_embeddings=False)

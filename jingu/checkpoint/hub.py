@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
@@ -435,7 +436,8 @@ def export_hf(
                 shutil.copyfile(tokenizer_folder / name, folder / name)
         if not (folder / "tokenizer.json").is_file():
             Tokenizer.load(tokenizer_folder).save(folder)
-        broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
+        with _one_thread():
+            broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
         if broken:
             raise JinguError(
                 f"there is NaN or infinity in {len(broken)} of the weights, as {config['dtype']}: {', '.join(broken)}.",
@@ -443,6 +445,17 @@ def export_hf(
                 fix="Nothing was written. Take an earlier checkpoint, or another dtype where the weights are too large "
                 "for this one.",
             )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Casts and checks keep up with the disk on one thread; to share out pieces so small takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _write_weights(
