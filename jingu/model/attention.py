@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, S keys (T and what a cache holds), D width, H heads, G
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from jingu.model import spec as specs
 from jingu.model.layers import Linear, make_norm
 from jingu.model.products import attend
 from jingu.model.rotary import Rotary, rotate
+from jingu.model.sharding import Table
 
 
 class LayerCache(Protocol):
@@ -43,11 +44,14 @@ class Cache(Protocol):
 class Attention(nn.Module):
     """What every multi-head or grouped-query attention has."""
 
+    SHARDING: ClassVar[Table] = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "output": "from_heads"}
+
     def __init__(self, model: specs.ModelSpec) -> None:
         super().__init__()
         spec, width = model.attention, model.width
         self.head_size = spec.head_size
         self.scale = None if spec.scaled else 1.0
+        self.first_head = 0
         self.q = Linear(width, spec.heads * spec.head_size, bias=spec.qkv_bias)
         self.k = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
         self.v = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
@@ -63,6 +67,8 @@ class Attention(nn.Module):
 
     def attended(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
         """[B, T, D]: what the queries see, through the output's matrix."""
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # one for each head of the whole
+            mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
         y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
 

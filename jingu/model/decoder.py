@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, S tokens of an encoder, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.products import linear
 from jingu.model.rotary import Rotary, rotary_tables
+from jingu.model.sharding import Table
 from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RelativeBias, RotaryPositions
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -81,6 +82,8 @@ class Stack(nn.Module):
     """A range of a stack's blocks, under their numbers in the whole. The first part has what comes before the blocks,
     the last one the norm after them; biases of relative positions are in each, and are the same in all."""
 
+    SHARDING: ClassVar[Table] = {"embedding": "vocabulary", "positions": "tokens"}
+
     def __init__(self, spec: ModelSpec, layers: int, part: range, *, embeds: bool, causal: bool, cross: bool) -> None:
         super().__init__()
         self.spec, self.part, self.causal = spec, part, causal
@@ -112,7 +115,7 @@ class Stack(nn.Module):
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
         x_BTD, routings = start
-        past, tokens = 0 if cache is None else cache.length, x_BTD.shape[1]
+        past, tokens = 0 if cache is None else cache.length, positions_BT.shape[-1]
         if documents_BT is not None and past:
             raise ValueError("documents are not kept in a cache")
         # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
@@ -145,6 +148,8 @@ class Decoder(Stack):
     A part is a range of the blocks, under their numbers in the whole. The first part embeds; the last one has norm
     and head, and where that is tied a weight of the embedding of its own.
     """
+
+    SHARDING: ClassVar[Table] = {**Stack.SHARDING, "head": "vocabulary"}
 
     def __init__(self, spec: ModelSpec, part: range | None = None) -> None:
         part = range(spec.layers) if part is None else part

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, D width, N = B·T tokens, E experts, K experts a token
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from jingu.model.assignment import balanced_assignment
 from jingu.model.grouped import TakenRows, grouped_product
 from jingu.model.layers import FeedForwardLayer, Linear, activate
 from jingu.model.products import linear
+from jingu.model.sharding import Table
 
 
 class Routing(NamedTuple):
@@ -49,6 +50,8 @@ class GroupedLinear(nn.Module):
 class ExpertsLayer(nn.Module):
     """A router, experts that are feed-forwards, and a feed-forward shared by all tokens where the spec has one."""
 
+    SHARDING: ClassVar[Table] = {"gate": "column", "up": "column", "down": "row"}
+
     def __init__(self, spec: specs.Experts, width: int) -> None:
         super().__init__()
         self.spec = spec
@@ -66,19 +69,25 @@ class ExpertsLayer(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing | None]:
         """The layer's output, and while training what the router did."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = linear(x_BTD.to(wide), self.router.weight.to(x_BTD.dtype))
+        experts_BTK, weights_BTK, routing = self.route(linear(x_BTD.to(wide), self.router.weight.to(x_BTD.dtype)))
+        y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
+        if self.shared is not None:
+            shared_BTD = self.shared(x_BTD)
+            y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else self.shared_gate(x_BTD).sigmoid() * shared_BTD)
+        return y_BTD, routing
+
+    def route(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
+        """Each token's experts, the weights of what they say, and while training what that makes of whole rows."""
         experts_BTK, weights_BTK = self._choose(logits_BTE)
+        if not self.training:
+            return experts_BTK, weights_BTK, None
         dropped_BTK = None
-        if self.training and self.spec.capacity is not None:
+        if self.spec.capacity is not None:
             dropped_BTK = _beyond_capacity(experts_BTK, self.spec.number, self.spec.capacity)
             weights_BTK = weights_BTK.masked_fill(dropped_BTK, 0.0)
         count_BE = logits_BTE.new_zeros(logits_BTE.shape[0], self.spec.number)
         count_BE = count_BE.scatter_add(1, experts_BTK.flatten(1), torch.ones_like(weights_BTK.flatten(1)))
-        y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK, count_BE.sum(0))
-        if self.shared is not None:
-            shared_BTD = self.shared(x_BTD)
-            y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else self.shared_gate(x_BTD).sigmoid() * shared_BTD)
-        return y_BTD, self._routing(logits_BTE, count_BE, dropped_BTK) if self.training else None
+        return experts_BTK, weights_BTK, self._routing(logits_BTE, count_BE, dropped_BTK)
 
     def _choose(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts, and the weights of what they say."""
@@ -95,21 +104,27 @@ class ExpertsLayer(nn.Module):
         top = logits_BTE.softmax(-1).topk(active, dim=-1)
         return top.indices, top.values / top.values.sum(-1, keepdim=True) if router.normalised else top.values
 
-    def _mix(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor, count_E: Tensor) -> Tensor:
+    def _mix(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
         """Sort the choices by expert, compute, and add up in the tokens' order."""
         active = experts_BTK.shape[-1]
         order_M = experts_BTK.flatten().argsort(stable=True)
         place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
-        ends_E = count_E.cumsum(0).to(torch.int32)
+        count_E = order_M.new_zeros(self.spec.number).scatter_add_(0, experts_BTK.flatten(), torch.ones_like(order_M))
         x_MD = TakenRows.apply(x_BTD.flatten(0, 1), order_M // active, place_M, active)
+        y_MD = TakenRows.apply(self.compute(x_MD, count_E), place_M, order_M, 1)
+        y_BTKD = y_MD.view(*experts_BTK.shape, -1) * weights_BTK.unsqueeze(-1).to(y_MD.dtype)
+        return y_BTKD.sum(2)
+
+    def compute(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
+        """What the experts say to rows sorted by expert, so many for each."""
+        ends_E = count_E.cumsum(0).to(torch.int32)
         hidden_MF = self.up(x_MD, ends_E)
         if self.gate is None:
             hidden_MF = activate(hidden_MF, self.spec.activation)
         else:
             hidden_MF = activate(self.gate(x_MD, ends_E), self.spec.activation) * hidden_MF
-        y_MD = TakenRows.apply(self.down(hidden_MF, ends_E), place_M, order_M, 1)
-        y_BTKD = y_MD.view(*experts_BTK.shape, -1) * weights_BTK.unsqueeze(-1).to(y_MD.dtype)
-        return y_BTKD.sum(2)
+        y_MD: Tensor = self.down(hidden_MF, ends_E)
+        return y_MD
 
     def _routing(self, logits_BTE: Tensor, count_BE: Tensor, dropped_BTK: Tensor | None) -> Routing:
         return Routing(

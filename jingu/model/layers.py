@@ -7,11 +7,14 @@ Shapes: B rows, T tokens, D width, F feed-forward size.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.products import linear
+from jingu.model.sharding import Table
 from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
 
 
@@ -79,6 +82,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 class FeedForwardLayer(nn.Module):
     """Plain or gated feed-forward."""
+
+    SHARDING: ClassVar[Table] = {"gate": "column", "up": "column", "down": "row"}
 
     def __init__(self, spec: PlainFeedForward | GatedFeedForward, width: int) -> None:
         super().__init__()

@@ -23,9 +23,11 @@ from jingu.config.schema import ActivationCheckpointingSettings, ParallelSetting
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import all_blocks
 from jingu.model.layers import Embedding
-from jingu.parallel.mesh import sharding_mesh
+from jingu.parallel.mesh import expert_size, with_replicas, zero_mesh
 from jingu.parallel.pipeline import Layout, Pipeline
+from jingu.parallel.sharing import Sharing, plan_sharing, take_parts
 from jingu.parallel.stages import SPLIT_BACKWARD, divide_blocks, rank_of_stage
+from jingu.parallel.tensor import divide_work
 
 KEPT = (
     *("mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
@@ -44,10 +46,11 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointingSettings,
     compile: bool,
 ) -> Decoder | Pipeline:
-    """The stages of a pipeline, then activation checkpointing, then compile, then ZeRO, whose engine turns the
-    parameters into DTensors.
+    """The stages of a pipeline, then tables, then activation checkpointing, then compile, then ZeRO.
 
-    Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
+    Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model. A
+    parameter becomes this rank's part of it, and the engine makes DTensors of what it shards further;
+    `sharing_of` the result tells which part of the whole that is.
 
     Args:
         model: on the meta device, in the dtype of the master weights.
@@ -55,13 +58,19 @@ def parallelize(
         reduce: dtype in which gradients are added up.
     """
 
+    expert = expert_size(settings, zero_mesh(mesh).size(), model.spec)
+    sharing = plan_sharing(model, mesh, model.spec.attention.kv_heads, expert)
+
     def lay_out(model: Decoder) -> None:
+        take_parts(model, sharing)
+        divide_work(model, mesh)
         for number, block in all_blocks(model):
             if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
                 block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
             if compile:
                 block.forward = torch.compile(block.forward, dynamic=False)
-        _shard(model, mesh, settings, compute, reduce)
+        _shard(model, sharing, settings, compute, reduce)
+        model.sharing = sharing  # type: ignore[assignment]
 
     ranks = mesh["pipeline"].size()
     if ranks == 1:
@@ -77,12 +86,15 @@ def parallelize(
         splits_backward=settings.schedule in SPLIT_BACKWARD,
         compute=compute,
         device=torch.device(mesh.device_type),
+        token_ranks=mesh["context"].size() * mesh["tensor"].size(),
     )
     with torch.device("meta"):
         stages = [Decoder(spec, parts[stage]).to(masters) for stage in layout.mine]
     for stage in stages:
         lay_out(stage)
-    return Pipeline(spec, layout, stages, lambda stage, last: before_micro_batch(stage, settings.zero, last=last))
+    pipeline = Pipeline(spec, layout, stages, lambda stage, last: before_micro_batch(stage, settings.zero, last=last))
+    pipeline.sharing = sharing  # type: ignore[assignment]
+    return pipeline
 
 
 def _recomputing(forward: Any, *, selective: bool) -> Any:
@@ -99,10 +111,10 @@ def _keep_slow(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any
 
 
 def _shard(
-    model: Decoder, mesh: DeviceMesh, settings: ParallelSettings, compute: torch.dtype, reduce: torch.dtype
+    model: Decoder, sharing: Sharing, settings: ParallelSettings, compute: torch.dtype, reduce: torch.dtype
 ) -> None:
     """ZeRO as settings of `fully_shard`. Gradients are summed, never averaged: the loss is already a share."""
-    mesh = sharding_mesh(mesh)
+    mesh = with_replicas(sharing.mesh, zero_mesh(sharing.mesh))
     offloads = settings.offload.type != "none"
     if mesh.size() == 1 and not (offloads and mesh.device_type == "cuda"):
         # Nothing to share: the engine would only copy. The masters are rounded where they are used.

@@ -14,7 +14,7 @@ from jingu.model.spec import Experts, ModelSpec
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node."""
-_READY = frozenset({"pipeline", "replicate", "shard"})
+_READY = frozenset({"pipeline", "replicate", "shard", "tensor", "context"})
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisS
     if filled is not None:
         given[filled] = ranks // product
     folded = given["shard"] * given["context"]
-    expert = _expert_auto(folded, spec) if settings.expert == "auto" else settings.expert
-    sizes = AxisSizes(**given, expert=expert)
+    sizes = AxisSizes(**given, expert=expert_size(settings, folded, spec))
     _check(sizes, spec)
     return sizes
 
@@ -92,7 +91,10 @@ def _filled(given: dict[str, int | str]) -> str | None:
     return next(iter(model + rows), None)
 
 
-def _expert_auto(folded: int, spec: ModelSpec) -> int:
+def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int:
+    """Ranks, of the `folded` ones of shard × context, that share a mixture's experts."""
+    if settings.expert != "auto":
+        return settings.expert
     return gcd(folded, spec.feed_forward.number) if isinstance(spec.feed_forward, Experts) else 1
 
 
@@ -133,10 +135,19 @@ def build_mesh(sizes: AxisSizes, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
 
 
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Where ZeRO shards: the axis `fsdp`, which is shard × context; before it `replicate`, where that has ranks."""
-    flat = mesh["shard", "context"]._flatten("fsdp")
-    return flat if mesh["replicate"].size() == 1 else DeviceMesh._concatenate([mesh["replicate"], flat])
+def zero_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis `fsdp` along which ZeRO shards, which is shard × context."""
+    return mesh["shard", "context"]._flatten("fsdp")
+
+
+def split_experts(zero: DeviceMesh, expert: int) -> DeviceMesh:
+    """ZeRO's axis in two: `expert_fsdp`, along which ZeRO shards experts, and `expert`, whose ranks share them."""
+    return zero._unflatten(0, (zero.size() // expert, expert), ("expert_fsdp", "expert"))
+
+
+def with_replicas(mesh: DeviceMesh, zero: DeviceMesh) -> DeviceMesh:
+    """The mesh for the sharding engine: ZeRO's axis, and before it `replicate` where that has several ranks."""
+    return zero if mesh["replicate"].size() == 1 else DeviceMesh._concatenate([mesh["replicate"], zero])
 
 
 def data_ranks(mesh: DeviceMesh) -> int:

@@ -60,12 +60,18 @@ class Layout:
     """Dtype of the states that travel."""
     device: torch.device
     """Where they are."""
+    token_ranks: int = 1
+    """Ranks that share the tokens of a row."""
 
     @property
     def mine(self) -> list[int]:
         """Stages of this rank."""
         place = dist.get_group_rank(self.group, dist.get_rank())
         return [stage for stage, owner in enumerate(self.owners) if owner == place]
+
+    def tokens_here(self, tokens: int) -> int:
+        """Tokens of a row that a rank has, of rows that are filled up so that each has as many."""
+        return -(-tokens // self.token_ranks)
 
 
 class Pipeline(nn.Module):
@@ -176,7 +182,7 @@ class Pipeline(nn.Module):
         for number, stage in self._numbered():
             passed = result
             if number and owners[number - 1] != place:
-                shape = (*tokens_BT.shape, self.spec.width)
+                shape = (len(tokens_BT), self.layout.tokens_here(tokens_BT.shape[1]), self.spec.width)
                 states = torch.empty(shape, dtype=self.layout.compute, device=tokens_BT.device)
                 dist.recv(states, group=group, group_src=owners[number - 1])
                 passed = Passed(states, [])
@@ -321,7 +327,9 @@ def _passed_shapes(spec: ModelSpec, layout: Layout, stage: int, rows: int, token
     """Tensors on meta such as the stage receives in training; one beyond the last: as many as that returns."""
     if stage == 0:
         return ()
-    states = torch.empty(rows, tokens, spec.width, dtype=layout.compute, device="meta", requires_grad=True)
+    states = torch.empty(
+        rows, layout.tokens_here(tokens), spec.width, dtype=layout.compute, device="meta", requires_grad=True
+    )
     part = spec.feed_forward
     if stage == len(layout.parts) or not isinstance(part, Experts):
         return (states,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from jingu.checkpoint.hub import open_model, parameter_shapes
@@ -12,8 +11,8 @@ from jingu.checkpoint.resume import complete_steps
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-from jingu.model.initialise import fill
 from jingu.model.spec import ModelSpec
+from jingu.parallel.sharing import sharing_of
 from jingu.text.tokenizer import Tokenizer
 
 
@@ -69,9 +68,6 @@ def _check_pieces(ours: Tokenizer, theirs: Tokenizer, config: RunConfig) -> None
         )
 
 
-@torch.no_grad()
 def begin_with(model: nn.Module, path: Path) -> None:
     """Fill the parameters, in whatever layout, with those of a model on disk; one whole tensor in memory at a time."""
-    other = open_model(path)
-    for name, parameter in model.named_parameters():
-        fill(parameter, other.read(name))
+    sharing_of(model).fill(model, open_model(path).read)

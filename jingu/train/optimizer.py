@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from jingu.config.schema import AdamWSettings, LionSettings, Optimizer
 from jingu.parallel.offload import Disk, stream_steps
+from jingu.parallel.sharing import local
 
 
 class Lion(torch.optim.Optimizer):
@@ -36,11 +36,6 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, directions, alpha=-group["lr"])
             torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = None) -> torch.optim.Optimizer:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from jingu import __version__
 from jingu.checkpoint.files import read_state
@@ -19,25 +19,28 @@ from jingu.checkpoint.resume import Keep, find_latest, prune, step_folder
 from jingu.checkpoint.store import load, save
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import DiskOffloadSettings, RunConfig
+from jingu.data.batches import IGNORED
 from jingu.data.loader import Loader, copy_in_background
 from jingu.data.receipt import Receipt, check_receipt, extend
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.encoder_decoder import make_model
-from jingu.model.initialise import initialise
+from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.parallel.offload import Disk
 from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.sharing import sharing_of
 from jingu.parallel.stages import SPLIT_BACKWARD
+from jingu.parallel.tensor import Rows, Vocabulary
 from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree, from_first
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
 from jingu.train.loop import Loop, Progress, short, train_loop
-from jingu.train.loss import chunk_loss
+from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
@@ -79,7 +82,7 @@ def train_run(
     splits = mesh["pipeline"].size() > 1 and config.parallel.schedule in SPLIT_BACKWARD
     wanted = all_agree(_decide_compile(config, ranks.device, seconds, splits_backward=splits))
     task, model, optimizer, compiles = _prepare(run, mesh, plan, ranks, precision, compiles=wanted)
-    progress = _find_way_back(run, model, optimizer, mesh, ranks)
+    progress = _find_way_back(run, model, optimizer, ranks)
     if isinstance(model, Pipeline):
         model.refresh_copies()
     if watch is not None:
@@ -95,7 +98,7 @@ def train_run(
         flops_per_token=flops,
         peak_flops=peak,
         measure_peak=measure_peak,
-        save=lambda now: _save(run, model, optimizer, mesh, now, ranks),
+        save=lambda now: _save(run, model, optimizer, now, ranks),
     )
     if config.data.local is not None:
         copy_in_background([each.dataset for each in run.source.sources], Path(config.data.local))
@@ -139,7 +142,11 @@ def _prepare(
     run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
 ) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
-    task, (model, optimizer) = _pretraining(run, ranks.device, compiles), _build(run, mesh, ranks, precision, compiles)
+    rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length, run.corruption)
+    batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
+    source = Loader(batches, pinned=ranks.device.type == "cuda")
+    task = pretraining(source, rows, run.spec, mesh, compiles=compiles)
+    model, optimizer = _build(run, mesh, ranks, precision, compiles)
     if compiles:
         say("Compiling; the first step takes a while.")
     try:
@@ -159,11 +166,16 @@ def _from_compiler(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def _pretraining(run: Run, device: torch.device, compiles: bool) -> Task:
-    rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length, run.corruption)
-    batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
-    source = Loader(batches, pinned=device.type == "cuda")
-    return Pretraining(source, rows, torch.compile(chunk_loss, dynamic=False) if compiles else chunk_loss)
+def pretraining(
+    source: Loader, rows: HeldOut | None, spec: ModelSpec, mesh: DeviceMesh, *, compiles: bool = False
+) -> Pretraining:
+    """The task of pretraining, for what this rank computes of the loss."""
+    vocabulary = Vocabulary.of(mesh, spec.vocabulary)
+    chunk: ChunkLoss = chunk_loss
+    if mesh["tensor"].size() > 1:
+        chunk = divided_chunk_loss(vocabulary.start, vocabulary.group)
+    chunk = torch.compile(chunk, dynamic=False) if compiles else chunk
+    return Pretraining(source, rows, chunk, vocabulary.most, partial(Rows(mesh).of_context, filler=IGNORED))
 
 
 def _build(
@@ -187,7 +199,7 @@ def _build(
         model._apply(disk.zeros_like)
     else:
         model.to_empty(device=torch.device("cpu") if offload.type == "host" else ranks.device)
-    initialise(model, run.spec, run.config.seed)
+    sharing_of(model).initialise(model, run.spec, run.config.seed)
     return model, build_optimizer(run.config.optimizer, model, disk)
 
 
@@ -213,9 +225,7 @@ def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPl
     model.zero_grad(set_to_none=True)
 
 
-def _find_way_back(
-    run: Run, model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, ranks: Ranks
-) -> Progress:
+def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Progress:
     """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why; else the
     weights that it begins with.
 
@@ -241,7 +251,7 @@ def _find_way_back(
             say(f"Beginning with the weights of {run.config.initialize.from_}.")
         return Progress(loss_scale=first_scale(run.config.precision))
     folder = step_folder(run.checkpoints, step)
-    load(folder, checkpoint_tensors(model, optimizer, mesh), whole=not isinstance(model, Pipeline), agree=all_agree)
+    load(folder, checkpoint_tensors(model, optimizer), whole=not isinstance(model, Pipeline), agree=all_agree)
     say(f"Going on from step {step}.")
     kept = read_state(folder)["progress"]
     state = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
@@ -250,9 +260,7 @@ def _find_way_back(
     return progress
 
 
-def _save(
-    run: Run, model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, progress: Progress, ranks: Ranks
-) -> None:
+def _save(run: Run, model: Model, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
     progress.receipt = extend(progress.receipt, run.source, progress.step)
     state = {
         "progress": asdict(progress),
@@ -263,7 +271,7 @@ def _save(
     }
     save(
         step_folder(run.checkpoints, progress.step),
-        checkpoint_tensors(model, optimizer, mesh),
+        checkpoint_tensors(model, optimizer),
         state,
         rank=ranks.rank,
         ranks=ranks.world,
@@ -273,16 +281,12 @@ def _save(
         prune(run.checkpoints, Keep(run.config.checkpoint.keep), current=progress.step)
 
 
-def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, Tensor]:
+def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Everything a checkpoint holds, by logical name; of a pipeline, what the stages of this rank hold."""
-    tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
-    tensors.update((f"optimizer/{name}", tensor) for name, tensor in named_state(optimizer, model))
-    if isinstance(model, Pipeline):
-        # Only the ranks of these stages hold what no engine has divided; the store takes plain tensors for everyone's.
-        stage = mesh["replicate", "shard", "context", "tensor"]
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, DTensor):
-                tensors[name] = DTensor.from_local(tensor, stage, [Replicate()] * stage.ndim, run_check=False)
+    sharing = sharing_of(model)
+    tensors = {f"model/{name}": sharing.logical(name, parameter) for name, parameter in model.named_parameters()}
+    for key, tensor in named_state(optimizer, model):
+        tensors[f"optimizer/{key}"] = sharing.logical(key.partition("/")[2], tensor)
     return tensors
 
 

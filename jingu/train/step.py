@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from jingu.config.batch import BatchPlan
 from jingu.data.batch import Batch
 from jingu.parallel.apply import before_micro_batch
 from jingu.parallel.mesh import data_rank, row_copies
 from jingu.parallel.pipeline import Model, Pipeline
-from jingu.train.optimizer import local
+from jingu.parallel.sharing import local, sharing_of
 from jingu.train.task import Task, to_device
 
 
@@ -69,7 +67,7 @@ def train_step(
     weights = task.weights(model)
     weight_n = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
     total_n = _accumulate(model, task, [to_device(batch, device) for batch in batches], weight_n, zero, scale=scale)
-    norm = scale_gradients(model, mesh, share / scale, clip_norm)
+    norm = scale_gradients(model, share / scale, clip_norm)
     skipped = loss_scale is not None and not bool(norm.isfinite())
     if not skipped:
         optimizer.step()
@@ -107,33 +105,25 @@ def summed_losses(losses_n: Tensor, mesh: DeviceMesh) -> Tensor:
     return summed_over_ranks(losses_n) / (mesh["tensor"].size() * mesh["pipeline"].size())
 
 
-def scale_gradients(model: nn.Module, mesh: DeviceMesh, share: Tensor, largest: float | None) -> Tensor:
+def scale_gradients(model: nn.Module, share: Tensor, largest: float | None) -> Tensor:
     """Multiply the gradients by `share`, and so much more that their global norm does not exceed `largest`.
 
     Returns:
         The global norm before clipping, fp64.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = _global_norm(gradients, mesh) * share
+    sharing_of(model).sum_copies(model)
+    norm = _global_norm(model) * share
     factor = share if largest is None else share * (largest / (norm + 1e-6)).clamp_max(1.0)
-    held = [local(gradient) for gradient in gradients]
-    torch._foreach_mul_(held, factor.to(held[0].device))  # which is main memory where the masters are offloaded
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # main memory where the masters are offloaded
     return norm
 
 
-def _global_norm(gradients: list[Tensor], mesh: DeviceMesh) -> Tensor:
+def _global_norm(model: nn.Module) -> Tensor:
     """The norm of all gradients, each number counted once however many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(_copies(gradient, mesh), []).append(local(gradient))
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            by_copies.setdefault(sharing_of(model).parts[name].copies, []).append(local(parameter.grad))
     squares = [nn.utils.get_total_norm(held).double().square() / copies for copies, held in by_copies.items()]
     return summed_over_ranks(torch.stack(squares).sum()).sqrt()
-
-
-def _copies(tensor: Tensor, mesh: DeviceMesh) -> int:
-    """Number of ranks, of one stage of the pipeline, that hold the same part of a tensor."""
-    ranks = mesh.size() // mesh["pipeline"].size()
-    if not isinstance(tensor, DTensor):
-        return ranks
-    split = (tensor.device_mesh.size(axis) for axis, where in enumerate(tensor.placements) if where.is_shard())
-    return ranks // prod(split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,10 @@ class Pretraining:
     source: Loader
     held_out_rows: HeldOut | None
     chunk: ChunkLoss
+    columns: int | None = None
+    """As in `summed_cross_entropy`."""
+    labels_here: Callable[[Tensor], Tensor] = lambda labels_BT: labels_BT
+    """From the labels of whole rows to those of the tokens whose loss this rank computes."""
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         return self.source.batch(step, first, count)
@@ -82,7 +87,7 @@ class Pretraining:
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            return summed_cross_entropy(hidden_BTD, weight_VD, batch.labels, self.chunk)
+            return summed_cross_entropy(hidden_BTD, weight_VD, self.labels_here(batch.labels), self.chunk, self.columns)
 
         def auxiliary(routings: list[Routing]) -> Tensor:
             assert isinstance(model.spec.feed_forward, Experts)

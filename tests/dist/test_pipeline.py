@@ -105,7 +105,7 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
     mesh = build_mesh(axis_sizes(config.parallel, world, run.spec), device)
     ranks, precision = Ranks(rank, world, rank, world, device), choose_precision(config.precision, device)
     model, optimizer = session._build(run, mesh, ranks, precision, compiles=False)
-    tensors = session.checkpoint_tensors(model, optimizer, mesh)
+    tensors = session.checkpoint_tensors(model, optimizer)
     store.load(source, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
     store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_agree)
     equal = True

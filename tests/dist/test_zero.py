@@ -169,7 +169,7 @@ def test_each_stage_moves_what_it_says(tiny_run, ranks):
 def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
     """Bytes this rank holds, at its optimizer's step, of parameters, of gradients, and of gathered parameters."""
     from jingu.train import step as step_module
-    from jingu.train.optimizer import local
+    from jingu.parallel.sharing import local
 
     found: list[tuple[int, int, int]] = []
 

@@ -1,0 +1,176 @@
+"""Which part of each parameter a rank holds, in every layout.
+
+A model's parameters are divided twice: first along the dims that its parts name (`model.sharding`), among the ranks of
+`tensor` (and a mixture's experts among those of `expert`); then what is left along the first dim, by ZeRO. The engine
+sees only the second division. Checkpoints, first weights and norms see whole tensors: here the two are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from jingu.model.initialise import initial_values
+from jingu.model.sharding import Cut, cuts
+from jingu.model.spec import ModelSpec
+from jingu.parallel.mesh import split_experts, zero_mesh
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one parameter is divided."""
+
+    shape: torch.Size
+    """Of the whole."""
+    mesh: DeviceMesh
+    """`replicate`, ZeRO's axis, and the axes that divide what the table names."""
+    dims: tuple[int | None, ...]
+    """The dim that each axis of the mesh divides; None where its ranks hold copies."""
+    zero_axis: int = 1
+
+    @property
+    def order(self) -> list[int]:
+        """The axes that divide, in their order: ZeRO's comes last."""
+        axes = [axis for axis, dim in enumerate(self.dims) if dim is not None]
+        return sorted(axes, key=lambda axis: axis == self.zero_axis)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The same in PyTorch's words."""
+        placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in self.dims]
+        before = prod(self.mesh.size(axis) for axis in self.order[:-1] if self.dims[axis] == 0)
+        placements[self.zero_axis] = _StridedShard(0, split_factor=before)
+        return tuple(placements)
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same part."""
+        return prod(self.mesh.size(axis) for axis, dim in enumerate(self.dims) if dim is None)
+
+    def cut(self, whole: Tensor, *, zero: bool = True) -> Tensor:
+        """This rank's part of the whole tensor, or what ZeRO has not divided yet."""
+        for axis in self.order if zero else self.order[:-1]:
+            dim = self.dims[axis]
+            assert dim is not None
+            start, count = share(whole.shape[dim], self.mesh.size(axis), self.mesh.get_local_rank(axis))
+            whole = whole.narrow(dim, start, count)
+        return whole
+
+    def logical(self, held: Tensor) -> Tensor:
+        """The whole tensor, of which this rank holds a part, as a DTensor; without copying."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        mine = local(held.detach())
+        return DTensor.from_local(mine, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How all parameters of a model are divided over the mesh."""
+
+    mesh: DeviceMesh
+    parts: Mapping[str, Part]
+    """By the name of the parameter."""
+
+    def logical(self, name: str, held: Tensor) -> Tensor:
+        """The whole of parameter `name`, or of what an optimizer keeps for it, as a DTensor over the ranks of its
+        stage of the pipeline."""
+        part = self.parts[name]
+        if held.dim():
+            return part.logical(held)
+        return DTensor.from_local(held, part.mesh, [Replicate()] * part.mesh.ndim, run_check=False)
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, whole: Callable[[str], Tensor]) -> None:
+        """Fill this rank's parts from whole tensors by name, one after another."""
+        for name, parameter in model.named_parameters():
+            local(parameter).copy_(self.parts[name].cut(whole(name)))
+
+    def initialise(self, model: nn.Module, spec: ModelSpec, seed: int) -> None:
+        """Fill this rank's parts with first weights: those of the same model on one process."""
+        self.fill(model, lambda name: initial_values(name, self.parts[name].shape, spec, seed))
+
+    def sum_copies(self, model: nn.Module) -> None:
+        """Add up the gradients of what ranks of `tensor` hold copies of: each has seen other tokens or heads.
+
+        To be called once a step, when ZeRO has reduced its own.
+        """
+        buckets: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and (axis := self._copied_axis(name)) is not None:
+                buckets.setdefault(self.parts[name].mesh.get_group(axis), []).append(local(parameter.grad))
+        for group, gradients in buckets.items():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def _copied_axis(self, name: str) -> int | None:
+        """The axis, of those right of ZeRO's, whose ranks hold copies of a parameter."""
+        part = self.parts[name]
+        axes = range(part.zero_axis + 1, part.mesh.ndim)
+        return next((axis for axis in axes if part.dims[axis] is None and part.mesh.size(axis) > 1), None)
+
+
+def sharing_of(model: nn.Module) -> Sharing:
+    """How the parameters of a model are divided that `parallelize` has laid out."""
+    sharing = model.sharing
+    assert isinstance(sharing, Sharing)
+    return sharing
+
+
+def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Start and length of a rank's part: equal blocks, rounded up, so that the last may be short (torch.chunk's)."""
+    block = -(-size // ranks)
+    start = min(size, block * rank)
+    return start, min(block, size - start)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plan_sharing(model: nn.Module, mesh: DeviceMesh, kv_heads: int, expert: int) -> Sharing:
+    """The division of a model that is still whole.
+
+    Args:
+        kv_heads: key-value heads of the model; where they are fewer than the ranks of `tensor`, neighbours share one.
+        expert: ranks, of those of shard × context, that share a mixture's experts.
+    """
+    replicate, zero, tensor, join = mesh["replicate"], zero_mesh(mesh), mesh["tensor"], DeviceMesh._concatenate
+    whole = join([replicate, zero, tensor])
+    by_kv_head = None
+    if kv_heads < tensor.size():
+        sizes = (kv_heads, tensor.size() // kv_heads)
+        by_kv_head = join([replicate, zero, tensor._unflatten(0, sizes, ("kv_heads", "kv_copies"))])
+    by_expert = join([replicate, split_experts(zero, expert), tensor]) if expert > 1 else None
+
+    def part(shape: torch.Size, cut: tuple[Cut, ...]) -> Part:
+        dims = {each.kind: each.dim for each in cut}
+        inner = dims.get("inner", dims.get("kv_heads"))
+        if "experts" in dims and by_expert is not None:
+            return Part(shape, by_expert, (None, 0, 0, inner))
+        if "kv_heads" in dims and by_kv_head is not None:
+            return Part(shape, by_kv_head, (None, 0, inner, None))
+        return Part(shape, whole, (None, 0, inner))
+
+    table = cuts(model)
+    return Sharing(mesh, {name: part(parameter.shape, table[name]) for name, parameter in model.named_parameters()})
+
+
+def take_parts(model: nn.Module, sharing: Sharing) -> None:
+    """Leave of each parameter what ZeRO will divide, in place; the model is on the meta device."""
+    for prefix, module in model.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            piece = sharing.parts[f"{prefix}.{leaf}" if prefix else leaf].cut(parameter, zero=False)
+            if piece.shape != parameter.shape:
+                mine = nn.Parameter(torch.empty_like(piece, memory_format=torch.contiguous_format))
+                setattr(module, leaf, mine.requires_grad_(parameter.requires_grad))
