@@ -11,7 +11,7 @@ from jingu.checkpoint.files import read_state, sync_folder, verify
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
+_LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def find_latest(checkpoints: Path) -> Found:
 
 
 def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[int]:
-    """Delete the complete checkpoints that need not stay, and what dead processes left behind.
+    """Delete the complete checkpoints that need not stay, and what dead processes left behind until `current`.
 
-    No save may be going on in `checkpoints`.
+    Only saves of later steps may be going on in `checkpoints`.
 
     Args:
         current: step of the checkpoint just written. Folders of later steps are those that resuming passed over:
@@ -104,7 +104,7 @@ def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[
         folder.rename(hidden)
     if doomed:
         sync_folder(checkpoints)
-    clear_leftovers(checkpoints)
+    clear_leftovers(checkpoints, until=current)
     return doomed
 
 
@@ -113,16 +113,19 @@ def _best(checkpoints: Path, steps: list[int], keep: Keep) -> list[int]:
     measured = []
     for step in steps if keep.best else []:
         try:
-            value = (read_state(step_folder(checkpoints, step)).get("evaluation") or {}).get(keep.metric)
+            progress = read_state(step_folder(checkpoints, step)).get("progress", {})
         except CheckpointError:
             continue
+        value = (progress.get("evaluation") or {}).get(keep.metric)
         if isinstance(value, int | float) and value == value:
             measured.append((value, -step))
     return [-negative for _, negative in sorted(measured)[: keep.best]]
 
 
-def clear_leftovers(checkpoints: Path) -> None:
-    """Delete what processes that died left behind. No save may be going on in `checkpoints`."""
+def clear_leftovers(checkpoints: Path, until: int | None = None) -> None:
+    """Delete what processes that died left behind of steps `until` this one, or of all."""
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if _LEFTOVER.fullmatch(path.name):
+        match = _LEFTOVER.fullmatch(path.name)
+        # Other ranks may have begun to write a later step.
+        if match and (until is None or int(match[1]) <= until):
             shutil.rmtree(path, ignore_errors=True)

@@ -494,8 +494,22 @@ class CheckpointSettings(Settings):
 
     every: NotNegative = 200
     """Steps between checkpoints (also at the end); 0: only at the end."""
+    minutes: Annotated[float, Field(ge=0)] = 0.0
+    """Also save when the last checkpoint is so many minutes old; 0: steps alone decide."""
+    background: bool = True
+    """Write from a copy in main memory while training goes on; false: training waits for the disk."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """When a save is due while the one before is still being written: wait for that, or save no checkpoint."""
     keep: Positive = 2
     """Newest checkpoints kept; older ones are deleted."""
+    keep_every: NotNegative = 0
+    """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
+    keep_best: NotNegative = 0
+    """So many checkpoints are kept whose last evaluation was best; 0: none."""
+    best_by: Literal["loss", "bits_per_byte"] = "loss"
+    """What of an evaluation decides which is best; lower is better."""
+    grace: Positive = 120
+    """Seconds that saving may take when the run is asked to stop; then it leaves with the last checkpoint before."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest complete checkpoint of the run; never: refuse if there is one."""
 

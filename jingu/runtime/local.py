@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores, visible_cards
+from jingu.runtime.signals import PREEMPTED, STOP_SIGNALS, STOPPED
 
 GRACE_SECONDS = 10.0
 """How long the other ranks may take to leave by themselves after one has failed."""
-STOPPED = 130
-"""Exit code of a rank that was asked to stop, and saved."""
 _WATCH_SECONDS = 0.05
 
 Child = subprocess.Popen[bytes]
@@ -33,7 +32,7 @@ def start_local_ranks(
     """Run `jingu ARGUMENTS` as `processes` local ranks; returns the exit code of the one that failed, or 0.
 
     The ranks find each other as under torchrun, by its environment variables and a store that this process holds.
-    SIGINT and SIGTERM are handed on to each rank once, so that all of them save and leave.
+    SIGINT, SIGTERM and SIGUSR1 are handed on to each rank once, so that all of them save and leave.
 
     Args:
         output: a file for what they print, instead of the terminal.
@@ -79,7 +78,7 @@ def _handing_on_signals(children: list[Child]) -> Iterator[None]:
             if child.poll() is None:
                 child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hand_on) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -94,7 +93,7 @@ def _watch(children: list[Child]) -> list[int | None]:
         codes = [child.poll() for child in children]
         if None not in codes:
             return codes
-        if deadline is None and any(code not in (None, 0, STOPPED) for code in codes):
+        if deadline is None and any(code not in (None, 0, STOPPED, PREEMPTED) for code in codes):
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             return codes

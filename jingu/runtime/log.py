@@ -19,6 +19,11 @@ def say(message: str) -> None:
     LOGGER.info(message)
 
 
+def warn(message: str) -> None:
+    """As `say`, of what went wrong while the run goes on."""
+    LOGGER.warning(message)
+
+
 @contextmanager
 def logging_to(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Log into FOLDER/rank-NNNNN.log, and to the terminal too where this is the first rank. What breaks the block
@@ -74,4 +79,5 @@ class _TerminalHandler(logging.Handler):
         from tqdm import tqdm
 
         if record.levelno < logging.ERROR:
-            tqdm.write(record.getMessage(), file=sys.stderr)
+            loud = "WARNING: " if record.levelno == logging.WARNING else ""
+            tqdm.write(loud + record.getMessage(), file=sys.stderr)

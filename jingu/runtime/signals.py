@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the loop finishes its step, saves, and leaves."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a request: the loop finishes its step, saves, and leaves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+STOPPED = 130
+"""Exit code of a rank that a person asked to stop, and that saved."""
+PREEMPTED = 75
+"""Exit code of a rank that a scheduler asked to stop, and that saved: a temporary failure, to be started again."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -19,6 +26,11 @@ class StopRequest:
     def __init__(self, tell: bool = False) -> None:
         self.signal: signal.Signals | None = None
         self._tell = tell
+
+    @property
+    def code(self) -> int:
+        """The exit code that the request asks for; 0 where there is none."""
+        return 0 if self.signal is None else STOPPED if self.signal == signal.SIGINT else PREEMPTED
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
@@ -31,9 +43,9 @@ class StopRequest:
 
 @contextmanager
 def listening(tell: bool = False) -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a `StopRequest` while inside; `tell` the person at the terminal that it came."""
+    """Turn `STOP_SIGNALS` into a `StopRequest` while inside; `tell` the person at the terminal that one came."""
     request = StopRequest(tell)
-    before = {number: signal.signal(number, request._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request._receive) for number in STOP_SIGNALS}
     try:
         yield request
     finally:
@@ -41,8 +53,19 @@ def listening(tell: bool = False) -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+class Told(NamedTuple):
+    """What all ranks know at a step."""
+
+    stop: int
+    """The exit code with which to leave, or 0."""
+    save: bool
+    """Whether some rank wishes to save."""
+    busy: bool
+    """Whether on some rank a save is under way."""
+
+
 class SharedStop:
-    """A stop request that all ranks take at the same step, wherever the signal arrived.
+    """A stop request (and what else ranks wish) that all ranks take at the same step, wherever the signal arrived.
 
     The question of one step is asked in the background and answered at the next, so it costs no waiting.
     """
@@ -50,19 +73,22 @@ class SharedStop:
     def __init__(self, request: StopRequest, world: int) -> None:
         self._request = request
         self._world = world
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
+        self.code = 0
+        """The exit code with which all ranks stop; 0 while they do not."""
 
-    def asked(self) -> bool:
-        """Whether to stop now. Every rank must call this once a step."""
-        if self._world == 1:
-            return self._request.signal is not None
-        if self._work is not None:
-            self._work.wait()
-        stop = bool(self._flag.item())
-        self._flag.fill_(int(self._request.signal is not None))
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
-        return stop
+    def ask(self, save: bool = False, busy: bool = False) -> Told:
+        """Whether to stop now, and what ranks wish. Every rank must call this once a step."""
+        told = mine = [self._request.code, int(save), int(busy)]
+        if self._world > 1:
+            if self._work is not None:
+                self._work.wait()
+            told = self._flags.tolist()
+            self._flags = torch.tensor(mine, dtype=torch.int32)
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
+        self.code = told[0]
+        return Told(told[0], bool(told[1]), bool(told[2]))
 
     def settle(self) -> None:
         """Wait for the question still in flight; call before leaving the group."""

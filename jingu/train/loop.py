@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,40 +14,21 @@ from tqdm import tqdm
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import FP16Settings
-from jingu.data.receipt import Receipt
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks
 from jingu.runtime.signals import SharedStop
 from jingu.train.evaluate import evaluate, write_samples
+from jingu.train.keep import Keeper
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import set_learning_rate
 from jingu.train.precision import LossScale
+from jingu.train.progress import Progress
 from jingu.train.run import Run
 from jingu.train.schedule import learning_rate
 from jingu.train.step import StepResult, train_step
 from jingu.train.task import Task
-
-
-@dataclass
-class Progress:
-    """What a checkpoint must remember besides tensors."""
-
-    step: int = 0
-    """Steps done."""
-    tokens: int = 0
-    """Tokens seen."""
-    seconds: float = 0.0
-    """Time spent training, over all starts of the run; evaluation and saving left out."""
-    loss_sum: float = 0.0
-    """Losses of the steps since the last line of metrics.jsonl."""
-    loss_steps: int = 0
-    evaluation_due: bool = False
-    """Whether the run was stopped at a step that it should have evaluated."""
-    loss_scale: LossScale = field(default_factory=LossScale)
-    receipt: Receipt = field(default_factory=Receipt)
-    """What it has been trained on."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,7 @@ class Loop:
     """Measured peak of all ranks together."""
     measure_peak: Callable[[], float]
     """Measures it again."""
-    save: Callable[[Progress], None]
+    keeper: Keeper
 
 
 def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: MetricsFile | None) -> bool:
@@ -96,9 +77,10 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
             bar.update()
 
             ends = progress.step == steps
-            stops = stop.asked() and not ends
+            told = stop.ask(*loop.keeper.wishes())
+            stops = bool(told.stop) and not ends
             logs = ends or _due(progress.step, config.train.log_every)
-            saves = ends or stops or _due(progress.step, config.checkpoint.every)
+            saves = ends or stops or loop.keeper.due(progress.step, told)
             due = ends or _due(progress.step, config.evaluation.every)
             evaluates, progress.evaluation_due = due and not stops, due and stops
             if logs or evaluates or saves:
@@ -109,8 +91,12 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
                 losses.zero_()
             if evaluates:
                 held_out = _evaluate(loop, progress, metrics)
-            if saves:
-                loop.save(progress)
+            if ends:
+                loop.keeper.save_last(progress)
+            elif stops:
+                loop.keeper.save_last(progress, config.checkpoint.grace, told.stop)
+            elif saves:
+                loop.keeper.save(progress)
             if stops:
                 say(f"Stopped at step {progress.step} of {steps}, and saved. The same command goes on from here.")
                 break
@@ -118,8 +104,8 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
                 meter.skip()
     stop.settle()
     if progress.step >= steps:
-        told = "" if held_out is None else f" with a held-out loss of {held_out:.4f}"
-        say(f"Complete: {steps:,} steps{told}. The checkpoint is {step_folder(loop.run.checkpoints, steps)}.")
+        words = "" if held_out is None else f" with a held-out loss of {held_out:.4f}"
+        say(f"Complete: {steps:,} steps{words}. The checkpoint is {step_folder(loop.run.checkpoints, steps)}.")
     return progress.step >= steps
 
 
@@ -233,7 +219,7 @@ def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> fl
             sequences=None if wanted == "all" else wanted,
             micro_size=loop.plan.micro_size,
         )
-        loss, bits = measured.loss, measured.bits_per_byte
+        loss, bits, progress.evaluation = measured.loss, measured.bits_per_byte, asdict(measured)
         told = "" if bits is None else f", {bits:.4f} bits per byte"
         say(f"step {progress.step}: held-out loss {measured.loss:.4f}{told}")
         if metrics is not None:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from jingu.runtime.files import replace_text
+from jingu.runtime.log import warn
 from jingu.train.run import cannot_write
 
 
@@ -29,9 +30,10 @@ class MetricsFile:
         self._path = path
         try:
             self._keep_until(path, resume_at, evaluated)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise cannot_write(error, path) from error
+        self._waiting, self._told = b"", False
         self._writer = _tensorboard(tensorboard, resume_at) if tensorboard else None
 
     @staticmethod
@@ -51,13 +53,10 @@ class MetricsFile:
         replace_text(path, "".join(f"{line}\n" for line in kept))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line, flushed. Raises JinguError where the disk does not take it."""
+        """Append one line. What the disk does not take waits for the next line; that is told once."""
         record = {"type": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
-        try:
-            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise cannot_write(error, self._path) from error
+        self._waiting += json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        self._flush()
         if self._writer is not None:
             for key, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -65,13 +64,27 @@ class MetricsFile:
                 elif kind == "sample" and key == "text":
                     self._writer.add_text(str(values.get("prompt")), value, step)
 
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                warn(f"{cannot_write(error, self._path)} Training goes on, and the lines wait.")
+            self._told = True
+
     def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what a full disk did not take has been told of
+        self._flush()
+        if self._waiting:
+            lines = self._waiting.count(b"\n")
+            warn(f"{self._path}: {lines} {'line is' if lines == 1 else 'lines are'} lost, for want of room.")
+        with contextlib.suppress(OSError):
             self._file.close()
         if self._writer is not None:
             self._writer.close()

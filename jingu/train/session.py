@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
-from jingu.checkpoint.files import read_state
 from jingu.checkpoint.hub import parameter_shapes
-from jingu.checkpoint.resume import Keep, find_latest, prune, step_folder
-from jingu.checkpoint.store import load, save
+from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import DiskOffloadSettings, RunConfig
 from jingu.data.batches import IGNORED
 from jingu.data.loader import Loader, copy_in_background
-from jingu.data.receipt import Receipt, check_receipt, extend
+from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.count import Shapes, flops_per_token
@@ -36,14 +36,16 @@ from jingu.parallel.stages import SPLIT_BACKWARD
 from jingu.parallel.tensor import Rows, Vocabulary
 from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
-from jingu.runtime.ranks import Ranks, all_agree, from_first
+from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
-from jingu.train.loop import Loop, Progress, short, train_loop
+from jingu.train.keep import Keeper, go_back
+from jingu.train.loop import Loop, short, train_loop
 from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
+from jingu.train.progress import Progress
 from jingu.train.run import Run
 from jingu.train.task import HeldOut, Pretraining, Task, to_device
 
@@ -51,8 +53,6 @@ COMPILE_SECONDS = 30.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
 COMPILE_GAIN = 0.05
 """Share of a run's time that compiled blocks save, at least."""
-NONE, NO_GOOD_ONE = -1, -2
-"""In place of a step: the run has no checkpoint, or only damaged ones."""
 
 
 def train_run(
@@ -87,45 +87,40 @@ def train_run(
         model.refresh_copies()
     if watch is not None:
         watch(model, mesh)
-    loop = Loop(
-        run=run,
-        task=task,
-        model=model,
-        optimizer=optimizer,
-        mesh=mesh,
-        plan=plan,
-        ranks=ranks,
-        flops_per_token=flops,
-        peak_flops=peak,
-        measure_peak=measure_peak,
-        save=lambda now: _save(run, model, optimizer, now, ranks),
-    )
     if config.data.local is not None:
         copy_in_background([each.dataset for each in run.source.sources], Path(config.data.local))
     say(_summary(run, plan, ranks, precision, compiles, parameters))
     if progress.step >= config.train.steps:
         say(f"The run is complete already: {progress.step} steps are done.")
         return True
-    resumed = progress.step or None
-    if not ranks.is_first:
-        return train_loop(loop, progress, stop, None)
-    board = run.folder / "tensorboard" if config.train.tensorboard else None
-    file = run.folder / "metrics.jsonl"
-    with MetricsFile(file, resume_at=resumed, evaluated=not progress.evaluation_due, tensorboard=board) as metrics:
-        metrics.write(
-            "start",
-            progress.step,
-            time=datetime.now(UTC).isoformat(timespec="seconds"),
-            version=__version__,
-            torch=torch.__version__,
-            ranks=ranks.world,
-            device=ranks.device.type,
-            precision=precision.name,
-            compile=compiles,
-            parameters=parameters,
+    start = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "torch": torch.__version__,
+        "ranks": ranks.world,
+        "device": ranks.device.type,
+        "precision": precision.name,
+        "compile": compiles,
+        "parameters": parameters,
+        "peak_flops": peak,
+        "tokens_per_step": plan.tokens_per_step,
+    }
+    with (
+        Keeper(run, ranks, lambda: checkpoint_tensors(model, optimizer)) as keeper,
+        _metrics(run, ranks, progress, start) as metrics,
+    ):
+        loop = Loop(
+            run=run,
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            mesh=mesh,
+            plan=plan,
+            ranks=ranks,
+            flops_per_token=flops,
             peak_flops=peak,
-            tokens_per_step=plan.tokens_per_step,
-            resumed_from=resumed,
+            measure_peak=measure_peak,
+            keeper=keeper,
         )
         return train_loop(loop, progress, stop, metrics)
 
@@ -136,6 +131,19 @@ def _flops_of_text(run: Run, shapes: Shapes) -> float:
     if cut is None:
         return flops_per_token(run.spec, shapes, length)
     return flops_per_token(run.spec, shapes, cut.target_length, cut.source_length) * cut.target_length / length
+
+
+@contextmanager
+def _metrics(run: Run, ranks: Ranks, progress: Progress, start: dict[str, Any]) -> Iterator[MetricsFile | None]:
+    """The first rank's file, with the line of this start; None on the others."""
+    if not ranks.is_first:
+        yield None
+        return
+    resumed, board = progress.step or None, run.folder / "tensorboard" if run.config.train.tensorboard else None
+    file = run.folder / "metrics.jsonl"
+    with MetricsFile(file, resume_at=resumed, evaluated=not progress.evaluation_due, tensorboard=board) as metrics:
+        metrics.write("start", progress.step, **start, resumed_from=resumed)
+        yield metrics
 
 
 def _prepare(
@@ -232,53 +240,23 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
     Raises:
         JinguError: there are checkpoints, and none of them is good.
     """
-    step = NONE
-    if ranks.is_first:
-        found = find_latest(run.checkpoints)
-        for folder, reason in found.passed_over:
-            say(f"Passing over {folder.name}: {reason}.")
-        step = found.step if found.step is not None else NO_GOOD_ONE if found.passed_over else NONE
-    step = from_first(step)
-    if step == NO_GOOD_ONE:
-        raise JinguError(
-            "the run has checkpoints, and none of them is good.",
-            where=run.checkpoints,
-            fix="Restore one from a copy, or delete the folder to start the run over.",
-        )
-    if step == NONE:
+
+    def fill(folder: Path) -> None:
+        tensors = checkpoint_tensors(model, optimizer)
+        load(folder, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
+
+    state = go_back(run.checkpoints, ranks, fill)
+    if state is None:
         if run.config.initialize.from_ is not None:
             begin_with(model, Path(run.config.initialize.from_))
             say(f"Beginning with the weights of {run.config.initialize.from_}.")
         return Progress(loss_scale=first_scale(run.config.precision))
-    folder = step_folder(run.checkpoints, step)
-    load(folder, checkpoint_tensors(model, optimizer), whole=not isinstance(model, Pipeline), agree=all_agree)
-    say(f"Going on from step {step}.")
-    kept = read_state(folder)["progress"]
-    state = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
-    progress = Progress(**{**kept, **state})
-    check_receipt(progress.receipt, run.source, folder)
+    kept = state["progress"]
+    say(f"Going on from step {kept['step']}.")
+    parts = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
+    progress = Progress(**{**kept, **parts})
+    check_receipt(progress.receipt, run.source, step_folder(run.checkpoints, progress.step))
     return progress
-
-
-def _save(run: Run, model: Model, optimizer: torch.optim.Optimizer, progress: Progress, ranks: Ranks) -> None:
-    progress.receipt = extend(progress.receipt, run.source, progress.step)
-    state = {
-        "progress": asdict(progress),
-        "data": run.data_receipt,
-        "seed": run.config.seed,
-        "ranks": ranks.world,
-        "versions": {"jingu": __version__, "torch": torch.__version__},
-    }
-    save(
-        step_folder(run.checkpoints, progress.step),
-        checkpoint_tensors(model, optimizer),
-        state,
-        rank=ranks.rank,
-        ranks=ranks.world,
-        agree=all_agree,
-    )
-    if ranks.is_first:
-        prune(run.checkpoints, Keep(run.config.checkpoint.keep), current=progress.step)
 
 
 def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.devices import choose_cards
-from jingu.runtime.local import STOPPED, start_local_ranks
+from jingu.runtime.local import start_local_ranks
 from jingu.runtime.log import logging_to, one_voice, say
 from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
 from jingu.runtime.signals import SharedStop, StopRequest, listening
@@ -33,7 +33,8 @@ def train(
         devices: CUDA cards to start ranks on, as `choose_cards` reads them.
 
     Returns:
-        The exit code: 0 when the run is complete, 130 where it was asked to stop and saved.
+        The exit code: 0 when the run is complete, 130 where a person asked it to stop, 75 where a
+        scheduler did, and it saved.
 
     Raises:
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to go on.
@@ -69,7 +70,8 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: P
             listener = Trace(trace, ranks.rank, plan.rows_per_rank)
             stack.callback(listener.write)
             watch = listener.attach
-        return 0 if train_run(run, plan, ranks, SharedStop(request, ranks.world), watch) else STOPPED
+        stop = SharedStop(request, ranks.world)
+        return 0 if train_run(run, plan, ranks, stop, watch) else stop.code
 
 
 def open_with_plan(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:

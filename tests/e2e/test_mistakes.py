@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 import re
 import shutil
@@ -239,8 +238,8 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
-    """The last good checkpoint stays, and with room again the same command goes on from it."""
-    changes = {"train.steps": 6, "checkpoint.every": 2}
+    """Training goes on; the last good checkpoint stays, and with room again the same command goes on from it."""
+    changes = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.background": False}
     real, saves = files.write_all, []
 
     def filling_up(*arguments: Any) -> None:
@@ -254,10 +253,10 @@ def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
     assert main(["train", run_yaml(said), "train.steps=2", "name=counting"]) == 0
     calls_of_a_save, saves[:] = len(saves), []
     words = said(changes, untouched=False)
-    assert words.endswith(
-        "jingu: runs/run/checkpoints/step-00000004: the checkpoint could not be saved (rank 0: No space left on "
-        "device). Earlier checkpoints are untouched. Make room or mend the disk."
-    )
+    why = "the checkpoint could not be saved (rank 0: No space left on device). Earlier checkpoints are untouched."
+    where = "runs/run/checkpoints/step-0000000"
+    assert f"WARNING: {where}4: {why} Make room or mend the disk. Training goes on without this checkpoint.\n" in words
+    assert words.endswith(f"jingu: {where}6: {why} Make room or mend the disk.")
     assert "Traceback" not in words
     assert [path.name for path in Path("runs/run/checkpoints").iterdir()] == ["step-00000002"]
     assert main(["checkpoint", "verify", "runs/run"]) == 0
@@ -266,20 +265,41 @@ def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
     assert sorted(path.name for path in Path("runs/run/checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_the_disk_is_full_for_metrics(said, monkeypatch):
-    class Full(io.StringIO):
-        def flush(self) -> None:
-            raise FULL
+def test_the_disk_is_full_for_metrics(capsys, monkeypatch, done, tiny_run):
+    """The lines wait, and reach the file when there is room again; a line that was cut is completed."""
+    real, writes, limit = Path.open, [], 0
 
-    real = Path.open
+    class Filling:
+        def __init__(self, file: Any) -> None:
+            self.write, self.close, self._file = self._write, file.close, file
+
+        def _write(self, data: bytes) -> int:
+            writes.append(1)
+            if 3 < len(writes) < limit:
+                if len(writes) % 2:
+                    raise FULL
+                return self._file.write(data[:5])
+            return self._file.write(data)
 
     def opening(self: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-        return Full() if self.name == "metrics.jsonl" and mode == "a" else real(self, mode, *arguments, **keywords)
+        file = real(self, mode, *arguments, **keywords)
+        return Filling(file) if self.name == "metrics.jsonl" and mode == "ab" else file
+
+    def trained(name: str, steps: int) -> str:
+        writes.clear()
+        Path("run.yaml").write_text(dump_yaml(tiny_run({"train.steps": steps}, name=name)), encoding="utf-8")
+        assert main(["train", "run.yaml"]) == 0
+        return capsys.readouterr().err
 
     monkeypatch.setattr(Path, "open", opening)
-    assert said(untouched=False).endswith(
-        "jingu: runs/run/metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs=...)."
-    )
+    assert "WARNING" not in trained("undisturbed", 6)
+    limit = 8
+    full = "metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs=...). Training goes on"
+    assert trained("full", 6).count(full) == 1
+    steps = [done(tiny_run(name=name)).column("step") for name in ("undisturbed", "full")]
+    assert steps[0] == steps[1] == [1, 2, 3, 4, 5, 6]
+    limit = 10**9
+    assert "metrics.jsonl: 4 lines are lost, for want of room.\n" in trained("short", 6)
 
 
 def test_the_disk_is_full_before_the_first_step(said, monkeypatch):

@@ -78,7 +78,7 @@ def stopping(rank: int, world: int, asked_at: int, who: int) -> int:
     for step in range(10):
         if step == asked_at and rank == who:
             request.signal = signal.SIGTERM
-        if stop.asked():
+        if stop.ask().stop:
             stop.settle()
             return step
     stop.settle()

@@ -1,0 +1,198 @@
+"""When a run saves, and how: in the background while it goes on, at once where it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu import __version__
+from jingu.checkpoint.background import BackgroundSaver
+from jingu.checkpoint.files import read_state
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, prune, step_folder
+from jingu.checkpoint.store import MismatchError, save
+from jingu.data.receipt import extend
+from jingu.errors import JinguError
+from jingu.runtime.log import say, warn
+from jingu.runtime.ranks import Ranks, all_agree, from_first
+from jingu.runtime.signals import Told
+from jingu.train.progress import Progress
+from jingu.train.run import Run
+
+NONE = -1
+"""In place of a step: there is no further checkpoint."""
+
+
+class Keeper:
+    """Saves a run as `checkpoint` of its configuration has it. Every rank has one, and all take the same steps."""
+
+    def __init__(self, run: Run, ranks: Ranks, tensors: Callable[[], dict[str, Tensor]]) -> None:
+        """Prepare for the saves to come: take the memory that those in the background need.
+
+        Args:
+            tensors: gives what is to be saved, by logical name.
+        """
+        self._run, self._ranks, self._tensors = run, ranks, tensors
+        self._settings = settings = run.config.checkpoint
+        self._keep = Keep(settings.keep, settings.keep_every, settings.keep_best, settings.best_by)
+        self._saver: BackgroundSaver | None = None
+        self._saved_step, self._saved_at = -1, time.monotonic()
+        often = 0 < settings.every < run.config.train.steps or settings.minutes
+        if settings.background and often:
+            self._saver = BackgroundSaver(tensors(), rank=ranks.rank, ranks=ranks.world)
+            say(f"Checkpoints are written in the background, from a copy of {self._saver.bytes / 1e6:,.1f} MB a rank.")
+
+    def wishes(self) -> tuple[bool, bool]:
+        """What the first rank would have all ranks know: that it is time to save; that a save is under way."""
+        if self._saver is not None:
+            self._hear(0.0)
+        minutes = (time.monotonic() - self._saved_at) / 60
+        late = bool(self._settings.minutes) and minutes >= self._settings.minutes
+        return late and self._ranks.is_first, self._saver is not None and self._saver.busy and self._ranks.is_first
+
+    def due(self, step: int, told: Told) -> bool:
+        """Whether to save after this step in the middle of the run; `told` is what all ranks know."""
+        every = self._settings.every
+        # Right after a save the clock's wish is one from before it.
+        late = told.save and step > self._saved_step + 1
+        if not (late or (every > 0 and step % every == 0)):
+            return False
+        if told.busy and self._settings.when_busy == "skip":
+            warn(f"No checkpoint at step {step}: the one before it is still being written.")
+            self._note(step)
+            return False
+        return True
+
+    def _note(self, step: int) -> None:
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def save(self, progress: Progress) -> None:
+        """Save in the middle of the run; where it fails, training goes on."""
+        if self._saver is None:
+            try:
+                self._save_now(progress)
+            except CheckpointError as error:
+                warn(f"{error} Training goes on without this checkpoint.")
+        else:
+            self._hear(None)
+            folder = step_folder(self._run.checkpoints, progress.step)
+            self._saver.save(folder, self._tensors(), self._state(progress), progress.step, self._keep)
+        self._note(progress.step)
+
+    def save_last(self, progress: Progress, grace: float | None = None, code: int = 0) -> None:
+        """Save before the run ends, and return when all of it is on disk.
+
+        Args:
+            grace: leave, with the exit code, where that takes more seconds; what is on disk by then stays good.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        timer = None
+        if grace is not None:
+            timer = threading.Timer(grace, self._leave, (progress.step, grace, code))
+            timer.daemon = True
+            timer.start()
+        self._hear(None)
+        self._save_now(progress)
+        if timer is not None:
+            timer.cancel()
+
+    def _leave(self, step: int, grace: float, code: int) -> None:
+        warn(f"Step {step} could not be saved within {grace:,.0f} s (checkpoint.grace); leaving without it.")
+        os._exit(code)
+
+    def _hear(self, seconds: float | None) -> None:
+        """What became of the save in the background, if there is one; at most so many seconds, or till its end."""
+        outcome = self._saver.poll(seconds) if self._saver is not None else None
+        if outcome is not None and outcome.problem is not None:
+            warn(f"{outcome.folder}: {outcome.problem} Training goes on without this checkpoint.")
+
+    def _save_now(self, progress: Progress) -> None:
+        save(
+            step_folder(self._run.checkpoints, progress.step),
+            self._tensors(),
+            self._state(progress),
+            rank=self._ranks.rank,
+            ranks=self._ranks.world,
+            agree=all_agree,
+        )
+        if self._ranks.is_first:
+            prune(self._run.checkpoints, self._keep, current=progress.step)
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        """What is not a tensor. Seed and step are all there is of random states: every draw follows from them."""
+        progress.receipt = extend(progress.receipt, self._run.source, progress.step)
+        return {
+            "progress": asdict(progress),
+            "data": self._run.data_receipt,
+            "seed": self._run.config.seed,
+            "ranks": self._ranks.world,
+            "configuration": self._run.config.model_dump(mode="json"),
+            "versions": {"jingu": __version__, "torch": torch.__version__},
+        }
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        """What is still being written is finished, unless something broke the run off."""
+        if self._saver is not None:
+            if kind is None:
+                self._hear(None)
+            self._saver.close()
+
+
+def go_back(checkpoints: Path, ranks: Ranks, fill: Callable[[Path], None]) -> dict[str, Any] | None:
+    """Fill the run's tensors from its newest good checkpoint; say which were passed over and why.
+
+    Every byte is checked as it is read, so a checkpoint need not be read twice to be trusted.
+
+    Args:
+        fill: loads a checkpoint on all ranks, or raises a CheckpointError on all of them.
+
+    Returns:
+        The state beside the tensors; None where the run has no checkpoint.
+
+    Raises:
+        JinguError: there are checkpoints, and none of them is good.
+        MismatchError: a good one is of other tensors.
+    """
+    if ranks.is_first:
+        clear_leftovers(checkpoints)
+    steps = all_steps(checkpoints) if ranks.is_first else []
+    while (step := from_first(steps.pop() if steps else NONE)) != NONE:
+        folder = step_folder(checkpoints, step)
+        try:
+            fill(folder)
+            state, error = _state_of(folder)
+            if all_agree(error is None):
+                return state
+        except MismatchError:
+            raise
+        except CheckpointError as caught:
+            error = caught
+        why = "another rank could not read it; its log says why." if error is None else error.what
+        say(f"Passing over {folder.name}: {why}")
+    if not all_agree(not all_steps(checkpoints)):
+        raise JinguError(
+            "the run has checkpoints, and none of them is good.",
+            where=checkpoints,
+            fix="Restore one from a copy, or delete the folder to start the run over.",
+        )
+    return None
+
+
+def _state_of(folder: Path) -> tuple[dict[str, Any], CheckpointError | None]:
+    try:
+        return read_state(folder), None
+    except CheckpointError as error:
+        return {}, error

@@ -1,0 +1,229 @@
+"""Saving while training goes on: what lands is the step it claims to be, and nothing that fails stops the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.background import BackgroundSaver, Outcome
+from jingu.checkpoint.files import partial_name, read_state, verify
+from jingu.checkpoint.resume import Keep, all_steps, step_folder
+from jingu.checkpoint.store import load, read_tensor
+
+
+def some_state() -> dict[str, Tensor]:
+    """Weights, a moment and a counter; one of them not contiguous, one of another dtype."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model/w": torch.randn(70, 33, generator=generator).t(),
+        "model/b": torch.randn(5, generator=generator).bfloat16(),
+        "optimizer/exp_avg/w": torch.randn(33, 70, generator=generator, dtype=torch.float64),
+        "optimizer/step/w": torch.zeros((), dtype=torch.float32),
+        "nothing": torch.empty(0, 3),
+    }
+
+
+def train(tensors: dict[str, Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor.add_(1)
+
+
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
+    assert verify(folder) == []
+    for name, tensor in expected.items():
+        assert torch.equal(read_tensor(folder, name), tensor), name
+
+
+def pause(saver: BackgroundSaver) -> None:
+    """Stop the process that writes; it goes on with `resume`."""
+    os.kill(saver._process.pid, signal.SIGSTOP)
+
+
+def resume(saver: BackgroundSaver) -> None:
+    os.kill(saver._process.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    return some_state()
+
+
+@pytest.fixture
+def saver(tensors):
+    made = BackgroundSaver(tensors)
+    yield made
+    made.close()
+    assert made._process.returncode is not None
+
+
+def test_what_lands_is_the_step_it_claims(saver, tensors, tmp_path):
+    """Writing is held up while training changes every tensor; the memory of the copy is used again and again."""
+    assert saver.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    for step in range(1, 5):
+        train(tensors)
+        expected, folder = copies(tensors), step_folder(tmp_path, step)
+        pause(saver)
+        saver.save(folder, tensors, {"step": step}, step, Keep(10))
+        assert saver.busy and saver.poll() is None
+        train(tensors)
+        assert not folder.exists()
+        resume(saver)
+        assert saver.poll(None) == Outcome(folder, None)
+        assert not saver.busy
+        assert_holds(folder, expected)
+        assert read_state(folder) == {"step": step}
+    assert all_steps(tmp_path) == [1, 2, 3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+
+
+def test_it_clears_away_what_is_not_kept(saver, tensors, tmp_path):
+    for step in range(1, 8):
+        saver.save(step_folder(tmp_path, step), tensors, {}, step, Keep(2, every=3))
+        assert saver.poll(None).problem is None
+    assert all_steps(tmp_path) == [3, 6, 7]
+
+
+def test_the_bytes_are_those_of_a_save_that_waits(saver, tensors, tmp_path):
+    from jingu.checkpoint.store import save
+
+    saver.save(step_folder(tmp_path / "a", 1), tensors, {"step": 1}, 1, Keep())
+    save(step_folder(tmp_path / "b", 1), tensors, {"step": 1})
+    assert saver.poll(None).problem is None
+    a, b = (step_folder(tmp_path / name, 1) for name in "ab")
+    files = sorted(path.name for path in a.iterdir())
+    assert files == sorted(path.name for path in b.iterdir())
+    assert all((a / name).read_bytes() == (b / name).read_bytes() for name in files)
+
+
+def test_where_the_process_that_writes_dies_the_next_save_has_another(saver, tensors, tmp_path):
+    pause(saver)
+    saver.save(step_folder(tmp_path, 1), tensors, {}, 1, Keep())
+    os.kill(saver._process.pid, signal.SIGKILL)
+    outcome = saver.poll(None)
+    assert outcome.problem == "the process that writes it ended by SIGKILL"
+    train(tensors)
+    saver.save(step_folder(tmp_path, 2), tensors, {}, 2, Keep())
+    assert saver.poll(None) == Outcome(step_folder(tmp_path, 2), None)
+    assert_holds(step_folder(tmp_path, 2), tensors)
+
+
+def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
+    (tmp_path / "file").touch()
+    saver.save(tmp_path / "file" / "step-00000001", tensors, {}, 1, Keep())
+    assert "Not a directory" in saver.poll(None).problem
+    (tmp_path / "step-00000002").mkdir()
+    partial_name(tmp_path / "step-00000003").touch()
+    saver.save(step_folder(tmp_path, 3), tensors, {}, 3, Keep())
+    assert "File exists" in saver.poll(None).problem
+    partial_name(tmp_path / "step-00000003").unlink()
+    saver.save(step_folder(tmp_path, 3), tensors, {}, 3, Keep())
+    assert saver.poll(None).problem is None
+    assert_holds(step_folder(tmp_path, 3), tensors)
+
+
+def test_what_another_rank_has_begun_to_write_of_a_later_step_stays(saver, tensors, tmp_path):
+    for step in (1, 3):
+        partial_name(step_folder(tmp_path, step)).mkdir()
+    saver.save(step_folder(tmp_path, 2), tensors, {}, 2, Keep())
+    assert saver.poll(None).problem is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000003.partial", "step-00000002"]
+
+
+def test_other_tensors_than_at_the_start_are_refused(saver, tensors, tmp_path):
+    with pytest.raises(ValueError, match="no longer what they were"):
+        saver.save(step_folder(tmp_path, 1), {**tensors, "model/b": torch.zeros(6)}, {}, 1, Keep())
+
+
+def test_ctrl_c_is_not_for_the_process_that_writes(saver, tensors, tmp_path):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        saver.save(step_folder(tmp_path, 1), tensors, {}, 1, Keep())
+        assert saver.poll(None).problem is None
+        os.kill(saver._process.pid, number)
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from jingu.checkpoint.background import BackgroundSaver
+from jingu.checkpoint.resume import Keep
+tensors = {"w": torch.zeros(5)}
+saver = BackgroundSaver(tensors)
+os.kill(saver._process.pid, signal.SIGSTOP)
+saver.save(Path(sys.argv[1]), tensors, {}, 1, Keep())
+print(saver._process.pid, flush=True)
+os.kill(saver._process.pid, signal.SIGCONT)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_training_takes_the_process_that_writes_along(tmp_path):
+    folder = step_folder(tmp_path, 1)
+    process = subprocess.Popen([sys.executable, "-c", DIES, str(folder)], stdout=subprocess.PIPE, text=True)
+    writer = psutil.Process(int(process.stdout.readline()))
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    assert psutil.wait_procs([writer], timeout=60)[1] == []
+    assert not folder.exists() or verify(folder) == []
+
+
+# Several ranks
+
+
+def sharded(rank: int, world: int) -> dict[str, Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    return {"w": distribute_tensor(torch.arange(35.0).reshape(7, 5), mesh, [Shard(0)]), "plain": torch.arange(9.0)}
+
+
+def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
+    """Rank 1's process is held up, then killed, then works."""
+    import torch.distributed as dist
+
+    tensors, said = sharded(rank, world), []
+    saver = BackgroundSaver(tensors, rank=rank, ranks=world)
+    for step, fate in ((1, "late"), (2, "dies"), (3, "works")):
+        if rank == 1 and fate != "works":
+            pause(saver)
+        saver.save(step_folder(folder, step), tensors, {"step": step}, step, Keep(3))
+        if rank == 0:
+            said.append(saver.poll(0.05 if fate == "late" else 0.0) is None or fate == "works")
+        dist.barrier()
+        if rank == 1 and fate == "late":
+            resume(saver)
+        if rank == 1 and fate == "dies":
+            os.kill(saver._process.pid, signal.SIGKILL)
+        outcome = saver.poll(None)
+        said.append(outcome.problem if outcome else None)
+        dist.barrier()
+    saver.close()
+    return said
+
+
+def test_the_first_rank_waits_for_all_parts_and_hears_of_failures(tmp_path, ranks):
+    first, second = ranks.run(save_on_two, 2, tmp_path)
+    died = "the process that writes it ended by SIGKILL"
+    assert second == [None, died, None]
+    assert first[:2] == [True, None] and first[5] is None
+    assert first[3] == f"the checkpoint could not be saved (rank 1: {died})."
+    assert all_steps(tmp_path) == [1, 3]
+    for step in (1, 3):
+        whole = {"w": torch.zeros(7, 5), "plain": torch.zeros(9)}
+        load(step_folder(tmp_path, step), whole)
+        assert torch.equal(whole["w"], torch.arange(35.0).reshape(7, 5))
+        assert torch.equal(whole["plain"], torch.arange(9.0))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

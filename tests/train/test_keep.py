@@ -1,0 +1,156 @@
+"""When a run saves, what stays, and that saving in the background changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.checkpoint.background import BackgroundSaver
+from jingu.checkpoint.files import names, read_state
+from jingu.checkpoint.resume import all_steps, step_folder
+from jingu.checkpoint.store import read_tensor
+from jingu.config.schema import RunConfig
+from jingu.runtime.signals import Told
+from jingu.train import keep
+from jingu.train.keep import Keeper
+from jingu.train.progress import Progress
+from jingu.train.run import open_run
+from jingu.train.verbs import train
+from tests.conftest import this_rank
+
+
+@pytest.fixture(autouse=True)
+def quick(peak: None) -> None:
+    """No run here measures the machine."""
+
+
+class HeldUp(BackgroundSaver):
+    """Writes nothing of a step before training has come to the next save."""
+
+    def save(self, *arguments: Any, **keywords: Any) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+        super().save(*arguments, **keywords)
+
+    def poll(self, seconds: float | None = 0.0) -> Any:
+        if seconds is None:
+            os.kill(self._process.pid, signal.SIGCONT)
+        return super().poll(seconds)
+
+
+def checkpoints(config: RunConfig) -> dict[int, dict[str, Any]]:
+    """All that a run's checkpoints hold, by step, without times."""
+    folder, found = Path(config.runs) / config.name / "checkpoints", {}
+    for step in all_steps(folder):
+        here = step_folder(folder, step)
+        state = read_state(here)["progress"]
+        found[step] = {name: read_tensor(here, name) for name in names(here)} | {"progress": {**state, "seconds": 0}}
+    return found
+
+
+def test_held_up_writing_saves_the_steps_it_claims(tiny_run, monkeypatch):
+    """Weights, moments and counters of every checkpoint, beside a run that waits for each save."""
+    settings = {"checkpoint.every": 3, "checkpoint.keep": 99, "precision.type": "fp32", "evaluation.every": 3}
+    waits = tiny_run({**settings, "checkpoint.background": False}, name="waits")
+    assert train(waits) == 0
+    monkeypatch.setattr(keep, "BackgroundSaver", HeldUp)
+    goes_on = tiny_run(settings, name="goes-on")
+    assert train(goes_on) == 0
+    expected, found = checkpoints(waits), checkpoints(goes_on)
+    assert list(found) == list(expected) == [3, 6, 9, 12, 15, 18, 20]
+    for step, tensors in expected.items():
+        assert found[step].keys() == tensors.keys()
+        for name, value in tensors.items():
+            same = torch.equal(found[step][name], value) if name != "progress" else found[step][name] == value
+            assert same, (step, name)
+    # The copy would show it if it had been written too late: no two of them are equal.
+    assert len({float(tensors["optimizer/step/norm.weight"].sum()) for tensors in expected.values()}) == len(expected)
+
+
+def test_the_best_and_every_so_many_stay(tiny_run, done):
+    config = tiny_run(
+        {"checkpoint.every": 2, "checkpoint.keep": 1, "checkpoint.keep_every": 8, "checkpoint.keep_best": 2}
+        | {"evaluation.every": 2, "optimizer.lr": 0.3, "schedule": {"type": "constant", "warmup": 0}}
+    )
+    assert train(config) == 0
+    losses = dict(
+        zip(done(config).column("step", "evaluation"), done(config).column("loss", "evaluation"), strict=True)
+    )
+    best = sorted(losses, key=lambda step: losses[step])[:2]
+    assert 20 not in best, "a run that gets worse is what this test needs"
+    assert set(checkpoints(config)) == {8, 16, 20, *best}
+    state = read_state(done(config).checkpoint())
+    assert state["progress"]["evaluation"]["loss"] == losses[20]
+    assert state["configuration"]["optimizer"]["lr"] == 0.3
+
+
+@pytest.fixture
+def keeper(tiny_run, monkeypatch):
+    """Makes a keeper of a run, with a clock that the test moves."""
+    made = []
+    now = [0.0]
+    monkeypatch.setattr(keep.time, "monotonic", lambda: now[0])
+
+    def make(**changes: Any) -> Keeper:
+        settings = {f"checkpoint.{key}": value for key, value in changes.items()}
+        run = open_run(tiny_run(settings))
+        run.checkpoints.mkdir(parents=True)
+        made.append(Keeper(run, this_rank(0, 1), lambda: {"w": torch.ones(3)}))
+        return made[-1]
+
+    make.now = now
+    yield make
+    for each in made:
+        each.__exit__(None, None, None)
+
+
+def test_saves_are_due_by_steps_and_by_the_clock(keeper, monkeypatch):
+    made, now = keeper(every=4, minutes=2.0, background=False), keeper.now
+    monkeypatch.setattr(keep, "save", lambda *_, **__: None)
+    due = []
+    for step in range(1, 16):
+        now[0] += 30
+        if made.due(step, Told(0, made.wishes()[0], False)):
+            due.append(step)
+            made.save(Progress(step=step))
+    assert due == [4, 8, 12]
+    made._settings = made._settings.model_copy(update={"every": 0})
+    due = [step for step in range(16, 27) if now.__setitem__(0, now[0] + 30) or _saves(made, step)]
+    assert due == [16, 20, 24]
+
+
+def _saves(made: Keeper, step: int) -> bool:
+    saves = made.due(step, Told(0, made.wishes()[0], False))
+    if saves:
+        made.save(Progress(step=step))
+    return saves
+
+
+def test_the_clock_s_wish_from_before_a_save_does_not_count(keeper, monkeypatch):
+    made = keeper(every=5, minutes=1.0, background=False)
+    monkeypatch.setattr(keep, "save", lambda *_, **__: None)
+    made.save(Progress(step=5))
+    assert not made.due(6, Told(0, True, False))
+    assert made.due(7, Told(0, True, False))
+
+
+def test_a_save_that_comes_too_soon_waits_or_is_left_out(keeper, caplog):
+    waits = keeper(every=1)
+    assert waits.due(2, Told(0, False, True))
+    skips = waits
+    skips._settings = skips._settings.model_copy(update={"when_busy": "skip"})
+    assert not skips.due(2, Told(0, False, True))
+    assert skips.due(2, Told(0, False, False))
+
+
+def test_saving_that_takes_too_long_before_the_end_is_given_up(keeper, monkeypatch):
+    made, left, codes = keeper(every=0), threading.Event(), []
+    monkeypatch.setattr(keep, "save", lambda *_, **__: left.wait(60))
+    monkeypatch.setattr(keep.os, "_exit", lambda code: (codes.append(code), left.set()))
+    made.save_last(Progress(step=3), grace=0.01, code=75)
+    assert codes == [75]
