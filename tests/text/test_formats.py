@@ -137,6 +137,25 @@ def test_a_llama_folder_that_has_only_its_model(tmp_path: Path) -> None:
         assert ours.encode(text) == reference.encode(text)
 
 
+def test_a_t5_folder_that_has_only_its_model(tmp_path: Path) -> None:
+    """Its sentinels are counted in the configuration, and numbered backwards; transformers' T5Tokenizer does so."""
+    data = trained("unigram", fallback=False, normal=True, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    (tmp_path / "spiece.model").write_bytes(data)
+    config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 7, "eos_token": "</s>", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.T5Tokenizer(extra_ids=7).get_vocab()
+    ours = Tokenizer.load(tmp_path)
+    sentinels = {name: id_ for name, id_ in ours.special_tokens.items() if name.startswith("<extra_id_")}
+    assert list(sentinels) == sorted((n for n in theirs if n.startswith("<extra_id_")), key=theirs.__getitem__)
+    assert list(sentinels.values()) == list(range(650, 657))
+    assert (ours.vocabulary, ours.start_id, ours.end_id) == (657, 0, 1)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=data)
+    for text in TEXTS:
+        assert ours.encode(text) == reference.encode(text)
+    parts = [reference.encode("def"), [656], reference.encode("return")]
+    assert ours.encode("def <extra_id_0> return", special=True) == [id_ for part in parts for id_ in part]
+
+
 def ranks_of(tokenizer: Tokenizer) -> dict[bytes, int]:
     """Those of a byte-level BPE, in the order in which it was learned: bytes, then merges."""
     bytes_of = {letter: byte for byte, letter in LETTERS.items()}
