@@ -53,6 +53,8 @@ def generate(
     name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
     decoder = load_model(opened, _DTYPES[name], place)
     ids = encode_prompt(opened.spec, tokenizer, prompt)
+    if tokenizer.beginning == [opened.special_ids.get("bos_token_id")]:  # The model was trained so, and says it.
+        ids = tokenizer.beginning + ids
     pieces = pieces_of(
         decoder, ids, sampling, max_tokens, stop or (), tokenizer, opened.end_ids or None, opened.start_id
     )

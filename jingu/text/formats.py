@@ -78,7 +78,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], ends: tuple[str, ...])
     if file.name == "merges.txt":
         content = _from_merges(file, config)
     elif _ranks(data := file.read_bytes()) is None:
-        content, named = read_sentencepiece(data)
+        content, named = read_sentencepiece(data, begins=config.get("add_bos_token") is not False)
     else:
         content, special = _from_ranks(file, _ranks(data) or {})
     spec = json.loads(content)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jingu.errors import JinguError
 from jingu.text.formats import SPLIT, SPLIT_DIGITS
-from jingu.text.sentencepiece import Pieces, build
+from jingu.text.sentencepiece import Pieces, begin_with, build
 
 # Names by which llama.cpp knows how a tokenizer splits text before it merges.
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
@@ -51,14 +51,7 @@ def write_tokenizer(metadata: Mapping[str, Any], context: int, folder: Path) -> 
         if isinstance(number, int) and 0 <= number < len(tokens):
             named[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
     if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
-        begin = named["bos_token"]
-        steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if kind == "gpt2" else []
-        whole = processors.TemplateProcessing(
-            single=f"{begin} $A",
-            pair=f"{begin} $A {begin}:1 $B:1",
-            special_tokens=[(begin, inner.token_to_id(begin))],
-        )
-        inner.post_processor = processors.Sequence([*steps, whole])
+        begin_with(inner, named["bos_token"])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
@@ -81,6 +74,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     inner: Any = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA3))
     inner.pre_tokenizer = _pre_tokenizer(pre)
     inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
     for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
         if type_ in (_CONTROL, _USER):
             inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
@@ -58,8 +58,11 @@ class Pieces:
     collapse: bool = False
 
 
-def read_sentencepiece(data: bytes) -> tuple[str, dict[str, str]]:
+def read_sentencepiece(data: bytes, *, begins: bool = True) -> tuple[str, dict[str, str]]:
     """The text of a tokenizer.json, and the names of the special tokens, out of a sentencepiece `.model`.
+
+    Args:
+        begins: whether a prompt begins with the model's first token, where it is BPE (as Llama has it).
 
     Raises ValueError, or the protobuf library's own exception, for content that is not one or is of a kind that
     has no counterpart.
@@ -86,7 +89,10 @@ def read_sentencepiece(data: bytes) -> tuple[str, dict[str, str]]:
     ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "pad_token": trainer.pad_id}
     ids["unk_token"] = found.types.index(_UNKNOWN) if _UNKNOWN in found.types else -1
     named = {name: found.pieces[id_] for name, id_ in ids.items() if 0 <= id_ < len(found.pieces)}
-    return build(found).to_str(), named
+    inner = build(found)
+    if begins and not found.unigram and "bos_token" in named:
+        begin_with(inner, named["bos_token"])
+    return inner.to_str(), named
 
 
 @cache
@@ -135,6 +141,17 @@ def build(found: Pieces) -> Any:
         if type_ in (_UNKNOWN, _CONTROL, _USER):
             inner.add_tokens([AddedToken(piece, special=type_ != _USER, normalized=False)])
     return inner
+
+
+def begin_with(inner: Any, token: str) -> None:
+    """Let a prompt begin with a special token; what went on around the text still does."""
+    template = processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token}:1 $B:1",
+        special_tokens=[(token, inner.token_to_id(token))],
+    )
+    before = inner.post_processor
+    inner.post_processor = template if before is None else processors.Sequence([before, template])
 
 
 def _normalizer(found: Pieces) -> Any:

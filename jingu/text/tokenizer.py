@@ -151,6 +151,13 @@ class Tokenizer:
             lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
         return lengths
 
+    @property
+    def beginning(self) -> list[int]:
+        """What it would have a prompt begin with: `<s>` of Llama, say; nothing with most."""
+        plain, whole = (self._inner.encode("a", add_special_tokens=added).ids for added in (False, True))
+        places = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
+        return list(whole[: places[0]]) if places else []
+
     def pieces(self) -> dict[str, int]:
         """Every entry as the vocabulary spells it, and its id."""
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)

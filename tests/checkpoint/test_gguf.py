@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from jingu.checkpoint.gguf import _Info, _llama3_scaling
 from jingu.checkpoint.hub import load_model, open_model
+from jingu.cli import main
 from jingu.errors import JinguError
 from jingu.text.sentencepiece import _message
 from jingu.text.tokenizer import Tokenizer
@@ -325,6 +326,23 @@ def test_pieces_with_scores(kind: str, model: str, tmp_path: Path) -> None:
     hugging_face = transformers.AutoTokenizer.from_pretrained(opened.tokenizer())
     assert hugging_face(TEXT)["input_ids"] == [1] * (kind == "llama") + theirs.encode(TEXT)
     assert hugging_face.chat_template == "{{ messages }}"
+    assert tokenizer.beginning == [1] * (kind == "llama")
+
+
+def test_a_prompt_begins_as_the_model_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the first token where file and tokenizer say so: the text is that of transformers out of the same folder."""
+    tokenizer = a_tokenizer()
+    facts = {**tokenizer_facts(tokenizer), "tokenizer.ggml.add_bos_token": True}
+    path = written(tmp_path / "model.gguf", llama(vocab_size=tokenizer.vocabulary, initializer_range=0.5), **facts)
+    assert main(["import", str(path), "--to", str(tmp_path / "folder")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder").eval()
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    ids = reader("text", return_tensors="pt")["input_ids"]
+    assert ids[0, 0] == 1
+    expected = reader.decode(theirs.generate(ids, max_new_tokens=9, do_sample=False)[0], skip_special_tokens=True)
+    capsys.readouterr()
+    assert main(["generate", str(path), "text", "--max-tokens", "9", "--precision", "fp32"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize(
