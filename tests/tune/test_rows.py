@@ -1,0 +1,185 @@
+"""Rows in every form that people have, and what is told of those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.errors import JinguError
+from jingu.tune.rows import BadRow, Message, RowError, parse_row, read_rows, stop_at, without_comments
+
+CALL = {"name": "weather", "arguments": {"city": "北京"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def answer(text: str, weight: float = 1.0) -> Message:
+    return Message("assistant", text, weight=weight)
+
+
+CONVERSATIONS: list[tuple[str, dict[str, Any], list[Message]]] = [
+    ("instruct", {"type": "instruct", "instruct": "翻译", "output": "好"}, [user("翻译"), answer("好")]),
+    (
+        "instruct",
+        {"type": "instruct", "instruct": "Add", "input": "1, 2", "output": "3"},
+        [user("Add\n1, 2"), answer("3")],
+    ),
+    (
+        "conversation",
+        {"type": "conversation", "rounds": [["ask", "a"], ["ask", "b"], ["ans", "c"], ["ans", "d"]]},
+        [user("a\nb"), answer("c\nd")],
+    ),
+    (
+        "conversation",
+        {"type": "conversation", "rounds": [["ask", "a"], ["ans", "b", 0], ["ask", "c"], ["ans", "d"]]},
+        [user("a"), answer("b", 0.0), user("c"), answer("d")],
+    ),
+    (
+        "conver_has_api",
+        {
+            "type": "conver_has_api",
+            "rounds": [["ask", "天气？"], ["api", CALL, {"温度": 3}], ["ans", "三度"]],
+        },
+        [user("天气？"), Message("assistant", "", (CALL,)), Message("tool", '{"温度": 3}'), answer("三度")],
+    ),
+    (
+        "ref_qa",
+        {"type": "ref_qa", "reference": "春眠不觉晓", "rounds": [["ask", "谁？"], ["ans", "孟浩然"]]},
+        [user("春眠不觉晓\n\n谁？"), answer("孟浩然")],
+    ),
+    (
+        "alpaca",
+        {"instruction": "q", "input": "", "output": "a", "history": [["p", "r"]], "system": "s"},
+        [Message("system", "s"), user("p"), answer("r"), user("q"), answer("a")],
+    ),
+    ("alpaca", {"instruction": "", "input": "q", "output": "a"}, [user("q"), answer("a")]),
+    (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "w"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "3"},
+                {"from": "gpt", "value": "3°"},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        [user("w"), Message("assistant", "", (CALL,)), Message("tool", "3"), answer("3°")],
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "developer", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "w"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"type": "function", "function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}
+                    ],
+                },
+                {"role": "tool", "content": "3"},
+                {"role": "assistant", "content": "3°", "weight": 0},
+            ],
+            "tools": [TOOL],
+        },
+        [
+            Message("system", "s"),
+            user("w"),
+            Message("assistant", "", (CALL,)),
+            Message("tool", "3"),
+            answer("3°", 0.0),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "messages"), CONVERSATIONS)
+def test_conversations(kind: str, value: dict[str, Any], messages: list[Message]) -> None:
+    row = parse_row(value)
+    assert row.kind == kind
+    assert list(row.messages) == messages
+    assert row.tools == ((TOOL,) if "tools" in value else ())
+
+
+def test_texts_that_stand_as_they_are() -> None:
+    assert parse_row({"type": "pretrain", "text": "春"}).parts == (("春", True),)
+    assert parse_row({"text": "春"}).parts == (("春", True),)
+    assert parse_row({"prompt": "1+1=", "completion": "2"}).parts == (("1+1=", False), ("2", True))
+
+
+BAD = [
+    ([1], "expected an object with fields, not [1]"),
+    ({}, "it has none"),
+    ({"type": "poem"}, 'field type: expected pretrain, instruct, conversation, conver_has_api, ref_qa, not "poem"'),
+    ({"type": "pretrain", "text": " "}, 'field text: expected text that is not empty, not " "'),
+    ({"type": "instruct", "instruct": "a"}, "field output: expected text, but it is missing"),
+    ({"instruction": "a", "output": 3}, "field output: expected text that is not empty, not 3"),
+    ({"instruction": "a", "output": "b", "history": [["c"]]}, "field history[0]: expected [question, answer]"),
+    ({"type": "conversation", "rounds": []}, "field rounds: expected a list that is not empty, not []"),
+    ({"type": "conversation", "rounds": [["say", "a"]]}, 'field rounds[0]: expected ["ask", text]'),
+    ({"type": "conversation", "rounds": [["ans", "a"]]}, "roles out of order: assistant stands first"),
+    ({"type": "conversation", "rounds": [["ask", "a"]]}, "expected an answer at the end; the last turn is of user"),
+    ({"type": "conver_has_api", "rounds": [["ask", "a"], ["api", "b"]]}, "field rounds[1][1]: expected a call"),
+    ({"messages": [{"role": "poet", "content": "a"}]}, "field messages[0].role: expected system, developer"),
+    ({"messages": [{"role": "user", "content": ""}]}, "field messages[0].content: expected text that is not empty"),
+    (
+        {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant", "tool", "assistant")]},
+        "roles out of order: tool stands after assistant",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "weight": 2}]}, "field messages[0].weight: expected 0 or 1, not 2"),
+    ({"conversations": [{"from": "cat", "value": "a"}]}, "field conversations[0].from: expected human, user"),
+    ({"text": "a\ufdd0"}, "field text: U+FDD0 is no character"),
+    ({"prompt": "a"}, "field completion: expected text, but it is missing"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "field tools: expected a list of objects"),
+]
+
+
+@pytest.mark.parametrize(("value", "reason"), BAD)
+def test_bad_rows_say_what_was_expected(value: Any, reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        parse_row(value)
+    assert reason in str(caught.value)
+
+
+def test_json_as_people_write_it(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(
+        '[ // two rows\n {"text": "a // b, /* c */ ,]"}, /* and */ {"text": "\\"d",},\n]\n', encoding="utf-8"
+    )
+    found = [(number, row.parts[0][0]) for _, number, row in read_rows([file], stop_at)]
+    assert found == [(1, "a // b, /* c */ ,]"), (2, '"d')]
+    assert without_comments('{"a": [1,\n// ,\n]}').count("\n") == 2
+
+
+def test_lines_and_what_is_told_of_bad_ones(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = ['{"text": "好"}', "", "{oops", json.dumps({"text": "x" * 200}), '{"text": ""}']
+    file.write_text("\n".join(lines), encoding="utf-8")
+    bad: list[BadRow] = []
+    assert [number for _, number, _ in read_rows([file], bad.append, largest=100)] == [1]
+    assert [each.number for each in bad] == [3, 4, 5]
+    assert "it is not JSON" in str(bad[0]) and "{oops" in str(bad[0])
+    assert "213 characters, of 100 at most" in str(bad[1])
+    with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins ') as caught:
+        list(read_rows([file], lambda each: stop_at(each) if each.number == 5 else None))
+    assert str(caught.value.where) == str(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"\xff", "not UTF-8"), (b"{}", "no list of rows"), (b"[{]", "not JSON"), (None, "cannot be read")],
+)
+def test_files_that_cannot_be_read(content: bytes | None, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(JinguError, match=what):
+        list(read_rows([file], stop_at))
