@@ -139,6 +139,9 @@ VERBS = {
             _PROCESSES,
             _option("--devices", "CARDS", str, "CUDA cards, a rank each: 0,2,4, or ^1,3 for all but those"),
             _option("--trace", "FOLDER", _path, "write fingerprints there of what each module gives in the first step"),
+            ("--allow", {"metavar": "KEY", "action": "append", "help": "go on though this setting has changed"}),
+            ("--fresh-optimizer", {"action": "store_true", "help": "go on with the weights, and a new optimizer"}),
+            _option("--weights-only-from", "MODEL", str, "begin a new run with these weights (initialize.from)"),
         ),
         run_file=True,
     ),
@@ -221,6 +224,20 @@ VERBS = {
     ),
     "checkpoint verify": Verb(
         "read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", (_CHECKPOINTS,)
+    ),
+    "checkpoint prune": Verb(
+        "delete the checkpoints of a run that need not stay",
+        "jingu.checkpoint.verbs:prune",
+        (
+            _place("run", "RUN", "the folder of the run"),
+            _option("--keep", "N", _whole(1), "so many newest good ones stay", 1),
+            _option("--keep-every", "N", _whole(0), "those whose step is a multiple of this stay, too", 0),
+            _option("--keep-best", "N", _whole(0), "so many with the lowest held-out loss stay, too", 0),
+            ("--damaged", {"action": "store_true", "help": "also delete those that do not verify"}),
+        ),
+    ),
+    "checkpoint export": Verb(
+        "write the model of a checkpoint as a Hugging Face folder", "jingu.checkpoint.verbs:convert", _CONVERT
     ),
     "checkpoint diff": Verb(
         "tell in what two checkpoints differ",
@@ -358,7 +375,8 @@ def _unknown(word: str, name: str, verb: Verb) -> JinguError:
     if not word.startswith("-"):
         return JinguError(f"there is a word too many: {word}.", fix=fix)
     flag, sign, value = word.partition("=")
-    if near := get_close_matches(flag, [known for known, _ in verb.arguments if known.startswith("-")], n=1):
+    near = get_close_matches(flag, [known for known, _ in verb.arguments if known.startswith("-")], n=1)
+    if near and not (verb.run_file and "." in flag):
         fix = f"Did you mean {near[0]}?"
     elif verb.run_file:
         fix = f"A setting is written without dashes: {flag.lstrip('-')}={value if sign else 'value'}."

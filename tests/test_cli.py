@@ -34,6 +34,8 @@ LEAST = {
     "checkpoint list": ["run"],
     "checkpoint verify": ["run"],
     "checkpoint diff": ["one", "two"],
+    "checkpoint prune": ["run"],
+    "checkpoint export": ["run", "--to", "b"],
 }
 
 
@@ -241,7 +243,7 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("build run.yaml", "there is no verb build. Did you mean `jingu data build`?"),
         ("frobnicate", "there is no verb frobnicate. `jingu --help` lists them."),
         ("tokenizer", "tokenizer takes one more word: train, extend or inspect."),
-        ("checkpoint", "checkpoint takes one more word: list, verify or diff."),
+        ("checkpoint", "checkpoint takes one more word: list, verify, prune, export or diff."),
         ("run.yaml", "the verb is missing. Did you mean `jingu train run.yaml`?"),
         ("--procs 2", "there is no option --procs. The first word is a verb; `jingu --help` lists them."),
         ("train", "RUN.yaml is missing. `jingu train --help` tells what it takes."),

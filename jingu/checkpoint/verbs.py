@@ -1,8 +1,12 @@
-"""`jingu checkpoint list | verify | diff`, and `jingu import | export`."""
+"""`jingu checkpoint list | verify | diff | prune`, and `jingu import | export`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ from jingu.checkpoint.files import names, read_state
 from jingu.checkpoint.files import verify as problems_of
 from jingu.checkpoint.hub import OpenModel, export_hf, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from jingu.checkpoint.resume import all_steps, complete_steps, step_folder
+from jingu.checkpoint.resume import Keep, all_steps, complete_steps, find_latest, step_folder
+from jingu.checkpoint.resume import prune as prune_steps
 from jingu.checkpoint.store import read_tensor
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
@@ -122,6 +127,50 @@ def _remedy(damaged: Sequence[Path]) -> str:
     if good:
         return f"The newest good one is step {good[-1]}, and `resume: auto` goes on from there; delete the damaged one."
     return "No other checkpoint here is good: restore one from a copy, or start the run anew."
+
+
+def prune(run: Path, keep: int = 1, keep_every: int = 0, keep_best: int = 0, damaged: bool = False) -> None:
+    """Delete the checkpoints of a run that need not stay; what verifies last always does.
+
+    Raises:
+        JinguError: the run has no good checkpoint, and nothing is deleted; or it is being trained.
+    """
+    checkpoints = _checkpoints_of(run)
+    with _untrained(checkpoints.parent):
+        found = find_latest(checkpoints)
+        if found.folder is None:
+            raise JinguError(
+                "no checkpoint here is good, and nothing was deleted.", where=run, fix="See `jingu checkpoint verify`."
+            )
+        before = _bytes_below(checkpoints)
+        deleted = [
+            step_folder(checkpoints, step).name for step in prune_steps(checkpoints, Keep(keep, keep_every, keep_best))
+        ]
+        for folder, reason in found.passed_over:
+            if damaged:
+                shutil.rmtree(folder)
+                deleted.append(folder.name)
+            else:
+                print(f"{folder.name} stays, though it is of no use ({reason}); --damaged deletes such, too.")
+    room = size_in_words(before - _bytes_below(checkpoints))
+    print(f"Deleted {', '.join(deleted)}: {room} of room." if deleted else "Nothing was to be deleted.")
+
+
+@contextmanager
+def _untrained(run: Path) -> Iterator[None]:
+    """Hold a run's folder, or raise JinguError where a process trains it."""
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise JinguError("a process is training this run now.", where=run, fix="Wait for it, or stop it.") from None
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from jingu.config.schema import ConstantSettings, NoamSettings, RunConfig
@@ -37,17 +38,25 @@ HARMLESS = frozenset(
 """Keys and whole sections that can change in the middle of a run: it stays the same run, up to rounding."""
 
 
-def harmful_differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """The changes, each as `key: old → new`, that would make a run's later steps belong to another run."""
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+def harmful_differences(old: RunConfig, new: RunConfig, allowed: Collection[str] = ()) -> list[str]:
+    """The changes, each as `key: old → new`, that would make a run's later steps belong to another run.
+
+    Args:
+        allowed: keys and sections that may change all the same.
+    """
     harmless = HARMLESS | {"train.steps"} if _endless(old) and _endless(new) else HARMLESS
+    return [text for key, text in differences(old, new).items() if not _is_among(key, harmless | set(allowed))]
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, str]:
+    """All changes, each as `key: old → new`, by key."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
     # A key that only one type of a section has follows from that section's type.
-    shared = [key for key in before if key in after and not _is_among(key, harmless)]
-    return [
-        f"{key}: {written(before[key])} → {written(after[key])}"
-        for key in shared
-        if (before[key], type(before[key])) != (after[key], type(after[key]))
-    ]
+    return {
+        key: f"{key}: {written(before[key])} → {written(after[key])}"
+        for key in before
+        if key in after and (before[key], type(before[key])) != (after[key], type(after[key]))
+    }
 
 
 def _endless(config: RunConfig) -> bool:

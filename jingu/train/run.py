@@ -5,16 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from jingu.checkpoint.files import read_state
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import complete_steps, step_folder
-from jingu.config.compare import harmful_differences
+from jingu.config.compare import differences, harmful_differences
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig, SpanCorruptionSettings
 from jingu.data.batches import BatchSource
@@ -31,6 +31,21 @@ from jingu.train.begin import spec_of_run
 
 
 @dataclass(frozen=True)
+class Going:
+    """How a run may go on from its checkpoint."""
+
+    allow: tuple[str, ...] = ()
+    """Keys and sections of the configuration that may have changed though they make it another run."""
+    fresh_optimizer: bool = False
+    """Whether the optimizer begins anew, with the weights as they are."""
+
+    @property
+    def other_samples(self) -> bool:
+        """Whether what decides about samples may have changed."""
+        return bool({"data", "seed", "batch"} & {key.partition(".")[0] for key in self.allow})
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything the loop reads, opened and checked. Opening writes nothing."""
 
@@ -41,6 +56,9 @@ class Run:
     source: BatchSource
     held_out: TokenDataset | None
     corruption: SpanCorruption | None
+    going: Going
+    changes: list[str] = field(default_factory=list)
+    """What of the configuration has changed since the run was last started."""
 
     @property
     def checkpoints(self) -> Path:
@@ -52,14 +70,15 @@ class Run:
         return [shard.bin_xxh3 for each in self.source.sources for shard in each.dataset.manifest.train.shards]
 
 
-def open_run(config: RunConfig) -> Run:
+def open_run(config: RunConfig, going: Going | None = None) -> Run:
     """Open tokenizer and data set, build the spec, and check that they fit each other and the run's folder.
 
     Raises:
         JinguError: something is missing, or two things do not belong together.
     """
     folder = Path(config.runs) / config.name
-    _check_configuration(folder, config)
+    going = going or Going()
+    changes = _changes(folder, config, going.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
     spec = spec_of_run(config, folder, tokenizer)
@@ -73,7 +92,7 @@ def open_run(config: RunConfig) -> Run:
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    run = Run(config, folder, spec, tokenizer, source, held_out, corruption)
+    run = Run(config, folder, spec, tokenizer, source, held_out, corruption, going, changes)
     _check_checkpoints(run)
     return run
 
@@ -103,17 +122,22 @@ def _corruption(
     return plan_corruption(objective, length, tokenizer, config.seed)
 
 
-def _check_configuration(folder: Path, config: RunConfig) -> None:
+def _changes(folder: Path, config: RunConfig, allowed: Collection[str]) -> list[str]:
+    """What has changed since the run was last started. Raises JinguError for what must not, unless it is allowed."""
     stored = folder / "config.yaml"
     if not stored.exists():
-        return
-    differences = harmful_differences(load_config(stored, []), config)
-    if differences:
+        return []
+    before = load_config(stored, [])
+    harmful = harmful_differences(before, config, allowed)
+    if harmful:
+        keys = " ".join(f"--allow {text.partition(':')[0]}" for text in harmful)
         raise JinguError(
-            f"this run was started with another configuration: {'; '.join(differences)}.",
+            f"this run was started with another configuration: {'; '.join(harmful)}.",
             where=folder,
-            fix="Going on would mix two runs. Choose another name (name=...), or delete the folder to start over.",
+            fix="Going on would mix two runs. Choose another name (name=...), delete the folder to start over, or, "
+            f"where that is what you want, go on with {keys}.",
         )
+    return list(differences(before, config).values())
 
 
 def _check_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
@@ -143,12 +167,12 @@ def _check_checkpoints(run: Run) -> None:
             state = read_state(step_folder(run.checkpoints, step))
         except CheckpointError:
             continue  # a damaged one is passed over when the run resumes
-        if state["data"] != run.data_receipt:
+        if state["data"] != run.data_receipt and not run.going.other_samples:
             raise JinguError(
                 f"the run was trained until step {step} on another data set than the one in "
                 f"{', '.join(str(each.dataset.path) for each in run.source.sources)}.",
                 where=run.folder,
-                fix="Put that data set back, or start a new run (name=...).",
+                fix="Put that data set back, start a new run (name=...), or go on all the same with --allow data.",
             )
         return
 

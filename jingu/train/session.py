@@ -242,8 +242,11 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
     """
 
     def fill(folder: Path) -> None:
-        tensors = checkpoint_tensors(model, optimizer)
-        load(folder, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
+        tensors, prefix = checkpoint_tensors(model, optimizer), ""
+        if run.going.fresh_optimizer:
+            prefix = "model/"
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        load(folder, tensors, prefix=prefix, whole=not isinstance(model, Pipeline), agree=all_agree)
 
     state = go_back(run.checkpoints, ranks, fill)
     if state is None:
@@ -252,10 +255,12 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
             say(f"Beginning with the weights of {run.config.initialize.from_}.")
         return Progress(loss_scale=first_scale(run.config.precision))
     kept = state["progress"]
-    say(f"Going on from step {kept['step']}.")
+    fresh = " with a fresh optimizer" if run.going.fresh_optimizer else ""
+    say(f"Going on from step {kept['step']}{fresh}.")
     parts = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
     progress = Progress(**{**kept, **parts})
-    check_receipt(progress.receipt, run.source, step_folder(run.checkpoints, progress.step))
+    if not run.going.other_samples:
+        check_receipt(progress.receipt, run.source, step_folder(run.checkpoints, progress.step))
     return progress
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,19 +19,28 @@ from jingu.runtime.local import start_local_ranks
 from jingu.runtime.log import logging_to, one_voice, say
 from jingu.runtime.ranks import Ranks, all_agree, joined, under_launcher
 from jingu.runtime.signals import SharedStop, StopRequest, listening
-from jingu.train.run import Run, held, open_run, write_run
+from jingu.train.run import Going, Run, held, open_run, write_run
 from jingu.train.session import train_run
 from jingu.train.trace import Trace
 
 
 def train(
-    config: RunConfig, processes: int | None = None, trace: Path | None = None, devices: str | None = None
+    config: RunConfig,
+    processes: int | None = None,
+    trace: Path | None = None,
+    devices: str | None = None,
+    allow: Sequence[str] | None = None,
+    fresh_optimizer: bool = False,
+    weights_only_from: str | None = None,
 ) -> int:
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
 
     Args:
         trace: folder for fingerprints of what every module gives in the first step.
         devices: CUDA cards to start ranks on, as `choose_cards` reads them.
+        allow: keys and sections of the configuration that may have changed since the run began.
+        fresh_optimizer: go on from the run's checkpoint with its weights and a new optimizer.
+        weights_only_from: in place of `initialize.from`, the model whose weights a new run begins with.
 
     Returns:
         The exit code: 0 when the run is complete, 130 where a person asked it to stop, 75 where a
@@ -39,20 +49,26 @@ def train(
     Raises:
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to go on.
     """
+    if weights_only_from is not None:
+        begins = config.initialize.model_copy(update={"from_": weights_only_from})
+        config = config.model_copy(update={"initialize": begins})
+    going = Going(tuple(allow or ()), fresh_optimizer)
     cards = None if devices is None else _cards(config, devices, processes)
     processes = len(cards) if cards else processes
     if processes is not None and (processes > 1 or cards) and not under_launcher():
-        return _start_ranks(config, processes, ["--trace", str(trace)] if trace else [], cards)
+        return _start_ranks(config, processes, trace, going, cards)
     threads = None if config.device.threads == "auto" else config.device.threads
     with joined(config.device.type, threads) as ranks, listening(tell=ranks.is_first) as request:
-        return train_joined(config, ranks, request, trace)
+        return train_joined(config, ranks, request, trace, going)
 
 
-def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: Path | None = None) -> int:
+def train_joined(
+    config: RunConfig, ranks: Ranks, request: StopRequest, trace: Path | None = None, going: Going | None = None
+) -> int:
     """`train`, as one of the ranks of a group that exists."""
     with ExitStack() as stack:
         stack.enter_context(one_voice(ranks))
-        run, plan = open_with_plan(config, ranks.world)
+        run, plan = open_with_plan(config, ranks.world, going)
         error: Exception | None = None
         try:
             if ranks.is_first:
@@ -65,6 +81,8 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: P
         stack.enter_context(logging_to(run.folder / "log", ranks))
         for note in ranks.notes:
             say(note)
+        if run.changes:
+            say(f"Changed since the run was last started: {'; '.join(run.changes)}.")
         watch = None
         if trace is not None:
             listener = Trace(trace, ranks.rank, plan.rows_per_rank)
@@ -74,9 +92,9 @@ def train_joined(config: RunConfig, ranks: Ranks, request: StopRequest, trace: P
         return 0 if train_run(run, plan, ranks, stop, watch) else stop.code
 
 
-def open_with_plan(config: RunConfig, ranks: int) -> tuple[Run, BatchPlan]:
+def open_with_plan(config: RunConfig, ranks: int, going: Going | None = None) -> tuple[Run, BatchPlan]:
     """The run and the division of its batch. Raises JinguError where ranks, model and batch do not fit together."""
-    run = open_run(config)
+    run = open_run(config, going)
     return run, plan_layout(config, ranks, run.spec)[1]
 
 
@@ -93,9 +111,12 @@ def _cards(config: RunConfig, devices: str, processes: int | None) -> list[int]:
     return cards
 
 
-def _start_ranks(config: RunConfig, processes: int, options: list[str], cards: list[int] | None) -> int:
+def _start_ranks(config: RunConfig, processes: int, trace: Path | None, going: Going, cards: list[int] | None) -> int:
     """Check all that can be checked once, here, before any rank starts; then start them."""
-    open_with_plan(config, processes)
+    open_with_plan(config, processes, going)
+    options = ["--trace", str(trace)] if trace else []
+    options += [word for key in going.allow for word in ("--allow", key)]
+    options += ["--fresh-optimizer"] if going.fresh_optimizer else []
     with tempfile.TemporaryDirectory(prefix="jingu-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")

@@ -1,10 +1,13 @@
 """What `jingu checkpoint list | verify | diff` prints."""
 
+import fcntl
+import os
+
 import pytest
 import torch
 
 from jingu.checkpoint import verbs
-from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.resume import all_steps, step_folder
 from jingu.checkpoint.store import save
 from jingu.errors import JinguError
 
@@ -72,6 +75,33 @@ def test_diff(run, capsys):
         ["state", "step:", "1", "→", "2"],
         ["1", "tensors", "are", "equal", "to", "the", "last", "bit,", "2", "differ."],
     ]
+
+
+def test_prune(run, capsys):
+    for step in (3, 4, 5, 6):
+        save(step_folder(run / "checkpoints", step), {"w": torch.ones(9)}, {"progress": {"evaluation": {"loss": step}}})
+    (step_folder(run / "checkpoints", 6) / "state.json").write_text("{}")
+    verbs.prune(run, keep_every=2, keep_best=1)
+    out = capsys.readouterr().out
+    assert "step-00000006 stays, though it is of no use (state.json has 2 bytes, not " in out
+    assert "Deleted step-00000001: " in out and " of room." in out
+    assert all_steps(run / "checkpoints") == [2, 3, 4, 5, 6]
+    verbs.prune(run, damaged=True)
+    assert all_steps(run / "checkpoints") == [5]
+    verbs.prune(run)
+    assert capsys.readouterr().out.endswith("Nothing was to be deleted.\n")
+    (step_folder(run / "checkpoints", 5) / "manifest.json").unlink()
+    with pytest.raises(JinguError, match="no checkpoint here is good, and nothing was deleted"):
+        verbs.prune(run, damaged=True)
+    assert all_steps(run / "checkpoints") == [5]
+
+
+def test_a_run_that_is_trained_is_not_pruned(run):
+    descriptor = os.open(run, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(JinguError, match="is training this run now"):
+        verbs.prune(run)
+    os.close(descriptor)
 
 
 def test_difference_shows_nan_and_small_types():

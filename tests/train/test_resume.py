@@ -215,16 +215,61 @@ def mistake(config: RunConfig) -> str:
 def test_another_configuration_is_refused(tiny_run, done):
     config = tiny_run({"train.steps": 2})
     assert train(config) == 0
-    for changes, words in (
-        ({"optimizer.lr": 0.02}, "optimizer.lr: 0.01 → 0.02"),
-        ({"model.layers": 3, "seed": 6}, "seed: 5 → 6; model.layers: 2 → 3"),
-        ({"train.steps": 3}, "train.steps: 2 → 3"),
-        ({"precision.type": "fp32"}, "precision.type: fp64 → fp32"),
+    for changes, words, keys in (
+        ({"optimizer.lr": 0.02}, "optimizer.lr: 0.01 → 0.02", ["optimizer.lr"]),
+        ({"model.layers": 3, "seed": 6}, "seed: 5 → 6; model.layers: 2 → 3", ["seed", "model.layers"]),
+        ({"train.steps": 3}, "train.steps: 2 → 3", ["train.steps"]),
+        ({"precision.type": "fp32"}, "precision.type: fp64 → fp32", ["precision.type"]),
     ):
         assert mistake(tiny_run({"train.steps": 2, **changes})) == (
             f"{done(config).folder}: this run was started with another configuration: {words}. Going on would mix "
-            "two runs. Choose another name (name=...), or delete the folder to start over."
+            "two runs. Choose another name (name=...), delete the folder to start over, or, where that is what you "
+            f"want, go on with {' '.join(f'--allow {key}' for key in keys)}."
         )
+
+
+def test_what_is_allowed_passes_and_is_told(tiny_run, done, capsys):
+    config = tiny_run({"train.steps": 4, "checkpoint.every": 2})
+    assert train_until(config, 2) == 75
+    changed = tiny_run({"train.steps": 6, "checkpoint.every": 2, "optimizer.lr": 0.02, "seed": 6, "train.log_every": 2})
+    assert "go on with --allow seed --allow optimizer.lr --allow train.steps." in mistake(changed)
+    with pytest.raises(JinguError, match=r"go on with --allow optimizer\.lr --allow train\.steps"):
+        train(changed, allow=["seed"])
+    capsys.readouterr()
+    assert train(changed, allow=["seed", "optimizer", "train.steps"]) == 0
+    told = "seed: 5 → 6; optimizer.lr: 0.01 → 0.02; train.steps: 4 → 6; train.log_every: 1 → 2"
+    assert f"Changed since the run was last started: {told}.\n" in capsys.readouterr().err
+    assert done(changed).column("step") == [1, 2, 4, 6]
+    assert train(changed) == 0
+
+
+def test_a_fresh_optimizer_goes_on_with_the_weights(tiny_run, done, capsys):
+    """The new optimizer may be of another kind; the one of the checkpoint then does not fit any more."""
+    config = tiny_run({"train.steps": 4, "schedule": {"type": "constant", "warmup": 0}})
+    assert train_until(config, 2) == 75
+    weights = {name: tensor for name, tensor in done(config).tensors().items() if name.startswith("model/")}
+    lion = tiny_run(
+        {"train.steps": 4, "schedule": {"type": "constant", "warmup": 0}, "optimizer": {"type": "lion", "lr": 1e-30}}
+    )
+    with pytest.raises(JinguError, match="this checkpoint is of another model or optimizer"):
+        train(lion, allow=["optimizer"])
+    assert train(lion, allow=["optimizer"], fresh_optimizer=True) == 0
+    assert "Going on from step 2 with a fresh optimizer.\n" in capsys.readouterr().err
+    tensors = done(lion).tensors()
+    assert not any("exp_avg_sq" in name for name in tensors)
+    for name, weight in weights.items():
+        torch.testing.assert_close(tensors[name], weight, rtol=1e-12, atol=1e-12)
+
+
+def test_a_new_run_begins_with_the_weights_of_another(tiny_run, done):
+    first = tiny_run({"train.steps": 2}, name="first")
+    assert train(first) == 0
+    second = tiny_run({"train.steps": 1, "optimizer.lr": 1e-30}, name="second")
+    assert train(second, weights_only_from=str(done(first).folder)) == 0
+    theirs, ours = done(first).tensors(), done(second).tensors()
+    for name in theirs:
+        if name.startswith("model/"):
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-12, atol=1e-12)
 
 
 def test_harmless_changes_pass(tiny_run, done, tmp_path, library):
@@ -265,7 +310,7 @@ def test_a_data_set_changed_under_the_run_is_refused(tiny_run, done, tmp_path, l
     build(tiny_run({**own, "data.input": str(text)}))
     assert mistake(tiny_run(own)) == (
         f"{done(tiny_run(own)).folder}: the run was trained until step 2 on another data set than the one in "
-        f"{tmp_path}/data. Put that data set back, or start a new run (name=...)."
+        f"{tmp_path}/data. Put that data set back, start a new run (name=...), or go on all the same with --allow data."
     )
 
 
