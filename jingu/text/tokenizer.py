@@ -70,6 +70,8 @@ class Tokenizer:
                     older = name != "tokenizer_config.json"
                     found = {key: _content(value) if older else value for key, value in found.items()}
                     config |= {key: value for key, value in found.items() if value is not None}
+            if (folder / "chat_template.jinja").is_file():
+                config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
             content, named = read_tokenizer(file, config, _ENDS)
             if file.suffix != ".json":
                 config = {**named, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -95,6 +97,17 @@ class Tokenizer:
             ids += self._inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
+    def encode_places(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of the text, and which of its characters each is of: together all, also where a piece leaves out the
+        space before it. Pieces of one character have the same."""
+        inner = self._recognising if special else self._inner
+        found, end = inner.encode(text, add_special_tokens=False), 0
+        places = []
+        for first, last in found.offsets:
+            places.append((min(first, end), last))
+            end = max(end, last)
+        return list(found.ids), places
+
     @cached_property
     def _recognising(self) -> Any:
         inner: Any = tokenizers.Tokenizer.from_str(self._content)
@@ -116,6 +129,21 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, int]:
         """Special tokens and their ids, by id."""
         return dict(sorted(self._special.items(), key=lambda item: item[1]))
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        """Special tokens by their part in the configuration, such as `bos_token`; `eos_token` is always there."""
+        named = {key: _content(value) for key, value in self._config.items() if key.endswith("_token")}
+        named = {key: value for key, value in named.items() if isinstance(value, str)}
+        return {"eos_token": self._inner.id_to_token(self._end_id), "bos_token": "", **named}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's own template for conversations; of several, the one called default."""
+        found = self._config.get("chat_template")
+        if isinstance(found, list):
+            found = next((each["template"] for each in found if each.get("name") == "default"), None)
+        return found if isinstance(found, str) else None
 
     @property
     def end_id(self) -> int:

@@ -17,7 +17,7 @@ from jingu.runtime.files import unreadable
 
 LARGEST_ROW = 10_000_000
 """Characters; a longer row is taken for a mistake."""
-RESERVED = re.compile("[\ufdd0-\ufdd3]")
+RESERVED = re.compile("[\ufdd0-\ufdd2]")
 """Code points that are no characters; templates mark places with them."""
 
 Role = Literal["system", "user", "assistant", "tool"]
