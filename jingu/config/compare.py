@@ -21,6 +21,8 @@ HARMLESS = frozenset(
         "data.workers",
         "data.reading",
         "data.local",
+        # What a run has been trained on, its receipt checks.
+        "data.drop",
         # How a step is divided. Its loss is one sum over the global batch, however that is cut.
         "batch.micro_size",
         "parallel",

@@ -111,6 +111,15 @@ class StageSettings(Settings):
     """A weight for each of `data.sources`, in their order; 0 leaves one out."""
 
 
+class DropSettings(Settings):
+    """Documents to leave out from a step on; a run can go back to an earlier checkpoint and on without them."""
+
+    file: Place | None = None
+    """A list of documents, one a line, as `jingu data preview` prints them (data/train-00003:1207)."""
+    from_step: NotNegative = 0
+    """The first step (from 0) without them."""
+
+
 class CausalSettings(Settings):
     """Each token is predicted from those before it; for decoders."""
 
@@ -173,6 +182,11 @@ class DataSettings(Settings):
     temperature: Annotated[float, Field(gt=0)] | None = None
     """With T, each weight is multiplied by its source's tokens ^ (1/T); null: the weights as they are."""
     order: Order = FullOrderSettings()
+    packing: Literal["cut", "best_fit"] = "cut"
+    """Text as one row cut into sequences, or sequences of whole documents that fit them best, the rest left empty."""
+    within_documents: bool = False
+    """Whether attention stays inside each document, and positions begin anew with it."""
+    drop: DropSettings = DropSettings()
     objective: Objective = CausalSettings()
 
     @property

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+IGNORED = -100
+"""Label of a place that is not trained."""
+
 
 @dataclass(frozen=True)
 class Source:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from jingu.data.batch import Batch
+from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset
+from jingu.data.drop import Dropped
 from jingu.data.mixture import Mixture
 from jingu.data.order import BlockOrder, Permutation, window_offset
+from jingu.data.packing import PackedRows
 from jingu.errors import JinguError
-
-IGNORED = -100
-"""Label of a place that is not trained."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -60,6 +59,15 @@ class Windows:
             starts[inside] = windows * self.sequence_length + window_offset(self.sequence_length, self.seed, epoch)
         return starts % self.dataset.tokens
 
+    def read(self, starts: Numbers) -> tuple[Numbers, Numbers, None]:
+        """[rows, sequence] tokens and labels; documents are told apart by their ends."""
+        rows_BS = self.dataset.gather(starts, self.sequence_length + 1)
+        return rows_BS[:, :-1], rows_BS[:, 1:], None
+
+    def places(self, starts: Numbers) -> Numbers:
+        """[rows, sequence] the place of each token in the data set."""
+        return (starts[:, None] + np.arange(self.sequence_length)) % self.dataset.tokens
+
     def _order(self, epoch: int) -> Permutation | BlockOrder:
         if self.block_windows is None:
             return Permutation(len(self), self.seed, epoch)
@@ -73,9 +81,12 @@ class BatchSource:
     Step n takes samples [n·global_size, (n + 1)·global_size).
     """
 
-    sources: tuple[Windows, ...]
+    sources: tuple[Windows | PackedRows, ...]
     mixture: Mixture
     global_size: int
+    apart: bool = False
+    """Whether attention stays inside each document, and positions begin anew with it."""
+    dropped: Dropped | None = None
 
     def locate(self, step: int) -> tuple[Numbers, Numbers, Numbers]:
         """For each row of step `step` (0-based): its source, its number among that source's samples, and the place
@@ -91,11 +102,27 @@ class BatchSource:
             raise ValueError(f"rows {first} to {first + count} of a global batch of {self.global_size}")
         start = step * self.global_size + first
         which, _, starts = self._locate(np.arange(start, start + count, dtype=np.int64))
-        rows_BS = np.empty((count, self.sources[0].sequence_length + 1), dtype=np.int64)
-        for source in np.unique(which).tolist():
-            inside = which == source
-            rows_BS[inside] = self.sources[source].dataset.gather(starts[inside], rows_BS.shape[1])
-        return _batch(rows_BS[:, :-1], rows_BS[:, 1:])
+        shape = count, self.sources[0].sequence_length
+        tokens, labels, documents = (np.empty(shape, dtype=np.int64) for _ in range(3))
+        for number in np.unique(which).tolist():
+            source, inside = self.sources[number], which == number if len(self.sources) > 1 else slice(None)
+            end_id = source.dataset.end_id
+            tokens[inside], labels[inside], known = source.read(starts[inside])
+            if self.apart:
+                documents[inside] = between_ends(tokens[inside], end_id) if known is None else known
+            if self.dropped is not None and step in self.dropped:
+                places = source.places(starts[inside])
+                tokens[inside] = np.where(self.dropped.has(number, places), end_id, tokens[inside])
+                following = (places + 1) % source.dataset.tokens
+                labels[inside] = np.where(self.dropped.has(number, following), IGNORED, labels[inside])
+        if not self.apart:
+            return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            torch.from_numpy(restarted(documents)),
+            torch.from_numpy(documents),
+        )
 
     def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         which, numbers = self.mixture.locate(samples)
@@ -106,16 +133,31 @@ class BatchSource:
         return which, numbers, starts
 
 
+def between_ends(tokens_BT: Numbers, end_id: int) -> Numbers:
+    """[rows, sequence] the document of each token, counted from 0 in each row; an end belongs to what it ends."""
+    ends = tokens_BT == end_id
+    return np.cumsum(ends, axis=1) - ends
+
+
+def restarted(documents_BT: Numbers) -> Numbers:
+    """[rows, sequence] positions that begin anew with each document."""
+    places = np.broadcast_to(np.arange(documents_BT.shape[1]), documents_BT.shape)
+    begins = np.diff(documents_BT, axis=1, prepend=-2) != 0
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+
+
 def held_out_windows(dataset: TokenDataset, sequence_length: int) -> int:
     """Windows that cover the split."""
     return -(-dataset.tokens // sequence_length)
 
 
-def held_out_batch(dataset: TokenDataset, sequence_length: int, first: int, count: int) -> Batch:
+def held_out_batch(
+    dataset: TokenDataset, sequence_length: int, first: int, count: int, *, apart: bool = False
+) -> Batch:
     """Windows [first, first + count) of the split in its own order, which together predict each token once.
 
     The first token of all is predicted from the end token. Places past the end of the split, whole windows
-    too, hold the end token and the label -100.
+    too, hold the end token and the label -100. `apart`: attention stays inside documents.
     """
     start = first * sequence_length
     size = count * sequence_length
@@ -126,7 +168,15 @@ def held_out_batch(dataset: TokenDataset, sequence_length: int, first: int, coun
         labels[:there] = dataset.gather(np.array([start]), there)[0]
         before = dataset.gather(np.array([start - 1]), 1)[0, 0] if start else dataset.end_id
         tokens[:there] = np.concatenate([[before], labels[: there - 1]])
-    return _batch(tokens.reshape(count, sequence_length), labels.reshape(count, sequence_length))
+    tokens_BT, labels_BT = tokens.reshape(count, sequence_length), labels.reshape(count, sequence_length)
+    if not apart:
+        return _batch(tokens_BT, labels_BT)
+    documents_BT = between_ends(tokens_BT, dataset.end_id)
+    return replace(
+        _batch(tokens_BT, labels_BT),
+        positions=torch.from_numpy(restarted(documents_BT)),
+        documents=torch.from_numpy(documents_BT),
+    )
 
 
 def _batch(tokens_BT: Numbers, labels_BT: Numbers) -> Batch:

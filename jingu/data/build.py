@@ -43,7 +43,18 @@ NOT_OF_THE_BUILD = {
     "path",
     "workers",
     "on_error",
-    *("sources", "stages", "temperature", "order", "reading", "local", "objective"),
+    *(
+        "sources",
+        "stages",
+        "temperature",
+        "order",
+        "reading",
+        "local",
+        "objective",
+        "packing",
+        "within_documents",
+        "drop",
+    ),
 }
 """Settings of `data` that do not change a data set's content."""
 SPILL_IDS = 1 << 25

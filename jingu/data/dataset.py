@@ -30,11 +30,34 @@ class TokenDataset:
     """The ids of each shard."""
     starts: npt.NDArray[np.int64]
     """[shards + 1] place of each shard's first token in the whole, and the total."""
+    readers: list[IndexedReader]
+    """The index of each shard."""
 
     @property
     def tokens(self) -> int:
         """Ids in the split."""
         return int(self.starts[-1])
+
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """[documents] tokens of each, its end included. Reads the whole index."""
+        return np.concatenate([reader.lengths.astype(np.int64) for reader in self.readers])
+
+    def document(self, shard: int, number: int) -> tuple[int, int]:
+        """Place of the first token, and tokens, of a document of a shard."""
+        start, length = self.readers[shard].place(number)
+        return int(self.starts[shard]) + start, length
+
+    def find(self, place: int) -> tuple[int, int]:
+        """The shard, and the number in it, of the document that a place is in; reads a few entries of the index."""
+        shard = int(np.searchsorted(self.starts, place, side="right")) - 1
+        low, high = 0, len(self.readers[shard]) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.document(shard, middle)[0] <= place:
+                low = middle
+            else:
+                high = middle - 1
+        return shard, low
 
     @property
     def end_id(self) -> int:
@@ -70,14 +93,14 @@ def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer
     if not content.shards:
         raise _nothing_held_out(path)
     check_sizes(path, content)
-    shards: list[Numbers] = []
+    readers = []
     for shard in content.shards:
         reader = IndexedReader(path / shard.name, way)
         if reader.dtype != manifest.dtype or reader.tokens != shard.tokens:
             raise damaged(path / f"{shard.name}.idx", "the index is of another data set than the manifest.")
-        shards.append(reader.storage)
-    starts = np.cumsum([0, *(len(ids) for ids in shards)], dtype=np.int64)
-    return TokenDataset(path, split, manifest, shards, starts)
+        readers.append(reader)
+    starts = np.cumsum([0, *(reader.tokens for reader in readers)], dtype=np.int64)
+    return TokenDataset(path, split, manifest, [reader.storage for reader in readers], starts, readers)
 
 
 def _foreign(prefix: Path, split: SplitName, way: Reading) -> TokenDataset:
@@ -108,7 +131,7 @@ def _foreign(prefix: Path, split: SplitName, way: Reading) -> TokenDataset:
     )
     if split == "held_out":
         raise _nothing_held_out(prefix)
-    return TokenDataset(prefix, split, manifest, [reader.storage], np.array([0, reader.tokens]))
+    return TokenDataset(prefix, split, manifest, [reader.storage], np.array([0, reader.tokens]), [reader])
 
 
 def _nothing_held_out(path: Path) -> JinguError:
@@ -123,7 +146,8 @@ def joined(datasets: list[TokenDataset]) -> TokenDataset:
     """Splits of several data sets of one tokenizer, one after another."""
     shards = [ids for dataset in datasets for ids in dataset.shards]
     starts = np.cumsum([0, *(len(ids) for ids in shards)], dtype=np.int64)
-    return replace(datasets[0], shards=shards, starts=starts)
+    readers = [reader for dataset in datasets for reader in dataset.readers]
+    return replace(datasets[0], shards=shards, starts=starts, readers=readers)
 
 
 def check_tokenizer(dataset: TokenDataset, tokenizer: Tokenizer) -> None:

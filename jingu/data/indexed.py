@@ -190,12 +190,15 @@ class IndexedReader:
         """Number of sequences."""
         return len(self._lengths)
 
+    def place(self, index: int) -> tuple[int, int]:
+        """First token of a sequence in the `.bin`, and its length."""
+        start = int(self._pointers.read(index, index + 1)[0]) * self._layout.pointer_size
+        return start // np.dtype(self.dtype).itemsize, int(self._lengths.read(index, index + 1)[0])
+
     def __getitem__(self, index: int) -> Ids:
         """Ids of one sequence."""
-        start = (
-            int(self._pointers.read(index, index + 1)[0]) * self._layout.pointer_size // np.dtype(self.dtype).itemsize
-        )
-        return self.storage.read(start, start + int(self._lengths.read(index, index + 1)[0]))
+        start, length = self.place(index)
+        return self.storage.read(start, start + length)
 
 
 def _size(path: Path) -> int:

@@ -33,6 +33,8 @@ def extend(receipt: Receipt, source: BatchSource, step: int) -> Receipt:
     for each in range(receipt.step, step):
         which, _, starts = source.locate(each)
         rows = np.stack([which, starts], axis=1).astype("<i8").tobytes()
+        if source.dropped is not None and each in source.dropped:
+            rows += source.dropped.digest()
         digest = hashlib.blake2b(bytes.fromhex(digest) + rows, digest_size=16, person=b"jingu receipt").hexdigest()
     return Receipt(step, digest, receipt.step, receipt.hash)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from jingu.config.schema import BlockOrderSettings, RunConfig
+from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig
 from jingu.data.batches import BatchSource, Windows
-from jingu.data.dataset import check_tokenizer, open_dataset
+from jingu.data.dataset import UNKNOWN, check_tokenizer, open_dataset
+from jingu.data.drop import read_drop
 from jingu.data.mixture import Mixture, plan_mixture
+from jingu.data.packing import PackedRows
 from jingu.errors import JinguError
 from jingu.text.corpus import checked_corpora
 from jingu.text.tokenizer import Tokenizer
@@ -26,12 +30,21 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
             the caps of epochs leave nothing to train on before the run's end.
     """
     data, batch = config.data, config.batch
-    windows = []
+    _check_packing(data)
+    windows: list[Windows | PackedRows] = []
     for number, settings in enumerate(checked_corpora(data)):
         dataset = open_dataset(Path(settings.path), "train", data.reading)
         check_tokenizer(dataset, tokenizer)
-        windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
-    source = BatchSource(tuple(windows), mixture_of(config, windows), batch.global_size)
+        if dataset.manifest.tokenizer == UNKNOWN:
+            known = dataset.manifest.model_copy(update={"end_id": tokenizer.end_id})
+            dataset = replace(dataset, manifest=known)
+        if data.packing == "best_fit":
+            windows.append(PackedRows(dataset, batch.sequence_length, config.seed + number))
+        else:
+            windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
+    dropped = read_drop(data.drop, [each.dataset for each in windows])
+    mixture = mixture_of(config, windows)
+    source = BatchSource(tuple(windows), mixture, batch.global_size, data.within_documents, dropped)
     samples = config.train.steps * batch.global_size
     if source.mixture.end is not None and source.mixture.end < samples:
         raise JinguError(
@@ -43,7 +56,7 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     return source
 
 
-def mixture_of(config: RunConfig, windows: list[Windows]) -> Mixture:
+def mixture_of(config: RunConfig, windows: Sequence[Windows | PackedRows]) -> Mixture:
     """The mixture that the settings say, for sources with so many windows."""
     data = config.data
     sources = data.corpora
@@ -80,6 +93,16 @@ def epochs_used(config: RunConfig, source: BatchSource) -> list[tuple[str, float
         (name, count / samples, count / len(windows))
         for name, count, windows in zip(names, counts, source.sources, strict=True)
     ]
+
+
+def _check_packing(data: DataSettings) -> None:
+    packed, corrupts = data.packing == "best_fit", data.objective.type == "span_corruption"
+    if corrupts and (packed or data.within_documents):
+        what = "span corruption takes every text whole, without a mask between documents."
+        raise JinguError(what, where="data.objective", fix="Set data.packing=cut and data.within_documents=false.")
+    if packed and data.order.type == "blocks":
+        what = "packed documents have no order in blocks."
+        raise JinguError(what, where="data.order", fix="Set data.order.type=full, or data.packing=cut.")
 
 
 def _blocks(config: RunConfig) -> tuple[int | None, int]:

@@ -19,7 +19,7 @@ from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import DiskOffloadSettings, RunConfig
-from jingu.data.batches import IGNORED
+from jingu.data.batch import IGNORED
 from jingu.data.loader import Loader, copy_in_background
 from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
@@ -150,7 +150,8 @@ def _prepare(
     run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
 ) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
-    rows = None if run.held_out is None else HeldOut(run.held_out, run.config.batch.sequence_length, run.corruption)
+    length, apart = run.config.batch.sequence_length, run.config.data.within_documents
+    rows = None if run.held_out is None else HeldOut(run.held_out, length, run.corruption, apart)
     batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
     source = Loader(batches, pinned=ranks.device.type == "cuda")
     task = pretraining(source, rows, run.spec, mesh, compiles=compiles)

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jingu.data.batch import Batch, changed
-from jingu.data.batches import IGNORED, held_out_batch, held_out_windows
+from jingu.data.batch import IGNORED, Batch, changed
+from jingu.data.batches import held_out_batch, held_out_windows
 from jingu.data.corruption import SpanCorruption
 from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
@@ -27,6 +27,8 @@ class HeldOut:
     dataset: TokenDataset
     sequence_length: int
     corruption: SpanCorruption | None = None
+    apart: bool = False
+    """Whether attention stays inside documents."""
 
     @property
     def count(self) -> int:
@@ -37,7 +39,7 @@ class HeldOut:
 
     def batch(self, first: int, count: int, end: int) -> Batch:
         """Rows [first, first + count); those from `end` on have no labels."""
-        batch = held_out_batch(self.dataset, self.sequence_length, first, count)
+        batch = held_out_batch(self.dataset, self.sequence_length, first, count, apart=self.apart)
         if self.corruption is not None:
             # A window's labels are its text. Beyond the last whole one there is none, nor are there labels in the end.
             batch = self.corruption.batch(batch.labels.clamp_min(0), first)

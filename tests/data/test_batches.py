@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.data.batches import IGNORED, BatchSource, Windows, held_out_batch, held_out_windows
+from jingu.data.batch import IGNORED
+from jingu.data.batches import BatchSource, Windows, held_out_batch, held_out_windows
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.indexed import IndexedReader
 from jingu.data.mixture import plan_mixture

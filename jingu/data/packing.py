@@ -1,0 +1,112 @@
+"""Rows of whole documents, packed so that few places stay empty, in place of windows that cut them.
+
+A row takes the documents that fill it best (best-fit decreasing, as in Ding et al., "Fewer Truncations Improve Language
+Modeling", 2024). Only a document longer than a row is cut, into rows and a rest. The table of it, two numbers a
+document, is made from the lengths alone when the data set is opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from jingu.data.batch import IGNORED
+from jingu.data.dataset import TokenDataset
+from jingu.data.order import Permutation
+from jingu.errors import JinguError
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A data set as rows of whole documents, in a new order each epoch."""
+
+    dataset: TokenDataset
+    sequence_length: int
+    seed: int
+    pieces: Numbers = field(init=False, repr=False)
+    """[pieces, 2] place of the first token and number of predictions, row by row."""
+    ends: Numbers = field(init=False, repr=False)
+    """[rows] how many pieces the rows up to each one have."""
+
+    def __post_init__(self) -> None:
+        pieces = cut_documents(self.dataset.document_lengths(), self.sequence_length)
+        if not len(pieces):
+            raise JinguError("the data set has no document of two tokens.", where=self.dataset.path)
+        rows = pack(pieces[:, 1], self.sequence_length)
+        order = np.argsort(rows, kind="stable")
+        object.__setattr__(self, "pieces", pieces[order])
+        object.__setattr__(self, "ends", np.cumsum(np.bincount(rows)))
+
+    def __len__(self) -> int:
+        """Rows an epoch."""
+        return len(self.ends)
+
+    def starts(self, samples: Numbers) -> Numbers:
+        """The row that each sample is; samples are numbered over all epochs."""
+        epochs, places = np.divmod(samples, len(self))
+        rows = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            rows[epochs == epoch] = Permutation(len(self), self.seed, epoch)(places[epochs == epoch])
+        return rows
+
+    def read(self, rows: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """[rows, sequence] tokens, labels, and documents counted from 0; -1 where a row is empty."""
+        shape = len(rows), self.sequence_length
+        tokens, labels = np.full(shape, self.dataset.end_id), np.full(shape, IGNORED)
+        documents = np.full(shape, -1)
+        for row, pieces in enumerate(map(self._pieces, rows.tolist())):
+            at = 0
+            for number, (start, size) in enumerate(pieces.tolist()):
+                ids = self.dataset.gather(np.array([start]), size + 1)[0]
+                part = slice(at, at + size)
+                tokens[row, part], labels[row, part], documents[row, part] = ids[:-1], ids[1:], number
+                at += size
+        return tokens, labels, documents
+
+    def places(self, rows: Numbers) -> Numbers:
+        """[rows, sequence] the place of each token in the data set; -2 where a row is empty."""
+        places = np.full((len(rows), self.sequence_length), -2)
+        for row, pieces in enumerate(map(self._pieces, rows.tolist())):
+            there = np.concatenate([np.arange(start, start + size) for start, size in pieces.tolist()])
+            places[row, : len(there)] = there
+        return places
+
+    def _pieces(self, row: int) -> Numbers:
+        return self.pieces[self.ends[row - 1] if row else 0 : self.ends[row]]
+
+
+def cut_documents(lengths: Numbers, sequence_length: int) -> Numbers:
+    """[pieces, 2] the first token and the predictions of each document, or of its parts where it is too long.
+
+    A document of n tokens has n - 1 predictions; parts share a token, so that each prediction is in one of them.
+    """
+    starts, predictions = np.cumsum(lengths) - lengths, np.maximum(lengths - 1, 0)
+    parts = -(-predictions // sequence_length)
+    first = np.repeat(np.cumsum(parts) - parts, parts)
+    skipped = (np.arange(len(first)) - first) * sequence_length
+    sizes = np.minimum(np.repeat(predictions, parts) - skipped, sequence_length)
+    return np.stack([np.repeat(starts, parts) + skipped, sizes], axis=1).astype(np.int64)
+
+
+def pack(sizes: Numbers, capacity: int) -> Numbers:
+    """The row of each piece: the largest first, each into the row with the least room that it fits, else a new one."""
+    rows = np.empty(len(sizes), dtype=np.int64)
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms, count = 0, 0  # a bit for every room that some row has
+    for piece in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[piece])
+        if enough := rooms >> size:
+            room = size + (enough & -enough).bit_length() - 1
+            row = with_room[room].pop()
+            rooms ^= 0 if with_room[room] else 1 << room
+        else:
+            room, row, count = capacity, count, count + 1
+        rows[piece] = row
+        if left := room - size:
+            with_room[left].append(row)
+            rooms |= 1 << left
+    return rows
