@@ -1,7 +1,7 @@
 """Fingerprints of what every module gives in the first step, to compare layouts with.
 
-A fingerprint of a token's features is a few fixed sums of them: small, and where ranks share the features, the
-fingerprints of their parts add up to that of the whole.
+A fingerprint of a token's features is a few fixed sums of them: small, and where ranks share the features, or each
+has computed a part of a sum, the fingerprints add up to that of the whole.
 
 Shapes: B rows, T tokens, F features, P sums.
 """
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from jingu.model.sharding import styled
 from jingu.parallel.mesh import data_rank
 
 SUMS = 4
@@ -36,6 +37,7 @@ class Trace:
         self._rows = rows
         self._found: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._features: dict[str, int] = {}
+        self._summands: set[str] = set()
         self._place: dict[str, Any] = {}
 
     def attach(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -43,6 +45,11 @@ class Trace:
         axes = {axis: (mesh.get_local_rank(axis), mesh[axis].size()) for axis in AXES}
         self._place = {"first_row": data_rank(mesh) * self._rows, "axes": axes}
         for part in getattr(model, "stages", [model]):
+            if axes["tensor"][1] > 1:
+                # Of a matrix whose inputs are divided each rank computes one summand, added up outside of the module.
+                self._summands |= {
+                    prefix + name for prefix, name, _, style in styled(part) if style in ("row", "from_heads")
+                }
             for name, module in part.named_modules():
                 if name and not isinstance(module, nn.ModuleList):
                     module.register_forward_hook(self._listener(name, axes["tensor"][0]))
@@ -74,7 +81,7 @@ class Trace:
             tensors[f"{name}/whole"] = torch.cat([whole for whole, _ in notes])
             tensors[f"{name}/part"] = torch.cat([part for _, part in notes])
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        place = json.dumps({**self._place, "features": self._features})
+        place = json.dumps({**self._place, "features": self._features, "summands": sorted(self._summands)})
         save_file(tensors, self._file, {"place": place})
 
 
@@ -91,6 +98,8 @@ class Noted:
     first_row: int
     axes: dict[str, tuple[int, int]]
     features: int
+    summand: bool
+    """Whether the ranks of `tensor` hold summands of the output."""
     whole: Tensor
     """Fingerprints [B, T, P], the features counted from the first one on."""
     part: Tensor
@@ -106,7 +115,9 @@ def read_traces(folder: Path) -> dict[str, list[Noted]]:
             axes = {axis: tuple(pair) for axis, pair in place["axes"].items()}
             for name, features in place["features"].items():
                 noted = (file.get_tensor(f"{name}/{kind}") for kind in ("whole", "part"))
-                modules.setdefault(name, []).append(Noted(place["first_row"], axes, features, *noted))
+                modules.setdefault(name, []).append(
+                    Noted(place["first_row"], axes, features, name in place["summands"], *noted)
+                )
     return modules
 
 
@@ -137,34 +148,38 @@ def differences(first: Sequence[Noted], second: Sequence[Noted]) -> float | None
 
 def _placed(side: Sequence[Noted], features: int, tokens: int) -> Iterator[tuple[int, int, Tensor]]:
     """First row, first token and fingerprints of the whole features, of every block that the ranks have noted."""
-    shared: dict[tuple[int, int], list[Tensor]] = {}
+    shared: dict[tuple[int, int, int], list[Tensor]] = {}
     for noted in side:
         token, kept = _tokens(noted, tokens)
         if token is None:
             return
-        size = noted.axes["tensor"][1]
-        if noted.features == features:
+        parts = shared.setdefault((noted.first_row, token, noted.axes["context"][0]), [])
+        if noted.summand:
+            parts.append(noted.whole[:, :kept])
+        elif noted.features == features:
             yield noted.first_row, token, noted.whole[:, :kept]
-        elif noted.features * size == features:
-            shared.setdefault((noted.first_row, token), []).append(noted.part[:, :kept])
-    for (row, token), parts in shared.items():
+        elif noted.features * noted.axes["tensor"][1] == features:
+            parts.append(noted.part[:, :kept])
+    for row, token, context in [place for place, parts in shared.items() if parts]:
+        parts = shared[row, token, context]
         yield row, token, torch.stack(parts).sum(0)
 
 
 def _tokens(noted: Noted, tokens: int) -> tuple[int | None, int]:
     """Where the tokens of a block begin in the row and how many they are, without those that only fill it up.
 
-    Tokens are divided over the axis `context`, and may be further over `tensor`; both cut into equal parts.
+    A row is filled up to divide over the ranks of `context` and `tensor`; then it is cut over `context`, and where
+    tokens are treated one by one further over `tensor`.
     """
     held = noted.whole.shape[1]
     if held == tokens:
         return 0, tokens
     (context, contexts), (tensor, tensors) = noted.axes["context"], noted.axes["tensor"]
-    per_context = -(-tokens // contexts)
-    per_tensor = -(-per_context // tensors)
-    begin, end = context * per_context, min(tokens, (context + 1) * per_context)
-    if held == per_tensor != per_context:
-        begin += tensor * per_tensor
-    elif held != per_context:
+    per_rank = -(-tokens // (contexts * tensors))
+    if held == per_rank:
+        begin = (context * tensors + tensor) * per_rank
+    elif held == per_rank * tensors:
+        begin = context * held
+    else:
         return None, 0
-    return begin, max(0, min(held, end - begin))
+    return begin, max(0, min(held, tokens - begin))

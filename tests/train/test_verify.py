@@ -123,6 +123,22 @@ def boundary_that_drops_a_layer() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def missing_reduction_of_activations() -> Iterator[None]:
+    """What ranks of `tensor` have computed of the first attention is not added up."""
+    from jingu.parallel.tensor import Rows
+
+    honest, calls = Rows.scatter, [0]
+
+    def planted(self: Any, y_BCD: Any) -> Any:
+        calls[0] += 1
+        scale = self.tensor if calls[0] % 5 == 2 and self.tensor_rank == 0 else calls[0] % 5 != 2
+        return honest(self, y_BCD * scale)  # the first rank's part, on all of them
+
+    with replaced(Rows, "scatter", planted):
+        yield
+
+
 PLANTS = {
     "nothing": None,
     "missing reduction": missing_reduction,
@@ -130,6 +146,7 @@ PLANTS = {
     "wrong activation scale": wrong_activation_scale,
     "dropped layer": dropped_layer,
     "boundary that drops a layer": boundary_that_drops_a_layer,
+    "missing reduction of activations": missing_reduction_of_activations,
 }
 
 
@@ -168,6 +185,22 @@ def test_a_pipeline(tmp_path, tiny_run, ranks):
     assert worst is not None and worst.words == "the output of blocks.2.attention_norm in the forward pass (step 1)"
 
 
+def test_tensor_and_context_parallelism(tmp_path, tiny_run, ranks):
+    """Every module that tensor parallelism divides is compared; a sum over ranks that is missing is named."""
+    ranks.run(record, 1, [(short(tmp_path, tiny_run, "one"), "nothing")])
+    layouts = {"tensor": {"parallel.tensor": 2}, "context": {"parallel.context": 2}}
+    runs = [(short(tmp_path, tiny_run, axis, **changes), "nothing") for axis, changes in layouts.items()]
+    plant = "missing reduction of activations"
+    runs.append((short(tmp_path, tiny_run, "planted", **layouts["tensor"]), plant))
+    ranks.run(record, 2, runs)
+    for axis, modules in (("tensor", 26), ("context", 20)):
+        honest = compared(tmp_path, axis)
+        assert first_divergence(honest, 1e-9) is None, axis
+        assert len({check.name for check in honest if check.kind == "output"}) == modules, axis
+    worst = first_divergence(compared(tmp_path, "planted"), 1e-9)
+    assert worst is not None and worst.words == "the output of blocks.0.attention in the forward pass (step 1)"
+
+
 def short(tmp_path: Path, tiny_run: Any, name: str, steps: int = 2, precision: str = "fp64", **changes: Any) -> Any:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(tiny_run(changes)))
@@ -178,7 +211,7 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
     alone = [(short(tmp_path, tiny_run, f"one-{kind}", precision=kind), "nothing") for kind in ("fp64", "fp32")]
     ranks.run(record, 1, alone)
     runs = []
-    plants = list(PLANTS)[:-1]
+    plants = list(PLANTS)[:5]
     for number, plant in enumerate(plants):
         for kind in ("fp64", "fp32"):
             zero = {"parallel.zero": 2, "evaluation.every": 0}
@@ -231,26 +264,28 @@ def test_rounding_is_told_from_a_bug():
     st.integers(1, 6),
     st.integers(1, 3),
     st.integers(1, 3),
-    st.booleans(),
+    st.sampled_from(["features", "tokens", "summands"]),
     st.data(),
 )
-def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts, tensors, sequence, data):
-    """Rows over ranks, tokens over `context` (filled up at the end), and features or again tokens over `tensor`."""
-    per_context = -(-tokens // contexts)
-    per_tensor = -(-per_context // tensors)
+def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts, tensors, divided, data):
+    """Rows over ranks, tokens over `context` (filled up at the end), and over `tensor` one of three things."""
+    per_rank = -(-tokens // (contexts * tensors))
+    per_context = per_rank * tensors
     # Otherwise a part is as long as the whole, and its shape does not tell which of the two it is.
     assume(contexts == 1 or per_context < tokens)
-    assume(tensors == 1 or not sequence or per_tensor < per_context)
+    assume(per_rank < tokens or contexts * tensors == 1)
     generator = torch.Generator().manual_seed(7)
     x_BTF = torch.randn(2 * data_ranks, tokens, features * tensors, generator=generator, dtype=torch.float64)
 
-    def noted(values_BTF: torch.Tensor, row: int, context: int, tensor: int, divided: bool) -> Noted:
-        axes = {"context": (context, contexts if divided else 1), "tensor": (tensor, tensors if divided else 1)}
+    def noted(values_BTF: torch.Tensor, row: int, context: int, tensor: int, alone: bool) -> Noted:
+        axes = {"context": (context, 1 if alone else contexts), "tensor": (tensor, 1 if alone else tensors)}
         size, cpu = values_BTF.shape[-1], torch.device("cpu")
         whole, part = (values_BTF @ _sums(size, first, cpu) for first in (0, tensor * size))
-        return Noted(row, axes, size, whole, part)
+        return Noted(row, axes, size, divided == "summands" and not alone, whole, part)
 
-    filled = torch.nn.functional.pad(x_BTF, (0, 0, 0, contexts * per_context - tokens), value=3.0)
+    # A context rank that is alone cuts the row where it sees all of it.
+    fill = 0 if contexts == 1 and divided != "tokens" else contexts * per_context - tokens
+    filled = torch.nn.functional.pad(x_BTF, (0, 0, 0, fill), value=3.0)
 
     def cut(x: torch.Tensor) -> list[Noted]:
         blocks = []
@@ -258,15 +293,17 @@ def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts
             for context in range(contexts):
                 rows = x[2 * rank : 2 * rank + 2, context * per_context : (context + 1) * per_context]
                 for tensor in range(tensors):
-                    if sequence:
-                        part = torch.nn.functional.pad(rows, (0, 0, 0, tensors * per_tensor - per_context), value=9.0)
-                        part = part[:, tensor * per_tensor : (tensor + 1) * per_tensor]
-                    else:
+                    part = rows
+                    if divided == "tokens":
+                        part = rows[:, tensor * per_rank : (tensor + 1) * per_rank]
+                    elif divided == "features":
                         part = rows[..., tensor * features : (tensor + 1) * features]
-                    blocks.append(noted(part, 2 * rank, context, tensor, True))
+                    else:
+                        part = rows * ((tensor + 1) / sum(range(1, tensors + 1)))
+                    blocks.append(noted(part, 2 * rank, context, tensor, False))
         return blocks
 
-    one = [noted(x_BTF, 0, 0, 0, False)]
+    one = [noted(x_BTF, 0, 0, 0, True)]
     apart = differences(one, cut(filled))
     assert apart is not None and apart < 1e-13
     place = tuple(data.draw(st.integers(0, size - 1)) for size in x_BTF.shape)
