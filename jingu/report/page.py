@@ -103,7 +103,7 @@ def _tiles(record: Record) -> str:
     share = f"{median(shares):.0%}" if shares else ABSENT
     tiles = [
         ("Final loss", plain(number(last, "loss")), beside),
-        ("Bits per byte", plain(number(evaluation, "bits_per_byte")), _best(record)),
+        *[("Bits per byte", plain(number(evaluation, "bits_per_byte")), _best(record))] * _counts_bytes(record),
         ("Tokens a second", rounded(median(rates)) if rates else ABSENT, "median"),
         ("Share of peak", share, f"of {_flops(peak)}" if peak > 0 else "of the machine's arithmetic"),
         ("Peak memory", f"{plain(memory / size)} {unit}" if math.isfinite(memory) else ABSENT, "of one rank"),
@@ -114,6 +114,11 @@ def _tiles(record: Record) -> str:
         + "".join(f"<div><dt>{name}</dt><dd>{value}</dd><dd>{safe(note)}</dd></div>" for name, value, note in tiles)
         + "</dl>"
     )
+
+
+def _counts_bytes(record: Record) -> bool:
+    """Whether evaluations predict all of a text; of removed spans, they tell no bytes."""
+    return any(row.get("bytes", 0) is not None for row in record.evaluations.values() or [{}])
 
 
 def _best(record: Record) -> str:
@@ -152,7 +157,8 @@ def _charts(record: Record) -> str:
     speed = [Series("rate", _points(train, "tokens_per_second"))]
     charts = [
         Chart("Loss", "nats a token", losses, logarithmic_beyond=3),
-        Chart("Bits per byte", "held-out text", _held_out(record, "bits_per_byte"), levels=levels),
+        *[Chart("Bits per byte", "held-out text", _held_out(record, "bits_per_byte"), levels=levels)]
+        * _counts_bytes(record),
         Chart("Learning rate", "", rate, from_zero=True),
         Chart("Gradient norm", "before clipping", norm, from_zero=True, logarithmic_beyond=10),
         Chart("Throughput", "tokens a second", speed, from_zero=True),

@@ -111,6 +111,15 @@ def test_a_realistic_run_shows_its_own_values(
     assert "Thin dotted lines" in seen
 
 
+def test_a_run_that_counts_no_bytes_shows_none(make_run: MakeRun, realistic: Rows) -> None:
+    """As of removed spans, whose bytes say nothing of a text."""
+    nothing = {"bits_per_byte": None, "bytes": None}
+    rows = [row | nothing if row["type"] == "evaluation" else row for row in realistic if row["type"] != "baseline"]
+    source, seen = written(make_run(rows))
+    assert "<dt>Bits per byte" not in source and "<b>Bits per byte" not in source and "on 1 rank (cpu, fp32)." in seen
+    assert f"held-out {rows[-3]['loss']:.4g}" in seen
+
+
 def test_what_hovering_shows_is_what_was_logged(make_run: MakeRun, realistic: Rows) -> None:
     source, _ = written(make_run(realistic))
     data = [json.loads(value or "") for _, name, value in checked(source).attributes if name == "data-chart"]
