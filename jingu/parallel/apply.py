@@ -22,7 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import all_blocks
+from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding
+from jingu.parallel.expert import divide_experts
 from jingu.parallel.mesh import expert_size, with_replicas, zero_mesh
 from jingu.parallel.pipeline import Layout, Pipeline
 from jingu.parallel.sharing import Sharing, plan_sharing, take_parts
@@ -64,6 +66,8 @@ def parallelize(
     def lay_out(model: Decoder) -> None:
         take_parts(model, sharing)
         divide_work(model, mesh)
+        if sharing.experts is not None:
+            divide_experts(model, sharing.experts["expert"])
         for number, block in all_blocks(model):
             if activation_checkpointing.type != "none" and number % activation_checkpointing.every == 0:
                 block.forward = _recomputing(block.forward, selective=activation_checkpointing.type == "selective")
@@ -129,6 +133,10 @@ def _shard(
     place = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for _, block in all_blocks(model):
+        if sharing.experts is not None:
+            own = [part for part in block.modules() if isinstance(part, GroupedLinear)]
+            axes = with_replicas(sharing.mesh, sharing.experts["expert_fsdp"])
+            shard(own, mesh=axes, reshard_after_forward=settings.zero == 3)
         shard(block, reshard_after_forward=settings.zero == 3)
     # The root's own parameters (embedding, norm, head) are needed last and first: they stay between the passes.
     shard(model, reshard_after_forward=False)

@@ -14,7 +14,6 @@ from jingu.model.spec import Experts, ModelSpec
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node."""
-_READY = frozenset({"pipeline", "replicate", "shard", "tensor", "context"})
 
 
 @dataclass(frozen=True)
@@ -100,17 +99,22 @@ def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int
 
 def _check(sizes: AxisSizes, spec: ModelSpec) -> None:
     """Raise JinguError where the model cannot be divided over these axes."""
-    for axis in (*AXES, "expert"):
-        if getattr(sizes, axis) > 1 and axis not in _READY:
-            raise JinguError(f"the axis {axis} is not there yet.", where=f"parallel.{axis}", fix="Set it to 1.")
     heads, kv_heads = spec.attention.heads, spec.attention.kv_heads
     if heads % sizes.tensor:
         raise _undivided(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
         raise _undivided(f"{kv_heads} key-value heads", sizes.tensor, "tensor", kv_heads)
-    if (heads // sizes.tensor) % sizes.context:
-        what = f"the {heads // sizes.tensor} attention heads of a tensor rank"
-        raise _undivided(what, sizes.context, "context", heads // sizes.tensor)
+    for what, number in (("attention", heads // sizes.tensor), ("key-value", max(1, kv_heads // sizes.tensor))):
+        # Too few key-value heads are repeated.
+        if number % sizes.context and (what == "attention" or sizes.context % number):
+            raise _undivided(f"the {number} {what} heads of a tensor rank", sizes.context, "context", number)
+    for what, number in (("vocabulary", spec.vocabulary), ("feed-forward's inner size", spec.feed_forward.size)):
+        if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
+            raise JinguError(
+                f"a {what} of {number} leaves nothing for the last of {sizes.tensor} ranks.",
+                where="parallel.tensor",
+                fix="Set it lower.",
+            )
     if sizes.expert > 1:
         number = spec.feed_forward.number if isinstance(spec.feed_forward, Experts) else 0
         if not number:

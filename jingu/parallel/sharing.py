@@ -78,6 +78,8 @@ class Sharing:
     mesh: DeviceMesh
     parts: Mapping[str, Part]
     """By the name of the parameter."""
+    experts: DeviceMesh | None = None
+    """The axes `expert_fsdp` and `expert`, where a mixture's experts are shared."""
 
     def logical(self, name: str, held: Tensor) -> Tensor:
         """The whole of parameter `name`, or of what an optimizer keeps for it, as a DTensor over the ranks of its
@@ -151,7 +153,8 @@ def plan_sharing(model: nn.Module, mesh: DeviceMesh, kv_heads: int, expert: int)
     if kv_heads < tensor.size():
         sizes = (kv_heads, tensor.size() // kv_heads)
         by_kv_head = join([replicate, zero, tensor._unflatten(0, sizes, ("kv_heads", "kv_copies"))])
-    by_expert = join([replicate, split_experts(zero, expert), tensor]) if expert > 1 else None
+    experts = split_experts(zero, expert) if expert > 1 else None
+    by_expert = None if experts is None else join([replicate, experts, tensor])
 
     def part(shape: torch.Size, cut: tuple[Cut, ...]) -> Part:
         dims = {each.kind: each.dim for each in cut}
@@ -163,7 +166,8 @@ def plan_sharing(model: nn.Module, mesh: DeviceMesh, kv_heads: int, expert: int)
         return Part(shape, whole, (None, 0, inner))
 
     table = cuts(model)
-    return Sharing(mesh, {name: part(parameter.shape, table[name]) for name, parameter in model.named_parameters()})
+    parts = {name: part(parameter.shape, table[name]) for name, parameter in model.named_parameters()}
+    return Sharing(mesh, parts, experts)
 
 
 def take_parts(model: nn.Module, sharing: Sharing) -> None:

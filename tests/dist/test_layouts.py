@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from jingu.checkpoint import store
+from jingu.checkpoint.files import names
+from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.slices import slice_of
 from jingu.config.batch import plan_batch
 from jingu.config.schema import ActivationCheckpointingSettings, AdamWSettings, BatchSettings, ParallelSettings
@@ -18,9 +22,11 @@ from jingu.model.build import find_family
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import make_model
 from jingu.model.spec import Balanced, ModelSpec, replaced
+from jingu.model.initialise import initial_values
 from jingu.parallel.apply import parallelize
 from jingu.parallel.sharing import sharing_of
-from jingu.parallel.mesh import axis_sizes, build_mesh
+from jingu.parallel.mesh import axis_sizes, build_mesh, data_ranks
+from jingu.runtime.ranks import all_agree
 from jingu.train.optimizer import build_optimizer
 from jingu.train.session import pretraining
 from jingu.train.step import train_step
@@ -72,14 +78,14 @@ def five_steps(rank: int, world: int, spec: ModelSpec, layouts: list[dict[str, A
     return [_five_steps(world, spec, ParallelSettings(**layout), documents) for layout in layouts]
 
 
-def _five_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documents: bool) -> Result:
+def made(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, Any]:
+    """A model with its first weights, laid out over a mesh."""
     device = torch.device("cpu")
-    sizes = axis_sizes(settings, world, spec)
-    mesh = build_mesh(sizes, device)
+    mesh = build_mesh(axis_sizes(settings, world, spec), device)
     with torch.device("meta"):
-        model = make_model(spec).double()
+        whole = make_model(spec).double()
     model = parallelize(
-        model,
+        whole,
         mesh,
         settings,
         compute=torch.float64,
@@ -88,12 +94,19 @@ def _five_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documen
         compile=False,
     )
     model.to_empty(device=device)
-    sharing = sharing_of(model)
-    sharing.initialise(model, spec, 3)
+    sharing_of(model).initialise(model, spec, 3)
+    return model, mesh
+
+
+def _five_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documents: bool) -> Result:
+    device = torch.device("cpu")
+    model, mesh = made(world, spec, settings)
     optimizer = build_optimizer(AdamWSettings(lr=1e-2), model)
     source: Any = type("Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, documents, bool(spec.encoder_layers)))})
     task = pretraining(source, None, spec, mesh)
-    plan = plan_batch(BatchSettings(sequence_length=TOKENS, global_size=ROWS, micro_size=1), sizes.data)
+    micro_size = max(1, ROWS // data_ranks(mesh) // 2)
+    settings_of_batch = BatchSettings(sequence_length=TOKENS, global_size=ROWS, micro_size=micro_size)
+    plan = plan_batch(settings_of_batch, data_ranks(mesh))
     result = Result()
     for step in range(STEPS):
         found = train_step(
@@ -102,7 +115,7 @@ def _five_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documen
         result.losses.append(torch.stack([found.loss, *found.others.values()]))
         result.norms.append(float(found.grad_norm))
     for name, parameter in model.named_parameters():
-        tensor = sharing.logical(name, parameter)
+        tensor = sharing_of(model).logical(name, parameter)
         held = slice_of(tensor)
         result.weights[name] = (held.shape, held.offset, tensor.to_local().clone())
     return result
@@ -179,3 +192,42 @@ def test_context(model, ranks):
 def test_pipeline_of_divided_stages(model, ranks):
     layouts = [{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2, "zero": 2}]
     check(ranks, MODELS[model], 4, layouts, documents=True)
+
+
+MIXTURES = [name for name in MODELS if name.startswith("mixtral")]
+
+
+@pytest.mark.parametrize("model", [MIXTURES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])])
+def test_experts(model, ranks):
+    """6 experts on 2 ranks: of rows, of tokens, beside tensor parallelism, and with what ZeRO shards besides."""
+    layouts = [{"expert": 2}, {"expert": 2, "zero": 3}, {"expert": 2, "tensor": 2}, {"expert": 2, "context": 4}]
+    check(ranks, MODELS[model], 4, [*layouts, {"expert": 2, "replicate": 2}])
+
+
+def passed_on(rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], source: Path | None, to: Path) -> None:
+    """Save a model in one layout: first weights, or those of a checkpoint of another one."""
+    settings = ParallelSettings(**layout)
+    model, _ = made(world, spec, settings)
+    tensors = {name: sharing_of(model).logical(name, p) for name, p in model.named_parameters()}
+    if source is not None:
+        for tensor in tensors.values():
+            tensor.to_local().zero_()
+        store.load(source, tensors, agree=all_agree)
+    store.save(to, tensors, {}, rank=rank, ranks=world, agree=all_agree)
+
+
+def test_what_one_layout_saves_another_loads_to_the_last_bit(tmp_path, ranks):
+    spec = MODELS["mixtral-shared"]
+    layouts = [{}, {"tensor": 4}, {"expert": 2, "tensor": 2}, {"expert": 2, "context": 2, "zero": 3}, {"tensor": 2}]
+    before = None
+    for number, layout in enumerate(layouts):
+        folder = tmp_path / str(number)
+        ranks.run(passed_on, 4 if layout else 1, spec, layout, before, folder)
+        before = folder
+    first, last = tmp_path / "0", tmp_path / str(len(layouts) - 1)
+    shapes = parameter_shapes(spec)
+    assert sorted(names(last)) == sorted(shapes)
+    for name, shape in shapes.items():
+        found = store.read_tensor(last, name)
+        assert torch.equal(found, store.read_tensor(first, name)) and found.shape == shape
+        assert torch.equal(found, initial_values(name, shape, spec, 3).double())

@@ -1,0 +1,46 @@
+"""Whole runs whose blocks are divided: they evaluate, write samples, save, and go on in another layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+EXPERTS = {
+    "model.family": "mixtral",
+    "model.experts.number": 6,
+    "model.experts.active": 2,
+    "model.experts.balance": 0.02,
+    "model.experts.capacity": 1.25,
+}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor": ({}, {"tensor": 2, "shard": 2}),
+    "context": ({"model.family": "bloom", "model.kv_heads": None}, {"tensor": 2, "context": 2}),
+    "expert": (EXPERTS, {"expert": 2, "shard": 2, "context": 2, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["context", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "expert"))]
+)
+def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run, train_on, done):
+    """One process trains 3 steps and saves, 4 ranks load and train 3 more; and the other way."""
+    model, layout = LAYOUTS[kind]
+    changes = {**model, "train.steps": 6, "schedule.type": "constant", "evaluation.every": 3}
+    changes |= {"evaluation.sequences": 5, "evaluation.prompts": ["def "], "evaluation.prompt_tokens": 4}
+    divided = {f"parallel.{axis}": size for axis, size in layout.items()}
+    alone = tiny_run(changes, name="alone")
+    train_on(1, alone)
+    one = done(alone)
+    for name, first, then in (("spreads", (1, {}), (4, divided)), ("gathers", (4, divided), (1, {}))):
+        train_on(first[0], tiny_run({**changes, **first[1], "train.steps": 3}, name=name))
+        train_on(then[0], tiny_run({**changes, **then[1]}, name=name))
+        many = done(tiny_run(name=name))
+        for column in ("loss", "grad_norm"):
+            assert many.column(column) == pytest.approx(one.column(column), rel=1e-9), (name, column)
+        assert many.column("loss", "evaluation") == pytest.approx(one.column("loss", "evaluation"), rel=1e-9)
+        assert many.column("text", "sample") == one.column("text", "sample")
+        weights = one.tensors()
+        for key, tensor in many.tensors().items():
+            torch.testing.assert_close(tensor, weights[key], rtol=1e-9, atol=1e-10, msg=f"{name} {key}")
