@@ -23,7 +23,8 @@ def made(folder: Path) -> Path:
     """A model of 134M parameters in fp32 and a small tokenizer, as a Hugging Face folder."""
     import torch
 
-    from jingu.checkpoint.hub import export_hf, parameter_shapes
+    from jingu.checkpoint.export import export_hf
+    from jingu.checkpoint.hub import parameter_shapes
     from jingu.config.schema import ModelSettings
     from jingu.model.build import spec_from_settings
     from jingu.text.training import train_tokenizer

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.files import names, read_state
 from jingu.checkpoint.files import verify as problems_of
-from jingu.checkpoint.hub import OpenModel, export_hf, open_model
+from jingu.checkpoint.hub import OpenModel, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.resume import Keep, all_steps, complete_steps, find_latest, step_folder
 from jingu.checkpoint.resume import prune as prune_steps

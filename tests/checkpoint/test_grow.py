@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from jingu.checkpoint.hub import export_hf, load_model, open_model
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
 from jingu.config.schema import ModelSettings
 from jingu.model.build import spec_from_settings

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jingu.checkpoint import hub
-from jingu.checkpoint.hub import export_hf, load_model, open_hf, open_model
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import load_model, open_hf, open_model
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import save
 from jingu.cli import main

@@ -11,7 +11,8 @@ import torch
 import torch.utils.flop_counter
 from safetensors.torch import load_file, save_file
 
-from jingu.checkpoint.hub import export_hf, parameter_shapes
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.models import inspect, list_models
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError

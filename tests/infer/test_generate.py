@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jingu.checkpoint.hub import export_hf
+from jingu.checkpoint.export import export_hf
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer import verbs

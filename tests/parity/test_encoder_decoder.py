@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from jingu.checkpoint.hub import export_hf, load_model, open_hf, parameter_shapes
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import load_model, open_hf, parameter_shapes
 from jingu.errors import JinguError
 from jingu.infer.cache import StaticCache
 from jingu.infer.generate import generate, next_logits

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from jingu.checkpoint.hub import export_hf, load_model, open_hf
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
 from jingu.infer.generate import generate
 from jingu.infer.sampling import Sampling

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from jingu.checkpoint.hub import export_hf, load_model, open_hf, parameter_shapes
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import load_model, open_hf, parameter_shapes
 from jingu.errors import JinguError
 from jingu.infer.cache import StaticCache
 from jingu.infer.generate import generate, next_logits

@@ -114,3 +114,46 @@ def test_another_tokenizer_is_told(first: Path, library: Library, tiny_run: Make
     words = refusal(second(tiny_run, first))
     assert "pieces that the model to begin with knows have other ids, or none, in the run's tokenizer." in words
     assert f"`jingu model grow {first} --tokenizer {library.tokenizer}` writes." in words
+
+
+def test_a_second_language_stage(
+    first: Path,
+    library: Library,
+    tiny_run: MakeRun,
+    train_on: Callable[..., None],
+    done: Callable[[RunConfig], Done],
+    tmp_path: Path,
+) -> None:
+    """A tokenizer extended by a new language, the model grown for it, a data set of both, and a run that begins with
+    what the first one knew: its scores of the old pieces are the first one's, and it is ahead of a beginner."""
+    from jingu.data.build import build
+    from jingu.text.verbs import extend
+
+    chinese = tmp_path / "zh"
+    chinese.mkdir()
+    (chinese / "poem.py").write_text("# 床前明月光，疑是地上霜。举头望明月，低头思故乡。\n" * 40, encoding="utf-8")
+    both = {
+        "tokenizer.base": str(library.tokenizer),
+        "tokenizer.path": str(tmp_path / "tokenizer"),
+        "tokenizer.vocabulary": 420,
+        "data.input": [str(library.text), str(chinese)],
+        "data.path": str(tmp_path / "data"),
+        "evaluation.every": 3,
+    }
+    config = second(tiny_run, tmp_path / "grown", **both)
+    extend(config)
+    build(config)
+    assert (
+        main(["model", "grow", str(first), "--to", str(tmp_path / "grown"), "--tokenizer", both["tokenizer.path"]]) == 0
+    )
+    train_on(1, config)
+    fresh = tiny_run({**BEGIN, **both}, name="fresh")
+    train_on(1, fresh)
+    assert open_run(config).spec.vocabulary == 420
+    assert done(config).column("loss")[0] < done(fresh).column("loss")[0] - 0.1
+    # What stood for the old pieces still does: the grown model's scores of them are those of the first.
+    old, new = (load_model(open_model(path), torch.float64) for path in (first, tmp_path / "grown"))
+    tokens = open_run(tiny_run({"train.steps": 4}, name="first")).source.batch(0, 0, 2).tokens
+    with torch.no_grad():
+        expected, found = (model.logits(model(tokens)) for model in (old, new))
+    torch.testing.assert_close(found[..., :389], expected, rtol=1e-5, atol=1e-6)

@@ -117,3 +117,8 @@ def to_theirs(entry: Entry, ours: Sequence[Tensor], spec: ModelSpec) -> Tensor:
     if entry.expert is not None:
         return entry.transform.to_theirs(ours[0][entry.expert], spec)
     return entry.transform.to_theirs(ours[0] if len(ours) == 1 else torch.cat(list(ours)), spec)
+
+
+def their_shape(entry: Entry, spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> torch.Size:
+    """The shape of their tensor; `shapes` are ours."""
+    return to_theirs(entry, [torch.empty(shapes[name], device="meta") for name in entry.ours], spec).shape

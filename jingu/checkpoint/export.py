@@ -1,0 +1,187 @@
+"""Writing a model as a Hugging Face folder: weights in safetensors, tensor by tensor, and what comes with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, parameter_shapes
+from jingu.checkpoint.stream import SafetensorsWriter
+from jingu.errors import JinguError
+from jingu.model.families import FAMILIES
+from jingu.model.families.family import exported_config
+from jingu.model.families.names import SAME, Entry, entries, their_shape, to_theirs
+from jingu.model.spec import ModelSpec
+from jingu.runtime.files import new_folder
+from jingu.text.tokenizer import Tokenizer
+
+SHARD_BYTES = 5_000_000_000
+"""Largest weight file of an export, but for one with a single larger tensor."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def export_hf(
+    spec: ModelSpec,
+    read: Callable[[str], Tensor],
+    tokenizer_folder: Path,
+    to: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    special_ids: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    check: bool = False,
+) -> None:
+    """Write a Hugging Face folder that transformers loads as it is; it appears whole or not at all.
+
+    Tensors pass through one at a time.
+
+    Args:
+        read: a parameter by jingu's name, whole (`OpenModel.read`, or a dictionary's `__getitem__`).
+        tokenizer_folder: its files are copied.
+        to: a new or empty folder.
+        dtype: of the weights written.
+        shard_bytes: largest weight file.
+        special_ids: bos_token_id and the like; None or empty: the tokenizer's end token for all of them.
+        generation: generation_config.json; None: the special ids.
+        check: refuse weights that hold NaN or infinity in `dtype`.
+
+    Raises:
+        JinguError: the target holds something, the disk is full, the model has a shape that its Hugging Face
+            architecture has not, or the check fails.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        kind = "an earlier export" if (to / "config.json").is_file() else "something"
+        raise JinguError(
+            f"there is {kind} here already, and it is not overwritten.",
+            where=to,
+            fix="Delete it first, or choose another folder.",
+        )
+    family = FAMILIES[spec.family]
+    if not special_ids:
+        tokenizer = Tokenizer.load(tokenizer_folder)
+        special_ids = dict.fromkeys(SPECIAL_IDS[:3], tokenizer.end_id)
+        if spec.encoder_layers is not None:
+            special_ids |= {"pad_token_id": tokenizer.start_id, "decoder_start_token_id": tokenizer.start_id}
+    config = {
+        "architectures": [family.architectures[0]],
+        **exported_config(family, spec),
+        **special_ids,
+        # Releases of transformers before 5 know the first name, later ones the second.
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    with new_folder(to) as folder:
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", special_ids if generation is None else generation)
+        for name in _TOKENIZER_FILES:
+            if (tokenizer_folder / name).is_file():
+                shutil.copyfile(tokenizer_folder / name, folder / name)
+        if not (folder / "tokenizer.json").is_file():
+            Tokenizer.load(tokenizer_folder).save(folder)
+        with _one_thread():
+            broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
+        if broken:
+            raise JinguError(
+                f"there is NaN or infinity in {len(broken)} of the weights, as {config['dtype']}: {', '.join(broken)}.",
+                where=to,
+                fix="Nothing was written. Take an earlier checkpoint, or another dtype where the weights are too large "
+                "for this one.",
+            )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Casts and checks keep up with the disk on one thread; to share out pieces so small takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _write_weights(
+    folder: Path,
+    spec: ModelSpec,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    shard_bytes: int,
+    check: bool,
+) -> list[str]:
+    """The weight files, and their index where there are several; the names of tensors that fail the check."""
+    shapes = parameter_shapes(spec)
+    mapped = entries(FAMILIES[spec.family].rules, spec, shapes)
+    theirs = {entry.theirs: their_shape(entry, spec, shapes) for entry in mapped}
+    sizes = [prod(shape) * dtype.itemsize for shape in theirs.values()]
+    shards = _shards(mapped, sizes, shard_bytes)
+    read = _experts_once(mapped, read)
+    table: dict[str, str] = {}
+    broken: list[str] = []
+    for number, shard in enumerate(shards, start=1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        kinds = {entry.theirs: (dtype, theirs[entry.theirs]) for entry in shard}
+        with SafetensorsWriter(folder / name, kinds) as out:
+            for entry in shard:
+                if not out.write(_their_parts(entry, spec, read), check):
+                    broken.append(entry.theirs)
+        table |= dict.fromkeys(kinds, name)
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": table})
+    return broken
+
+
+def _experts_once(mapped: Sequence[Entry], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """`read`, which holds on to the last tensor of experts: theirs follow each other, each a slice of it."""
+    stacked = {name for entry in mapped if entry.expert is not None for name in entry.ours}
+    held: dict[str, Tensor] = {}
+
+    def read_once(name: str) -> Tensor:
+        if name in held:
+            return held[name]
+        held.clear()
+        tensor = read(name)
+        if name in stacked:
+            held[name] = tensor
+        return tensor
+
+    return read_once
+
+
+def _their_parts(entry: Entry, spec: ModelSpec, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    """Their tensor, in parts along its first dim where it is ours, stacked."""
+    if entry.transform is SAME and entry.expert is None:
+        yield from (read(name).detach() for name in entry.ours)
+    else:
+        yield to_theirs(entry, [read(name).detach() for name in entry.ours], spec)
+
+
+def _shards(mapped: Sequence[Entry], sizes: Sequence[int], shard_bytes: int) -> list[list[Entry]]:
+    """Cut the list into runs of at most `shard_bytes`."""
+    shards: list[list[Entry]] = [[]]
+    held = 0
+    for entry, size in zip(mapped, sizes, strict=True):
+        if shards[-1] and held + size > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += size
+    return shards
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
