@@ -25,12 +25,13 @@ def checkpoints(tmp_path):
     return tmp_path
 
 
-def test_two_hundred_flipped_bits_and_truncations_are_all_seen(checkpoints):
+def test_a_thousand_flipped_bits_and_truncations_are_all_seen(checkpoints):
+    """By verifying and by loading, in any file; the way back leads past them."""
     generator = random.Random(0)
     newest = step_folder(checkpoints, 200)
     files = sorted(newest.iterdir())
     seen = set()
-    for trial in range(200):
+    for trial in range(1000):
         path = files[trial % len(files)]
         good = path.read_bytes()
         if trial % 5 == 0:
@@ -42,6 +43,9 @@ def test_two_hundred_flipped_bits_and_truncations_are_all_seen(checkpoints):
         problems = verify(newest)
         assert problems and path.name in problems[0], (trial, path.name, problems)
         seen.add(problems[0])
+        with pytest.raises(CheckpointError):
+            load(newest, {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()})
+            read_state(newest)
         found = find_latest(checkpoints)
         assert found.step == 100 and found.folder == step_folder(checkpoints, 100)
         assert [folder for folder, _ in found.passed_over] == [newest]
@@ -55,27 +59,6 @@ def test_two_hundred_flipped_bits_and_truncations_are_all_seen(checkpoints):
         f"{shard} does not match its checksum",
         f"{shard}: the bytes of tensor model/1 do not match their checksum",
     } <= seen
-
-
-def test_loading_never_gives_wrong_values_for_whole_tensors(checkpoints):
-    """Without `verify` before it, too: what a flipped bit can change in a tensor or the state is refused."""
-    generator = random.Random(1)
-    folder = step_folder(checkpoints, 200)
-    for trial in range(100):
-        path = sorted(folder.iterdir())[trial % 3]
-        good = path.read_bytes()
-        bad = bytearray(good)
-        bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
-        path.write_bytes(bad)
-        tensors = {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()}
-        try:
-            load(folder, tensors)
-            read_state(folder)
-        except CheckpointError:
-            pass
-        else:
-            raise AssertionError(trial)
-        path.write_bytes(good)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "shard-00000-of-00001.safetensors"])

@@ -1,0 +1,77 @@
+"""What is saved in one layout loads in any other to the last bit: every ordered pair of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import this_rank
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero0 × 2": (2, {"zero": 0}),
+    "zero1 × 4": (4, {"zero": 1}),
+    "zero2 × 2": (2, {"zero": 2}),
+    "zero3 × 4": (4, {"zero": 3}),
+    "replicate 2 × shard 2": (4, {"zero": 3, "replicate": 2, "shard": 2}),
+    "tensor 2": (2, {"tensor": 2}),
+    "tensor 2 × shard 2": (4, {"tensor": 2, "shard": 2, "zero": 3}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "pipeline 2 × shard 2": (4, {"pipeline": 2, "shard": 2, "zero": 2}),
+}
+
+
+def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, Path]]) -> None:
+    """In this layout, load each checkpoint and save what was loaded."""
+    from jingu.checkpoint import store
+    from jingu.parallel.mesh import axis_sizes, build_mesh
+    from jingu.parallel.pipeline import Pipeline
+    from jingu.runtime.ranks import all_agree
+    from jingu.train import session
+    from jingu.train.precision import choose_precision
+    from jingu.train.run import open_run
+
+    run, device = open_run(config), torch.device("cpu")
+    mesh = build_mesh(axis_sizes(config.parallel, world, run.spec), device)
+    precision = choose_precision(config.precision, device)
+    model, optimizer = session._build(run, mesh, this_rank(rank, world), precision, compiles=False)
+    for source, target in journeys:
+        tensors = session.checkpoint_tensors(model, optimizer)
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.zero_()
+        store.load(source, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
+        store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_agree)
+
+
+def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    from jingu.checkpoint import files, store
+
+    assert files.names(folder) == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(store.read_tensor(folder, name), tensor), (folder, name)
+
+
+@pytest.mark.parametrize("layouts", [list(LAYOUTS)[1::2], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)])
+def test_every_ordered_pair_of_layouts(layouts, tiny_run, train_on, done, ranks, tmp_path):
+    changes = {"model.heads": 4, "model.kv_heads": 2, "train.steps": 2, "precision.type": "fp32"}
+    begun = tiny_run(changes, name="begun")
+    train_on(1, begun)
+    expected = done(begun).tensors()
+    places = {name: tmp_path / str(number) for number, name in enumerate(["begun", *layouts])}
+
+    def go(layout: str, journeys: list[tuple[Path, Path]]) -> None:
+        world, parallel = LAYOUTS[layout]
+        config = tiny_run({**changes, **{f"parallel.{key}": value for key, value in parallel.items()}}, name="laid-out")
+        ranks.run(pass_through, world, config, journeys)
+        for _, target in journeys:
+            assert_same(target, expected)
+
+    for layout in layouts:
+        go(layout, [(done(begun).checkpoint(), places[layout])])
+    for layout in layouts:
+        others = [other for other in layouts if other != layout]
+        go(layout, [(places[other], places[layout] / f"from-{places[other].name}") for other in others])
