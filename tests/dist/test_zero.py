@@ -126,7 +126,7 @@ def counted(rank: int, world: int, configs: list[Any]) -> list[dict[str, int]]:
             def call(*arguments: Any, **keywords: Any) -> Any:
                 tensor = keywords.get("tensor", keywords.get("output", arguments[0] if arguments else None))
                 alone = dist.get_world_size(keywords.get("group")) == 1
-                count[kind] += not alone and (tensor is None or tensor.numel() > 1)  # one number is a loss or a vote
+                count[kind] += not alone and (tensor is None or tensor.numel() > 3)  # few numbers are a loss or votes
                 return original(*arguments, **keywords)
 
             return call
