@@ -130,7 +130,22 @@ VERBS = {
         run_file=True,
     ),
     "data inspect": Verb(
-        "show a data set", "jingu.data.build:inspect", (_place("path", "FOLDER", "the folder of the data set"),)
+        "show a data set, and check it",
+        "jingu.data.verbs:inspect",
+        (
+            _place("path", "FOLDER", "the folder of the data set"),
+            _option("--document", "N", _whole(0), "show this document of the training split, from 0"),
+            _option("--tokenizer", "FOLDER", _path, "with which to show its text"),
+        ),
+    ),
+    "data preview": Verb(
+        "show what a step of a run is trained on, and how often each source is used",
+        "jingu.data.verbs:preview",
+        (
+            _option("--step", "N", _whole(0), "the step, from 0", 0),
+            _option("--rows", "N", _whole(0), "rows of its batch to show", 4),
+        ),
+        run_file=True,
     ),
     "train": Verb(
         "train a model, or go on training it",

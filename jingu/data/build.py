@@ -1,4 +1,4 @@
-"""`jingu data build`: the corpus to shards of ids; and `jingu data inspect`, which checks them.
+"""`jingu data build`: the corpus to shards of ids.
 
 Units of work are fixed by the corpus and written in its order, so that the number of workers changes nothing
 but the time.
@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from tqdm import tqdm
 
 from jingu.config.schema import DataSettings, RunConfig
-from jingu.data.indexed import IndexedReader, best_dtype
-from jingu.data.manifest import Manifest, check_sizes, damaged
+from jingu.data.indexed import best_dtype
+from jingu.data.manifest import Manifest, check_sizes, print_summary
 from jingu.data.parts import join_parts, part_folder
-from jingu.data.writing import PROGRESS, SKIPPED, Assembly, Encoded
+from jingu.data.writing import PROGRESS, Assembly, Encoded
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
@@ -86,7 +85,7 @@ def build_source(data: DataSettings, tokenizer_path: Path, part: tuple[int, int]
     if (old := Manifest.load(path)) is not None:
         _refuse_other(path, old, settings)
         print(f"data: already built in {path}.")
-        _print_summary(old)
+        print_summary(old)
         return
     units = plan_units(files)
     if part is None:
@@ -101,7 +100,7 @@ def build_source(data: DataSettings, tokenizer_path: Path, part: tuple[int, int]
         if joined is None:
             return
         manifest = joined
-    _print_summary(manifest)
+    print_summary(manifest)
 
 
 def _build(
@@ -140,24 +139,6 @@ def _build(
         manifest.save(place)
     print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
     return manifest
-
-
-def inspect(path: Path) -> None:
-    """Print what a data set holds, and compare every file with its checksum."""
-    manifest = Manifest.load(path)
-    if manifest is None:
-        raise JinguError("there is no data set here.", where=path, fix="Run `jingu data build`.")
-    print(f"data: {path}, ids as {manifest.dtype} of a vocabulary of {manifest.vocabulary:,}.")
-    _print_summary(manifest)
-    for split in (manifest.train, manifest.held_out):
-        check_sizes(path, split)
-        for shard in split.shards:
-            for name, checksum in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
-                with (path / name).open("rb") as stream:
-                    if hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() != checksum:
-                        raise damaged(path / name, "the file's content is not what was written (checksum).")
-            IndexedReader(path / shard.name)
-    print("  every file has the checksum it was written with")
 
 
 def _refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
@@ -270,19 +251,3 @@ def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit:
 def _hash(text: str) -> int:
     """64 bits that decide the split: of the text alone, so that copies fall on one side."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=b"jingu held out").digest(), "little")
-
-
-def _print_summary(manifest: Manifest) -> None:
-    for title, split in (("train", manifest.train), ("held out", manifest.held_out)):
-        print(
-            f"  {title}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
-            f" ({split.text_bytes / max(split.tokens, 1):.2f} a token), {len(split.shards)} shard(s)"
-        )
-    print(
-        f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"
-        f" taken with bytes replaced: {manifest.replaced}"
-    )
-    if manifest.duplicates:
-        print(f"  left out: {manifest.duplicates:,} copies of other documents")
-    if manifest.skipped:
-        print(f"  left out: {manifest.skipped:,} with mistakes, which {SKIPPED} lists")

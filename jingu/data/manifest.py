@@ -115,3 +115,20 @@ def check_sizes(folder: Path, split: Split) -> None:
 def damaged(path: Path, what: str) -> JinguError:
     """A file of a built data set that is not as it was written."""
     return JinguError(what, where=path, fix="Copy the file anew, or delete the folder and build the data set anew.")
+
+
+def print_summary(manifest: Manifest) -> None:
+    """What a data set holds, and what was left out of it."""
+    for title, split in (("train", manifest.train), ("held out", manifest.held_out)):
+        print(
+            f"  {title}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
+            f" ({split.text_bytes / max(split.tokens, 1):.2f} a token), {len(split.shards)} shard(s)"
+        )
+    print(
+        f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"
+        f" taken with bytes replaced: {manifest.replaced}"
+    )
+    if manifest.duplicates:
+        print(f"  left out: {manifest.duplicates:,} copies of other documents")
+    if manifest.skipped:
+        print(f"  left out: {manifest.skipped:,} with mistakes, which skipped.txt lists")

@@ -20,9 +20,10 @@ import pytest
 import jingu.data.build as build_module
 import jingu.data.writing as writing_module
 from jingu.config.schema import RunConfig
-from jingu.data.build import build, inspect
+from jingu.data.build import build
 from jingu.data.indexed import IndexedReader, IndexedWriter
 from jingu.data.manifest import Manifest
+from jingu.data.verbs import inspect
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
@@ -433,7 +434,10 @@ def test_inspect(make_config: MakeConfig, tmp_path: Path, capsys: pytest.Capture
     inspect(tmp_path / "data")
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"data: {tmp_path / 'data'}, ids as uint16 of a vocabulary of 300."
-    assert shown[1:-1] == built[1:]
+    assert shown[1 : len(built)] == built[1:]
+    lengths = shown[len(built) : -1]
+    assert lengths[0].startswith("  tokens a document: ")
+    assert sum(int(line.split()[-1]) for line in lengths[1:]) == manifest_of(make_config()).train.documents
     assert shown[-1] == "  every file has the checksum it was written with"
     for name in ("train-00000.bin", "held_out-00000.idx"):
         path = tmp_path / "data" / name
