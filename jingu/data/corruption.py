@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jingu.config.schema import SpanCorruptionSettings
-from jingu.data.batch import Batch, Source
+from jingu.data.batch import IGNORED, Batch, Source
 from jingu.data.batches import BatchSource
 from jingu.data.order import Permutation
 from jingu.errors import JinguError
@@ -58,11 +58,13 @@ class SpanCorruption:
         return self.removed + len(self.sentinel_ids) + 1
 
     def batches(self, source: BatchSource) -> Callable[[int, int, int], Batch]:
-        """A source's batches (`BatchSource.batch`), corrupted."""
+        """A source's batches (`BatchSource.batch`), corrupted. A text of which a part is left out is not trained."""
 
         def batch(step: int, first: int, count: int) -> Batch:
-            texts_BL = source.batch(step, first, count).tokens
-            return self.batch(texts_BL, step * source.global_size + first)
+            texts = source.batch(step, first, count)
+            corrupted = self.batch(texts.tokens, step * source.global_size + first)
+            corrupted.labels[(texts.labels < 0).any(1)] = IGNORED
+            return corrupted
 
         return batch
 

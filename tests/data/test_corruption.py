@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.config.schema import SpanCorruptionSettings
+from jingu.data.batch import Batch
 from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
@@ -107,6 +108,24 @@ def test_a_batch_is_its_rows_shifted(tokenizer):
         assert batch.labels[row].tolist() == target.tolist()
         assert batch.tokens[row].tolist() == [plan.start_id, *target[:-1].tolist()]
     assert torch.equal(plan.batch(texts[1:], 6).labels, batch.labels[1:])
+
+
+def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_leaves_out(tokenizer):
+    class Source:
+        global_size = 4
+
+        def batch(self, step: int, first: int, count: int) -> Batch:
+            texts = torch.arange(200, 200 + 21 * count).view(count, 21)
+            labels = texts[:, 1:].clone()
+            labels[1, 7] = -100
+            return Batch(texts[:, :-1], labels)
+
+    plan = planned(tokenizer, 20)
+    batch = plan.batches(Source())(3, 1, 3)
+    expected = plan.batch(Source().batch(3, 1, 3).tokens, 13)
+    assert (batch.labels[1] == -100).all()
+    assert torch.equal(batch.labels[::2], expected.labels[::2]) and torch.equal(batch.tokens, expected.tokens)
+    assert batch.source is not None and torch.equal(batch.source.tokens, expected.source.tokens)
 
 
 def test_what_does_not_fit_is_told(tokenizer):
