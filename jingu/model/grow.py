@@ -186,7 +186,7 @@ def wider(model: Model, width: int, noise: float = 0.0, seed: int = 0) -> Model:
 
 def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:
     """The matrix for inputs that are there several times: what it says of their copies sums to the same."""
-    whole = matrix.repeat(*[1] * (matrix.ndim - 1), times) / times
+    whole = matrix.repeat(*[1] * (matrix.ndim - 1), times).div_(times)
     if std:
         shape = (*matrix.shape[:-1], times, matrix.shape[-1])
         drawn = torch.empty(shape).normal_(0.0, std, generator=generator_for(name, seed))

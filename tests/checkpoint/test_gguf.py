@@ -174,6 +174,19 @@ def test_logits_equal_the_model_that_was_written(make: Any, tmp_path: Path) -> N
     assert (found - expected).norm() / expected.norm() < 1e-5
 
 
+def test_a_file_grows(tmp_path: Path) -> None:
+    """Out of permuted, quantised tensors that are read one by one."""
+    tokenizer = a_tokenizer()
+    facts = tokenizer_facts(tokenizer)
+    path = written(tmp_path / "model.gguf", llama(hidden_size=96, vocab_size=tokenizer.vocabulary), "Q8_0", **facts)
+    to = tmp_path / "grown"
+    options = ["--layers", "3", "--width", "192", "--noise", "0.1"]
+    assert main(["model", "grow", str(path), "--to", str(to), *options]) == 0
+    tokens = torch.arange(20)[None]
+    expected, found = logits_of(path, tokens), logits_of(to, tokens)
+    assert (found - expected).norm() / expected.norm() < 1e-5
+
+
 def test_the_spec_is_that_of_the_model(tmp_path: Path) -> None:
     model = llama(rms_norm_eps=1e-5, initializer_range=0.02)
     opened = open_model(written(tmp_path / "model.gguf", model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from jingu.checkpoint import hub
@@ -25,6 +28,7 @@ from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
 from jingu.model.spec import replaced
+from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
 
 
@@ -275,6 +279,28 @@ def test_what_comes_with_a_model_is_carried_over(exported: Path, tmp_path: Path)
         assert open_hf(folder).end_ids == (8, 9, 10)
     for name, theirs in load_file(twice / "model.safetensors").items():
         assert torch.equal(theirs, load_file(exported / "model.safetensors")[name].bfloat16())
+
+
+def test_a_folder_with_a_sentencepiece_model_alone(exported: Path, tmp_path: Path) -> None:
+    """Its import has a tokenizer.json that gives the same ids, and begins a prompt as Llama's does."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some text and more of it"] * 9),
+        model_writer=out,
+        vocab_size=275,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (exported / "tokenizer.json").unlink()
+    (exported / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (exported / "tokenizer.model").write_bytes(out.getvalue())
+    to = converted(exported, tmp_path / "to")
+    theirs = transformers.AutoTokenizer.from_pretrained(to)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
+    assert theirs("some 文 text")["input_ids"] == [reference.bos_id(), *reference.encode("some 文 text")]
+    assert Tokenizer.load(to).encode("some 文 text") == reference.encode("some 文 text")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
