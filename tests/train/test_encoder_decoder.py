@@ -71,8 +71,11 @@ def test_the_tokenizer_has_the_sentinels(corrupted):
     assert list(tokenizer.special_tokens) == ["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(8))]
 
 
-@pytest.mark.parametrize(("model", "stages"), [(T5, range(4)), (MIXTURE, (1, 3))], ids=["t5", "cpm2-mixture"])
-def test_every_layout_is_the_run_of_one_process(model, stages, corrupted, tiny_run, train_on, done):
+LAYOUTS = [f"zero={stage}" for stage in range(4)] + ["tensor=2", "context=2"]
+
+
+@pytest.mark.parametrize(("model", "layouts"), [(T5, LAYOUTS), (MIXTURE, LAYOUTS[3:])], ids=["t5", "cpm2-mixture"])
+def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_run, train_on, done):
     changes = {**corrupted, **model, "evaluation.every": 3, "evaluation.sequences": 5, "evaluation.prompts": ["def "]}
     changes |= {"evaluation.prompt_tokens": 4}
     alone = tiny_run({**changes, "batch.micro_size": 2}, name="alone")
@@ -84,7 +87,11 @@ def test_every_layout_is_the_run_of_one_process(model, stages, corrupted, tiny_r
     # Of a text that the encoder reads in part, bits per byte would say nothing.
     assert one.column("bits_per_byte", "evaluation") == [None] * 2
     assert one.column("tokens", "evaluation") == [5 * (8 + 3 + 1)] * 2
-    configs = [tiny_run({**changes, "batch.micro_size": 2, "parallel.zero": z}, name=f"zero-{z}") for z in stages]
+    configs = []
+    for layout in layouts:
+        axis, _, size = layout.partition("=")
+        settings = {**changes, "batch.micro_size": 2, f"parallel.{axis}": int(size)}
+        configs.append(tiny_run(settings, name=layout.replace("=", "-")))
     train_on(2, *configs)
     for config in configs:
         many = done(config)
