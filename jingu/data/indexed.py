@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from jingu.data.manifest import Shard, damaged
-from jingu.data.reading import Ids, Reading, open_numbers
+from jingu.data.reading import Ids, Numbers, Reading, open_numbers
 from jingu.errors import JinguError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -149,22 +149,18 @@ class IndexedReader:
 
     def __init__(self, prefix: Path, reading: Reading = "mmap") -> None:
         bin_path, idx_path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-        self._layout = _layout(idx_path)
-        self.dtype = self._layout.dtype
         # Of a large index, mapping takes only the pages that are looked at; keeping blocks of it would not pay.
-        way: Reading = "mmap" if reading == "mmap" else "lazy"
-        self._lengths = open_numbers(idx_path, *self._layout.lengths, way)
-        self._pointers = open_numbers(idx_path, *self._layout.pointers, way)
-        self._documents = self._layout.documents and open_numbers(idx_path, *self._layout.documents, way)
-        size, last = np.dtype(self.dtype).itemsize, len(self) - 1
+        self._index = _opened(idx_path, "uint8", _size(idx_path), "mmap" if reading == "mmap" else "lazy")
+        self._layout = _layout(idx_path, self._index)
+        self.dtype = self._layout.dtype
         used = 0
         if len(self):
-            used = int(self._pointers.read(last, last + 1)[0]) * self._layout.pointer_size
-            used += int(self._lengths.read(last, last + 1)[0]) * size
+            start, length = self.place(len(self) - 1)
+            used = (start + length) * np.dtype(self.dtype).itemsize
         there = _size(bin_path)
         if there < used:
             raise damaged(bin_path, f"the file has {there:,} bytes, but its .idx speaks of {used:,}.")
-        self.storage = open_numbers(bin_path, self.dtype, 0, used // size, reading)
+        self.storage = _opened(bin_path, self.dtype, used // np.dtype(self.dtype).itemsize, reading)
 
     @property
     def tokens(self) -> int:
@@ -179,26 +175,33 @@ class IndexedReader:
     @property
     def lengths(self) -> Ids:
         """[sequences] tokens of each."""
-        return self._lengths.read(0, len(self))
+        return self._read(self._layout.lengths, 0, len(self))
 
     @property
     def documents(self) -> Ids:
         """[documents + 1] the sequence at which each begins."""
-        return np.arange(len(self) + 1) if self._documents is None else self._documents.read(0, len(self._documents))
+        marks = self._layout.documents
+        return np.arange(len(self) + 1) if marks is None else self._read(marks, 0, marks[2])
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return len(self._lengths)
+        return self._layout.lengths[2]
 
     def place(self, index: int) -> tuple[int, int]:
         """First token of a sequence in the `.bin`, and its length."""
-        start = int(self._pointers.read(index, index + 1)[0]) * self._layout.pointer_size
-        return start // np.dtype(self.dtype).itemsize, int(self._lengths.read(index, index + 1)[0])
+        start = int(self._read(self._layout.pointers, index, index + 1)[0]) * self._layout.pointer_size
+        length = int(self._read(self._layout.lengths, index, index + 1)[0])
+        return start // np.dtype(self.dtype).itemsize, length
 
     def __getitem__(self, index: int) -> Ids:
         """Ids of one sequence."""
         start, length = self.place(index)
         return self.storage.read(start, start + length)
+
+    def _read(self, array: tuple[str, int, int], start: int, stop: int) -> Ids:
+        """Numbers [start, stop) of one of the index's arrays."""
+        dtype, offset = np.dtype(array[0]).newbyteorder("<"), array[1]
+        return self._index.read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(dtype)
 
 
 def _size(path: Path) -> int:
@@ -208,11 +211,16 @@ def _size(path: Path) -> int:
         raise damaged(path, f"the file cannot be read ({error.strerror}).") from error
 
 
-def _layout(path: Path) -> Layout:
+def _opened(path: Path, dtype: str, count: int, reading: Reading) -> Numbers:
+    try:
+        return open_numbers(path, dtype, 0, count, reading)
+    except OSError as error:
+        raise damaged(path, f"the file cannot be read ({error.strerror}).") from error
+
+
+def _layout(path: Path, index: Numbers) -> Layout:
     """Read the header of an index."""
-    size = _size(path)
-    with path.open("rb") as stream:
-        head = stream.read(LEGACY.size)
+    size, head = len(index), index.read(0, LEGACY.size).tobytes()
     if head[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:
         return _legacy_layout(path, head, size)
     if head[: len(MAGIC)] != MAGIC:

@@ -1,0 +1,188 @@
+"""The data layer: opening at any size, batches from a warm page cache, and building beside `datasets.map`.
+
+Opening: sparse files of 64 shards, of which only the header and the last entry of each index hold anything, as a data
+set of that size would have them. Building: the same text, the same tokenizer, one process each, both to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+SHARDS = 64
+SEQUENCE = 2048
+OPEN = """
+import resource, sys, time
+from pathlib import Path
+from jingu.data.batches import BatchSource, Windows
+from jingu.data.dataset import open_dataset
+from jingu.data.mixture import plan_mixture
+before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+windows = Windows(open_dataset(Path(sys.argv[1]), "train"), 2048, 0)
+source = BatchSource((windows,), plan_mixture([(0, [1.0])], [None]), 8)
+print(time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def simulated(folder: Path, tokens: int) -> Path:
+    """A data set of so many tokens in documents of 1,000, as sparse files."""
+    from jingu.data.indexed import HEADER, MAGIC
+    from jingu.data.manifest import Manifest, Shard, Split
+
+    folder.mkdir()
+    size, documents = tokens // SHARDS, tokens // SHARDS // 1000
+    shards = []
+    for number in range(SHARDS):
+        name = f"train-{number:05d}"
+        with (folder / f"{name}.bin").open("wb") as stream:
+            stream.truncate(4 * size)
+        with (folder / f"{name}.idx").open("wb") as stream:
+            stream.write(HEADER.pack(MAGIC, 1, 4, documents, documents + 1))
+            stream.seek(HEADER.size + 4 * (documents - 1))
+            stream.write(np.array([1000], "<i4").tobytes())
+            stream.seek(HEADER.size + 12 * documents - 8)
+            stream.write(np.array([4 * (size - 1000)], "<i8").tobytes())
+            stream.truncate(HEADER.size + 20 * documents + 8)
+        made = {"documents": documents, "tokens": size, "text_bytes": 0, "bin_xxh3": "", "idx_xxh3": ""}
+        sizes = {"bin_bytes": 4 * size, "idx_bytes": HEADER.size + 20 * documents + 8}
+        shards.append(Shard(name=name, **made, **sizes))
+    manifest = {"tokenizer": "", "vocabulary": 100_000, "end_id": 0, "dtype": "int32", "settings": {}}
+    counts = {"empty": 0, "invalid": 0, "replaced": 0}
+    Manifest(**manifest, **counts, train=Split(shards=shards), held_out=Split()).save(folder)
+    return folder
+
+
+def opening(place: Path, sizes: dict[str, int], rounds: int) -> list[str]:
+    """Time and memory to open, each time in a process of its own."""
+    rows, times = [], []
+    for name, tokens in sizes.items():
+        folder = simulated(place / f"of-{tokens}", tokens // (SHARDS * 1000) * SHARDS * 1000)
+        command = [sys.executable, "-c", OPEN, str(folder)]
+        runs = [
+            [float(word) for word in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+            for _ in range(rounds)
+        ]
+        times.append(median(run[0] for run in runs))
+        grown = median(run[1] for run in runs) / 1000
+        rows.append(
+            f"| opening {name} tokens in {SHARDS} shards | {times[-1] * 1000:.1f} ms, {grown:.1f} MB | 1 s, 1 MB |"
+        )
+    return [*rows, f"| the larger beside the smaller | {times[-1] / times[0]:.2f} × | 1.2 × |"]
+
+
+def batches(place: Path, tokens: int, seconds: float) -> list[str]:
+    """Tokens a second of one process in micro-batches of 8, and the files it opens meanwhile."""
+    from jingu.data.batches import BatchSource, Windows
+    from jingu.data.dataset import TokenDataset, open_dataset
+    from jingu.data.mixture import plan_mixture
+
+    folder = simulated(place / "batches", tokens // (SHARDS * 1000) * SHARDS * 1000)
+    noise = np.random.default_rng(0).integers(0, 100_000, tokens // SHARDS, dtype=np.int32).tobytes()
+    for path in folder.glob("*.bin"):
+        size = path.stat().st_size
+        path.write_bytes(noise[:size])
+    opened: list[str] = []
+    counting = [False]
+    sys.addaudithook(lambda event, arguments: opened.append(event) if counting[0] and event == "open" else None)
+    rows = []
+    for reading in ("mmap", "lazy", "cached"):
+        dataset: TokenDataset = open_dataset(folder, "train", reading)
+        windows = Windows(dataset, SEQUENCE, 0)
+        source = BatchSource((windows,), plan_mixture([(0, [1.0])], [None]), 8)
+        counting[0], opened[:] = True, []
+        started, step = time.perf_counter(), 0
+        while time.perf_counter() - started < seconds or step < 1000:
+            source.batch(step, 0, 8)
+            step += 1
+        rate = step * 8 * SEQUENCE / (time.perf_counter() - started) / 1e6
+        counting[0] = False
+        found = f"{rate:.0f} M tokens/s, {len(opened)} files opened meanwhile"
+        rows.append(f"| {step:,} batches, {reading} | {found} | {f'20 M, {SHARDS}' if reading == 'mmap' else ''} |")
+    return rows
+
+
+def corpus(folder: Path, megabytes: float) -> Path:
+    """Lines of JSON made of the standard library's own text."""
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sources]
+    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
+        written = number = 0
+        while written < megabytes * 1e6:
+            text = texts[number % len(texts)][:4000]
+            written += stream.write(json.dumps({"text": f"{number} {text}"}) + "\n")
+            number += 1
+    return folder / "corpus.jsonl"
+
+
+def building(place: Path, megabytes: float) -> list[str]:
+    """Tokens a second and core, of `jingu data build` and of `datasets.map` with the same tokenizer in batches."""
+    from jingu.config.schema import RunConfig
+    from jingu.data.build import build
+    from jingu.data.manifest import Manifest
+    from jingu.text.tokenizer import Tokenizer
+    from jingu.text.verbs import train
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    text = corpus(place, megabytes)
+    settings: dict[str, Any] = {
+        "tokenizer": {"path": str(place / "tokenizer"), "vocabulary": 8000, "sample_bytes": 2_000_000},
+        "data": {"input": str(text), "path": str(place / "built"), "workers": 1},
+    }
+    config = RunConfig.model_validate(settings)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(config)
+        started = time.process_time()
+        build(config)
+        ours = time.process_time() - started
+    manifest = Manifest.load(place / "built")
+    assert manifest is not None
+    tokens = manifest.train.tokens + manifest.held_out.tokens
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    found = f"{tokens / ours / 1e6:.2f} M tokens/s a core; at most {peak:.0f} MB"
+    rows = [f"| `jingu data build`, one process | {found} | 1 GB |"]
+    import datasets
+    from transformers import PreTrainedTokenizerFast
+
+    datasets.disable_progress_bars()
+    fast = PreTrainedTokenizerFast.from_pretrained(str(place / "tokenizer"))
+    end = Tokenizer.load(place / "tokenizer").end_id
+    started = time.process_time()
+    loaded = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=str(place / "cache"))
+    mapped = loaded.map(
+        lambda rows: {"ids": [[*ids, end] for ids in fast(rows["text"], add_special_tokens=False)["input_ids"]]},
+        batched=True,
+        remove_columns=["text"],
+    )
+    mapped.save_to_disk(str(place / "mapped"))
+    theirs = time.process_time() - started
+    assert sum(map(len, mapped["ids"])) == tokens
+    rows.append(f"| `datasets.map`, batched, one process | {tokens / theirs / 1e6:.2f} M tokens/s a core | |")
+    return [*rows, f"| jingu beside datasets | {theirs / ours:.2f} × | 1.5 × |"]
+
+
+def run(
+    sizes: dict[str, int] | None = None, tokens: int = 64_000_000, seconds: float = 5.0, megabytes: float = 40.0
+) -> str:
+    """The table, as Markdown."""
+    sizes = sizes or {"1 billion": 10**9, "1 trillion": 10**12}
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        rows = [*opening(place, sizes, 5), *batches(place, tokens, seconds), *building(place, megabytes)]
+    return "\n".join(["| | | must reach |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(run())
