@@ -57,13 +57,17 @@ def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0
 
 
 def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
-    """Operations a token of training, of the embedding, of each block, and of norm and head.
+    """Operations a token of training, of the embedding, of each block (an encoder's first), and of norm and head.
 
-    An embedding is looked up, and its norm and positions are added: next to nothing.
+    An embedding is looked up, and its norm and positions are added: next to nothing. Source and target are taken to
+    be equally long.
     """
-    head = 6.0 * spec.vocabulary * spec.width
-    blocks = (flops_per_token(spec, shapes, sequence) - head) / spec.layers
-    return [6.0 * spec.width, *[blocks] * spec.layers, head]
+    attention = 12.0 * _head_width(spec) * sequence / 2
+    costs = [6.0 * spec.width]
+    for stack, layers in (("encoder.blocks.", spec.encoder_layers or 0), ("blocks.", spec.layers)):
+        weights = sum(_met(spec, shape) for name, shape in shapes.items() if name.startswith(stack))
+        costs += [6.0 * weights / max(layers, 1) + attention] * layers
+    return [*costs, 6.0 * spec.vocabulary * spec.width]
 
 
 def _multiplied(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:

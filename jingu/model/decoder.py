@@ -66,6 +66,8 @@ class Passed(NamedTuple):
     """Hidden states [B, T, D]."""
     routings: list[Routing]
     """What the routers of the blocks so far did."""
+    encoded: Tensor | None = None
+    """An encoder's states [B, S, D], for the blocks of a decoder that follow."""
 
 
 class Encoded(NamedTuple):
@@ -80,19 +82,20 @@ class Encoded(NamedTuple):
 
 class Stack(nn.Module):
     """A range of a stack's blocks, under their numbers in the whole. The first part has what comes before the blocks,
-    the last one the norm after them; biases of relative positions are in each, and are the same in all."""
+    the last one the norm after them; biases of relative positions are in each, and are the same in all. A part
+    without blocks has nothing."""
 
     SHARDING: ClassVar[Table] = {"embedding": "vocabulary", "positions": "tokens"}
 
     def __init__(self, spec: ModelSpec, layers: int, part: range, *, embeds: bool, causal: bool, cross: bool) -> None:
         super().__init__()
         self.spec, self.part, self.causal = spec, part, causal
-        begins, self.ends = part.start == 0, part.stop == layers
+        begins, self.ends = bool(part) and part.start == 0, bool(part) and part.stop == layers
         learned, bias = begins and isinstance(spec.position, LearnedPositions), spec.position
         self.embedding = Embedding(spec.vocabulary, spec.width) if embeds else None
         self.positions = Embedding(spec.context, spec.width) if learned else None
         heads = spec.attention.heads
-        self.relative_bias = Embedding(bias.buckets, heads) if isinstance(bias, RelativeBias) else None
+        self.relative_bias = Embedding(bias.buckets, heads) if part and isinstance(bias, RelativeBias) else None
         self.embedding_norm = make_norm(spec.norm, spec.width) if begins and spec.embedding_norm else None
         self.blocks = nn.ModuleList()
         for number in part:
@@ -114,7 +117,7 @@ class Stack(nn.Module):
         encoded: Encoded | None = None,
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
-        x_BTD, routings = start
+        x_BTD, routings, _ = start
         past, tokens = 0 if cache is None else cache.length, positions_BT.shape[-1]
         if documents_BT is not None and past:
             raise ValueError("documents are not kept in a cache")
@@ -151,10 +154,15 @@ class Decoder(Stack):
 
     SHARDING: ClassVar[Table] = {**Stack.SHARDING, "head": "vocabulary"}
 
-    def __init__(self, spec: ModelSpec, part: range | None = None) -> None:
+    def __init__(self, spec: ModelSpec, part: range | None = None, *, embeds: bool = False) -> None:
+        """
+        Args:
+            part: the blocks; None: all.
+            embeds: whether it has the embedding's weight in any case.
+        """
         part = range(spec.layers) if part is None else part
-        ends = part.stop == spec.layers
-        embeds = part.start == 0 or (ends and spec.tied_embeddings)
+        ends = bool(part) and part.stop == spec.layers
+        embeds = embeds or (bool(part) and part.start == 0) or (ends and spec.tied_embeddings)
         super().__init__(spec, spec.layers, part, embeds=embeds, causal=True, cross=spec.encoder_layers is not None)
         headed = ends and not spec.tied_embeddings
         self.head = Linear(spec.width, spec.vocabulary, bias=False) if headed else None
@@ -205,7 +213,7 @@ class Decoder(Stack):
         passed = self.run(passed, positions_BT, documents_BT, cache, encoded)
         if not self.ends:
             return passed
-        x_BTD, routings = passed
+        x_BTD, routings, _ = passed
         if self.spec.scaled_head:
             x_BTD = x_BTD * self.spec.width**-0.5
         if loss is None:

@@ -16,15 +16,21 @@ from jingu.model.spec import ModelSpec
 
 
 class EncoderDecoder(Decoder):
-    """An encoder beside the decoder, of the same dimensions and over the same embedding."""
+    """An encoder beside the decoder, of the same dimensions and over the same embedding; or a part of the two.
 
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
+    A part is a range of the blocks of both, those of the encoder first.
+    """
+
+    def __init__(self, spec: ModelSpec, part: range | None = None) -> None:
         layers = spec.encoder_layers
         assert layers is not None
-        self.encoder = Stack(spec, layers, range(layers), embeds=False, causal=False, cross=False)
+        part = range(layers + spec.layers) if part is None else part
+        reads = range(min(part.start, layers), min(part.stop, layers))
+        writes = range(max(part.start - layers, 0), max(part.stop - layers, 0))
+        super().__init__(spec, writes, embeds=part.start == 0)
+        self.encoder = Stack(spec, layers, reads, embeds=False, causal=False, cross=False)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor | None = None,
@@ -35,7 +41,7 @@ class EncoderDecoder(Decoder):
         passed: Passed | None = None,
         source_BS: Tensor | None = None,
         source_documents_BS: Tensor | None = None,
-    ) -> Tensor | Passed:
+    ) -> Tensor | Passed | None:
         """As `Decoder.forward`, whose arguments are here those of the decoder's side.
 
         Args:
@@ -43,27 +49,34 @@ class EncoderDecoder(Decoder):
                 keeps the keys and values of the encoder's states.
             source_documents_BS: document of each; a token of either side sees its own document. -1: padding, which
                 none sees. Where a row is padded, they are needed with every token.
+
+        Returns:
+            None where this is a part of the encoder, and there is no source to read.
         """
-        encoded = self.encode(source_BS, documents_BT, source_documents_BS)
-        return self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed, encoded)
+        if self.encoder.part and source_BS is not None:
+            passed = self.encode(source_BS, source_documents_BS, passed)
+        if not self.part:
+            return passed
+        encoded = Encoded(None, cross_mask(documents_BT, source_documents_BS), [])
+        if passed is not None and self.part.start == 0:
+            encoded, passed = encoded._replace(states=passed.states, routings=passed.routings), None
+        elif passed is not None:
+            encoded = encoded._replace(states=passed.encoded)
+        made = self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed, encoded)
+        return made._replace(encoded=encoded.states) if isinstance(made, Passed) else made
 
-    def encode(
-        self, source_BS: Tensor | None, documents_BT: Tensor | None, source_documents_BS: Tensor | None
-    ) -> Encoded:
-        """What the encoder makes of a source; without one only the mask, for states in a cache."""
-        mask = cross_mask(documents_BT, source_documents_BS)
-        if source_BS is None:
-            return Encoded(None, mask, [])
-        assert self.embedding is not None
+    def encode(self, source_BS: Tensor, documents_BS: Tensor | None, passed: Passed | None) -> Passed:
+        """Through the blocks of the encoder that are here."""
         positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
-        start = Passed(self.encoder.begin(self.embedding(source_BS), positions_S), [])
-        ended = self.encoder.run(start, positions_S, source_documents_BS)
-        return Encoded(ended.states, mask, ended.routings)
+        if passed is None:
+            assert self.embedding is not None
+            passed = Passed(self.encoder.begin(self.embedding(source_BS), positions_S), [])
+        return self.encoder.run(passed, positions_S, documents_BS)
 
 
-def make_model(spec: ModelSpec) -> Decoder:
-    """The model of a spec, with or without an encoder; its weights are not filled."""
-    return Decoder(spec) if spec.encoder_layers is None else EncoderDecoder(spec)
+def make_model(spec: ModelSpec, part: range | None = None) -> Decoder:
+    """The model of a spec, with or without an encoder, or a part of its blocks; its weights are not filled."""
+    return Decoder(spec, part) if spec.encoder_layers is None else EncoderDecoder(spec, part)
 
 
 def all_blocks(model: Decoder) -> Iterator[tuple[int, nn.Module]]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
 from jingu.model.decoder import Decoder
-from jingu.model.encoder_decoder import all_blocks
+from jingu.model.encoder_decoder import all_blocks, make_model
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding
 from jingu.parallel.expert import divide_experts
@@ -93,7 +93,7 @@ def parallelize(
         token_ranks=mesh["context"].size() * mesh["tensor"].size(),
     )
     with torch.device("meta"):
-        stages = [Decoder(spec, parts[stage]).to(masters) for stage in layout.mine]
+        stages = [make_model(spec, parts[stage]).to(masters) for stage in layout.mine]
     for stage in stages:
         lay_out(stage)
     pipeline = Pipeline(spec, layout, stages, lambda stage, last: before_micro_batch(stage, settings.zero, last=last))

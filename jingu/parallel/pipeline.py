@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from jingu.data.batch import Batch
 from jingu.model.decoder import Decoder, Passed
+from jingu.model.encoder_decoder import make_model
 from jingu.model.experts import Routing
 from jingu.model.spec import Experts, ModelSpec
 
@@ -95,7 +96,7 @@ class Pipeline(nn.Module):
         self._users: dict[str, list[int]] = {}
         with torch.device("meta"):
             for number, part in enumerate(layout.parts):
-                for name, _ in Decoder(spec, part).named_parameters():
+                for name, _ in make_model(spec, part).named_parameters():
                     self._users.setdefault(name, []).append(number)
         self._schedules: dict[Any, tuple[Any, _Work]] = {}
 
@@ -114,6 +115,27 @@ class Pipeline(nn.Module):
     def _numbered(self) -> list[tuple[int, Decoder]]:
         return list(zip(self.layout.mine, self.stages, strict=True))  # type: ignore[arg-type]
 
+    def _with_source(self, stage: int) -> bool:
+        """Whether a stage is given an encoder's states beside those of the decoder."""
+        encoders = self.spec.encoder_layers
+        return encoders is not None and self.layout.parts[stage].start > encoders
+
+    def _received(self, stage: int, rows: int, tokens: int, source: int) -> tuple[Tensor, ...]:
+        """Tensors on meta such as the stage receives.
+
+        Args:
+            source: tokens that an encoder reads; 0: there is none, or a cache has what it made of them.
+        """
+        spec, layout, before = self.spec, self.layout, self.layout.parts[stage].start
+        lengths = [tokens, source] if self._with_source(stage) else [source if spec.encoder_layers else tokens]
+        shapes = [(rows, layout.tokens_here(length), spec.width) for length in lengths if length and stage]
+        found = [torch.empty(shape, dtype=layout.compute, device="meta", requires_grad=True) for shape in shapes]
+        if found and self.training and isinstance(spec.feed_forward, Experts):
+            wide = torch.promote_types(layout.compute, torch.float32)
+            shape = (before, rows, 2 * spec.feed_forward.number + 2)
+            found.append(torch.empty(shape, dtype=wide, device="meta", requires_grad=True))
+        return tuple(found)
+
     # Training
 
     def train_micro_batches(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
@@ -125,7 +147,7 @@ class Pipeline(nn.Module):
         Returns:
             Sums of the losses [n], on every rank of the pipeline.
         """
-        key = (len(batches), *batches[0].tokens.shape)
+        key = (len(batches), *_row_shape(batches[0]))
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(*key)
         schedule, work = self._schedules[key]
@@ -136,13 +158,15 @@ class Pipeline(nn.Module):
         self.collect_gradients()
         return work.total_n
 
-    def _build_schedule(self, micro_batches: int, rows: int, tokens: int) -> tuple[Any, _Work]:
+    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, _Work]:
         layout, work = self.layout, _Work()
-        ends = [_passed_shapes(self.spec, layout, stage, rows, tokens) for stage in range(len(layout.parts) + 1)]
+        ends = [self._received(stage, rows, tokens, source) for stage in range(len(layout.parts))]
+        ends.append((torch.empty(1, device="meta"),))
         stages = [
             _Stage(
                 stage,
                 work,
+                self._with_source(number),
                 None if layout.splits_backward else partial(self._announce, stage),
                 stage_index=number,
                 num_stages=len(layout.parts),
@@ -164,9 +188,9 @@ class Pipeline(nn.Module):
         device = self.layout.device
         for number, stage in self._numbered():
             self._announce(stage, True)
-            received = _passed_shapes(self.spec, self.layout, number, *batch.tokens.shape)
+            received = self._received(number, *_row_shape(batch))
             inputs = [torch.zeros_like(tensor, device=device).requires_grad_() for tensor in received]
-            given = loss(_Given(stage, _unpack(inputs) if number else None), batch)
+            given = loss(_Given(stage, _unpack(inputs, self._with_source(number)) if inputs else None), batch)
             outputs = _pack(given) if isinstance(given, Passed) else (given,)
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
         self.zero_grad()
@@ -178,17 +202,25 @@ class Pipeline(nn.Module):
         group, owners = self.layout.group, self.layout.owners
         place = dist.get_group_rank(group, dist.get_rank())
         past = None if cache is None else cache.length
+        source = keywords.get("source_BS")
+        shapes = partial(
+            self._received,
+            rows=len(tokens_BT),
+            tokens=tokens_BT.shape[1],
+            source=0 if source is None else source.shape[1],
+        )
         result: Any = None
         for number, stage in self._numbered():
             passed = result
             if number and owners[number - 1] != place:
-                shape = (len(tokens_BT), self.layout.tokens_here(tokens_BT.shape[1]), self.spec.width)
-                states = torch.empty(shape, dtype=self.layout.compute, device=tokens_BT.device)
-                dist.recv(states, group=group, group_src=owners[number - 1])
-                passed = Passed(states, [])
+                received = [torch.empty_like(tensor, device=tokens_BT.device) for tensor in shapes(number)]
+                for tensor in received:
+                    dist.recv(tensor, group=group, group_src=owners[number - 1])
+                passed = _unpack(received, self._with_source(number)) if received else None
             result = stage(tokens_BT, *arguments, cache=cache, passed=passed, **keywords)
-            if number + 1 < len(owners) and owners[number + 1] != place:
-                dist.send(result.states.contiguous(), group=group, group_dst=owners[number + 1])
+            if number + 1 < len(owners) and owners[number + 1] != place and result is not None:
+                for tensor in _pack(result):
+                    dist.send(tensor.contiguous(), group=group, group_dst=owners[number + 1])
         if cache is not None and cache.length == past:
             cache.advance(tokens_BT.shape[1])
         return self._from_last(result if isinstance(result, Tensor) else None, tokens_BT.device)
@@ -289,16 +321,27 @@ class _Stage(PipelineStage):
         announce: as of `Pipeline`; None where the backward pass is split, which only the engine's own way serves.
     """
 
-    def __init__(self, model: Decoder, work: _Work, announce: Callable[[bool], None] | None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        work: _Work,
+        with_source: bool,
+        announce: Callable[[bool], None] | None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(model if announce is None else nn.ModuleList([model]), **arguments)
         self._model = model
         self._work = work
+        self._with_source = with_source
         self._announce = announce
 
     def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
-        given = _Given(self._model, _unpack(received) if received else None)
+        given = _Given(self._model, _unpack(received, self._with_source) if received else None)
         found = self._work.loss(given, self._work.batches[int(number)])
-        return _pack(found) if isinstance(found, Passed) else found.view(-1)
+        if not isinstance(found, Passed):
+            return found.view(-1)
+        # What is only passed on must not come out as the tensor that came in, whose gradient has a place of its own.
+        return tuple(tensor.clone() if any(tensor is it for it in received) else tensor for tensor in _pack(found))
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if self._announce is not None:
@@ -307,35 +350,28 @@ class _Stage(PipelineStage):
 
 
 def _pack(passed: Passed) -> tuple[Tensor, ...]:
-    """As the tensors that travel: the states; and of a mixture [L, B, 2E + 2]."""
+    """As the tensors that travel: the states; an encoder's; and of a mixture [L, B, 2E + 2]."""
+    tensors = [passed.states, *([] if passed.encoded is None else [passed.encoded])]
     routings = [
         torch.cat([it.load, it.probability, it.z.unsqueeze(1), it.dropped.unsqueeze(1)], 1) for it in passed.routings
     ]
-    return (passed.states, torch.stack(routings)) if routings else (passed.states,)
+    return (*tensors, torch.stack(routings)) if routings else tuple(tensors)
 
 
-def _unpack(tensors: Sequence[Tensor]) -> Passed:
+def _unpack(tensors: Sequence[Tensor], with_source: bool) -> Passed:
+    states, *others = tensors
+    encoded = others.pop(0) if with_source and others else None
     routings = []
-    for routing in tensors[1] if len(tensors) > 1 else ():
+    for routing in others[0] if others else ():
         experts = (routing.shape[1] - 2) // 2
         load, probability, z, dropped = routing.split([experts, experts, 1, 1], 1)
         routings.append(Routing(load, probability, z.squeeze(1), dropped.squeeze(1)))
-    return Passed(tensors[0], routings)
+    return Passed(states, routings, encoded)
 
 
-def _passed_shapes(spec: ModelSpec, layout: Layout, stage: int, rows: int, tokens: int) -> tuple[Tensor, ...]:
-    """Tensors on meta such as the stage receives in training; one beyond the last: as many as that returns."""
-    if stage == 0:
-        return ()
-    states = torch.empty(
-        rows, layout.tokens_here(tokens), spec.width, dtype=layout.compute, device="meta", requires_grad=True
-    )
-    part = spec.feed_forward
-    if stage == len(layout.parts) or not isinstance(part, Experts):
-        return (states,)
-    shape = (layout.parts[stage].start, rows, 2 * part.number + 2)
-    wide = torch.promote_types(layout.compute, torch.float32)
-    return states, torch.empty(shape, dtype=wide, device="meta", requires_grad=True)
+def _row_shape(batch: Batch) -> tuple[int, int, int]:
+    """Rows, tokens a row, and tokens that an encoder reads."""
+    return *batch.tokens.shape, 0 if batch.source is None else batch.source.tokens.shape[1]
 
 
 def _local(tensor: Any) -> Tensor:

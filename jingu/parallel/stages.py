@@ -12,7 +12,7 @@ from jingu.config.batch import BatchPlan, plan_batch
 from jingu.config.schema import ParallelSettings, RunConfig
 from jingu.errors import JinguError
 from jingu.model.count import layer_costs
-from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AxisSizes, axis_sizes
 
@@ -48,7 +48,7 @@ def rank_of_stage(settings: ParallelSettings, ranks: int, stage: int) -> int:
 
 
 def divide_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> list[range]:
-    """The blocks of each stage.
+    """The blocks of each stage; those of an encoder are counted first.
 
     Args:
         ranks: size of the axis `pipeline`.
@@ -56,7 +56,7 @@ def divide_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> li
     Raises:
         JinguError: there are fewer blocks than stages, or `parallel.parts` does not fit.
     """
-    layers, stages = spec.layers, ranks * stages_per_rank(settings)
+    layers, stages = (spec.encoder_layers or 0) + spec.layers, ranks * stages_per_rank(settings)
     if stages > layers:
         each = f" ({ranks} ranks with {stages // ranks} each)" if stages > ranks else ""
         raise JinguError(
@@ -65,7 +65,7 @@ def divide_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> li
             fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages a rank.",
         )
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in make_model(spec).named_parameters()}
     even = balanced_parts(layer_costs(spec, shapes, spec.context), stages)
     parts = settings.parts or even
     if len(parts) != stages or sum(parts) != layers:
@@ -113,21 +113,22 @@ def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec) -> tuple[AxisSiz
     sizes = axis_sizes(config.parallel, ranks, spec)
     plan = plan_batch(config.batch, sizes.data, sizes.pipeline)
     if sizes.pipeline > 1:
-        if spec.encoder_layers is not None:
-            raise JinguError(
-                "a model with an encoder cannot be cut into stages yet.",
-                where="parallel.pipeline",
-                fix="Set it to 1.",
-            )
         divide_blocks(config.parallel, sizes.pipeline, spec)
         if config.parallel.schedule in SPLIT_BACKWARD:
-            _check_split_backward(config)
+            _check_split_backward(config, spec)
         _check_micro_batches(config.parallel, sizes.pipeline, plan.accumulation)
     return sizes, plan
 
 
-def _check_split_backward(config: RunConfig) -> None:
+def _check_split_backward(config: RunConfig, spec: ModelSpec) -> None:
     schedule = config.parallel.schedule
+    if spec.encoder_layers is not None:
+        raise JinguError(
+            f"the schedule {schedule} divides a backward pass at what a stage has received, and where the decoder "
+            "begins that is the encoder's states, which its own first layers do not depend on.",
+            where="parallel.schedule",
+            fix="Set it to 1f1b, interleaved or gpipe.",
+        )
     if config.parallel.zero == 3:
         raise JinguError(
             f"the schedule {schedule} cannot run with ZeRO 3: between the two halves of a backward pass it needs the "

@@ -109,6 +109,15 @@ def test_selective_activation_checkpointing_is_no_match_for_two_backward_passes(
     plan_layout(whole, 2, spec(6))
 
 
+def test_an_encoder_s_blocks_are_counted_first_and_its_backward_pass_is_whole():
+    t5 = replaced(FAMILIES["t5"].template, layers=3, encoder_layers=5)
+    parts = divide_blocks(ParallelSettings(parts=[2, 6]), 2, t5)
+    assert parts == [range(2), range(2, 8)]
+    config = RunConfig.model_validate({"parallel": {"pipeline": 2, "schedule": "zbv"}})
+    with pytest.raises(JinguError, match="where the decoder begins that is the encoder's states"):
+        plan_layout(config, 2, t5)
+
+
 def test_an_automatic_micro_batch_leaves_several_a_stage():
     config = RunConfig.model_validate({"parallel": {"pipeline": 2}, "batch": {"global_size": 32}})
     assert plan_layout(config, 2, spec(6))[1].accumulation == 8

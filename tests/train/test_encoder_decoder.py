@@ -71,10 +71,23 @@ def test_the_tokenizer_has_the_sentinels(corrupted):
     assert list(tokenizer.special_tokens) == ["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(8))]
 
 
-LAYOUTS = [f"zero={stage}" for stage in range(4)] + ["tensor=2", "context=2"]
+LAYOUTS = [*({"zero": zero} for zero in range(4)), {"tensor": 2}, {"context": 2}]
+PIPELINES = [
+    {"pipeline": 2, "parts": [1, 3]},  # cut inside the encoder
+    {"pipeline": 2, "parts": [2, 2]},  # between the two
+    {"pipeline": 2, "schedule": "interleaved"},
+]
 
 
-@pytest.mark.parametrize(("model", "layouts"), [(T5, LAYOUTS), (MIXTURE, LAYOUTS[3:])], ids=["t5", "cpm2-mixture"])
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (T5, [*LAYOUTS, *PIPELINES[:2]]),
+        (MIXTURE, [*LAYOUTS[3:], PIPELINES[2]]),
+        pytest.param(MIXTURE, PIPELINES[:2], marks=pytest.mark.slow),
+    ],
+    ids=["t5", "cpm2-mixture", "cpm2-mixture-pipelines"],
+)
 def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_run, train_on, done):
     changes = {**corrupted, **model, "evaluation.every": 3, "evaluation.sequences": 5, "evaluation.prompts": ["def "]}
     changes |= {"evaluation.prompt_tokens": 4}
@@ -87,11 +100,10 @@ def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_
     # Of a text that the encoder reads in part, bits per byte would say nothing.
     assert one.column("bits_per_byte", "evaluation") == [None] * 2
     assert one.column("tokens", "evaluation") == [5 * (8 + 3 + 1)] * 2
-    configs = []
-    for layout in layouts:
-        axis, _, size = layout.partition("=")
-        settings = {**changes, "batch.micro_size": 2, f"parallel.{axis}": int(size)}
-        configs.append(tiny_run(settings, name=layout.replace("=", "-")))
+    configs = [
+        tiny_run({**changes, "batch.micro_size": 2, "parallel": layout}, name=f"layout-{number}")
+        for number, layout in enumerate(layouts)
+    ]
     train_on(2, *configs)
     for config in configs:
         many = done(config)
