@@ -18,20 +18,21 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Worker processes that live as long as the test session, so that torch is imported once in each.
+    """Worker processes that live as long as the test session, so that torch is imported once in each. They start when
+    they are first needed.
 
     `run(function, 4, ...)` calls `function(rank, world, ...)` on four of them, joined in a gloo group with one
     thread each, and returns the results by rank. The function must be importable (defined in a module).
     """
 
-    def __init__(self, size: int, timeout: float = 300.0) -> None:
-        self.size = size
+    def __init__(self, timeout: float = 300.0) -> None:
         self._timeout = timeout
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def _start(self) -> None:
+    def _start(self, world: int) -> None:
+        """Have as many workers as ranks."""
         context = multiprocessing.get_context("spawn")
-        for _ in range(self.size):
+        for _ in range(len(self._workers), world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)
             worker.start()
@@ -44,8 +45,7 @@ class RankPool:
         Raises:
             RankError: with the traceback of the first rank that failed.
         """
-        if not self._workers:
-            self._start()
+        self._start(world)
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank in range(world):
