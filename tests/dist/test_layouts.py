@@ -24,6 +24,7 @@ from jingu.model.encoder_decoder import make_model
 from jingu.model.spec import Balanced, ModelSpec, replaced
 from jingu.model.initialise import initial_values
 from jingu.parallel.apply import parallelize
+from jingu.parallel.pipeline import Pipeline
 from jingu.parallel.sharing import sharing_of
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_ranks
 from jingu.runtime.ranks import all_agree
@@ -95,6 +96,8 @@ def made(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, 
     )
     model.to_empty(device=device)
     sharing_of(model).initialise(model, spec, 3)
+    if isinstance(model, Pipeline):
+        model.refresh_copies()
     return model, mesh
 
 
@@ -231,3 +234,19 @@ def test_what_one_layout_saves_another_loads_to_the_last_bit(tmp_path, ranks):
         found = store.read_tensor(last, name)
         assert torch.equal(found, store.read_tensor(first, name)) and found.shape == shape
         assert torch.equal(found, initial_values(name, shape, spec, 3).double())
+
+
+EIGHT: list[tuple[str, list[dict[str, Any]]]] = [
+    ("llama", [{"pipeline": 2, "tensor": 2, "shard": 2}, {"replicate": 2, "shard": 2, "tensor": 2, "zero": 3}]),
+    ("gpt2", [{"tensor": 2, "context": 2, "zero": 2}, {"pipeline": 2, "context": 2, "tensor": 2, "zero": 3}]),
+    ("bloom", [{"tensor": 4, "zero": 0}, {"context": 4, "replicate": 2}]),
+    ("t5", [{"tensor": 2, "context": 2, "zero": 3}, {"tensor": 4}]),
+    ("mixtral-shared", [{"expert": 2, "tensor": 2, "context": 2}, {"expert": 2, "pipeline": 2, "tensor": 2, "zero": 2}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"), [EIGHT[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EIGHT[1:])]
+)
+def test_eight_ranks(model, layouts, ranks):
+    check(ranks, MODELS[model], 8, layouts, documents=model != "t5")
