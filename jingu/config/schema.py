@@ -139,7 +139,24 @@ class SpanCorruptionSettings(Settings):
     """Special tokens (<extra_id_0> and so on) that mark the spans of a text; `jingu tokenizer train` adds them."""
 
 
-Objective = Annotated[CausalSettings | SpanCorruptionSettings, Discriminator("type"), _type_or("causal")]
+class FillInTheMiddleSettings(Settings):
+    """A share of the documents is written as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et
+    al., 2022)."""
+
+    type: Literal["fill_in_the_middle"] = "fill_in_the_middle"
+    rate: Fraction = 0.5
+    """Share of the documents."""
+    prefix_token: str = "<|fim_prefix|>"
+    """Special token before the prefix; the tokenizer must have it (tokenizer.special_tokens)."""
+    suffix_token: str = "<|fim_suffix|>"
+    """Special token before the suffix."""
+    middle_token: str = "<|fim_middle|>"
+    """Special token before the middle."""
+
+
+Objective = Annotated[
+    CausalSettings | FillInTheMiddleSettings | SpanCorruptionSettings, Discriminator("type"), _type_or("causal")
+]
 
 
 class DataSettings(Settings):

@@ -11,6 +11,7 @@ import torch
 from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset
 from jingu.data.drop import Dropped
+from jingu.data.fill import FillInTheMiddle
 from jingu.data.mixture import Mixture
 from jingu.data.order import BlockOrder, Permutation, window_offset
 from jingu.data.packing import PackedRows
@@ -87,6 +88,7 @@ class BatchSource:
     apart: bool = False
     """Whether attention stays inside each document, and positions begin anew with it."""
     dropped: Dropped | None = None
+    fill: FillInTheMiddle | None = None
 
     def locate(self, step: int) -> tuple[Numbers, Numbers, Numbers]:
         """For each row of step `step` (0-based): its source, its number among that source's samples, and the place
@@ -101,20 +103,23 @@ class BatchSource:
         if not 0 <= first <= first + count <= self.global_size:
             raise ValueError(f"rows {first} to {first + count} of a global batch of {self.global_size}")
         start = step * self.global_size + first
-        which, _, starts = self._locate(np.arange(start, start + count, dtype=np.int64))
+        samples = np.arange(start, start + count, dtype=np.int64)
+        which, _, starts = self._locate(samples)
         shape = count, self.sources[0].sequence_length
         tokens, labels, documents = (np.empty(shape, dtype=np.int64) for _ in range(3))
         for number in np.unique(which).tolist():
             source, inside = self.sources[number], which == number if len(self.sources) > 1 else slice(None)
             end_id = source.dataset.end_id
             tokens[inside], labels[inside], known = source.read(starts[inside])
-            if self.apart:
-                documents[inside] = between_ends(tokens[inside], end_id) if known is None else known
             if self.dropped is not None and step in self.dropped:
                 places = source.places(starts[inside])
                 tokens[inside] = np.where(self.dropped.has(number, places), end_id, tokens[inside])
                 following = (places + 1) % source.dataset.tokens
                 labels[inside] = np.where(self.dropped.has(number, following), IGNORED, labels[inside])
+            if self.fill is not None:
+                tokens[inside], labels[inside] = self.fill.batch(tokens[inside], labels[inside], samples[inside])
+            if self.apart:
+                documents[inside] = between_ends(tokens[inside], end_id) if known is None else known
         if not self.apart:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
         return Batch(

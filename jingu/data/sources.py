@@ -11,6 +11,7 @@ from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import UNKNOWN, check_tokenizer, open_dataset
 from jingu.data.drop import read_drop
+from jingu.data.fill import plan_fill
 from jingu.data.mixture import Mixture, plan_mixture
 from jingu.data.packing import PackedRows
 from jingu.errors import JinguError
@@ -44,7 +45,8 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
             windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
     dropped = read_drop(data.drop, [each.dataset for each in windows])
     mixture = mixture_of(config, windows)
-    source = BatchSource(tuple(windows), mixture, batch.global_size, data.within_documents, dropped)
+    fill = plan_fill(data.objective, tokenizer, config.seed) if data.objective.type == "fill_in_the_middle" else None
+    source = BatchSource(tuple(windows), mixture, batch.global_size, data.within_documents, dropped, fill)
     samples = config.train.steps * batch.global_size
     if source.mixture.end is not None and source.mixture.end < samples:
         raise JinguError(
@@ -100,6 +102,9 @@ def _check_packing(data: DataSettings) -> None:
     if corrupts and (packed or data.within_documents):
         what = "span corruption takes every text whole, without a mask between documents."
         raise JinguError(what, where="data.objective", fix="Set data.packing=cut and data.within_documents=false.")
+    if packed and data.objective.type == "fill_in_the_middle":
+        what = "fill-in-the-middle makes documents longer than packing has room for."
+        raise JinguError(what, where="data.objective", fix="Set data.packing=cut.")
     if packed and data.order.type == "blocks":
         what = "packed documents have no order in blocks."
         raise JinguError(what, where="data.order", fix="Set data.order.type=full, or data.packing=cut.")
