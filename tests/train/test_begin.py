@@ -49,14 +49,21 @@ def test_a_run_begins_where_another_ended(
     assert done(config).column("loss")[0] == pytest.approx(loss.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+LAYOUTS: list[dict[str, Any]] = [{"zero": 3, "context": 2}, {"pipeline": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_in_every_layout(
-    world: int, first: Path, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done]
+    layout: dict[str, Any],
+    first: Path,
+    tiny_run: MakeRun,
+    train_on: Callable[..., None],
+    done: Callable[[RunConfig], Done],
 ) -> None:
     alone = second(tiny_run, first)
     train_on(1, alone)
-    many = alone.model_copy(update={"name": "many", "parallel": alone.parallel.model_copy(update={"zero": 3})})
-    train_on(world, many)
+    many = second(tiny_run, first, parallel=layout).model_copy(update={"name": "many"})
+    train_on(4, many)
     assert done(many).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
     for name, tensor in done(alone).tensors().items():
         torch.testing.assert_close(done(many).tensors()[name], tensor, rtol=1e-9, atol=1e-12)
