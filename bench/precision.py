@@ -11,7 +11,7 @@ from pathlib import Path
 KINDS = ("fp32", "bf16", "fp16")
 STEPS, EVERY = 200, 10
 CONFIG = """
-tokenizer: {{path: tokenizer, vocabulary: 4096, sample_bytes: 3_000_000}}
+tokenizer: {{path: tokenizer, vocabulary: 4096, sample_bytes: 3000000}}
 data: {{input: text, path: data, suffixes: [.py], held_out: 0.01, invalid_utf8: skip}}
 model: {{layers: 4, width: 192, heads: 4}}
 batch: {{sequence_length: 256, global_size: 8}}

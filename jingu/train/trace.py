@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from jingu.model.sharding import styled
 from jingu.parallel.mesh import data_rank
@@ -69,7 +70,8 @@ class Trace:
                 return
             found_BTF = (found.full_tensor() if isinstance(found, DTensor) else found).flatten(2).double()
             self._features[name] = features = found_BTF.shape[-1]
-            whole, part = (found_BTF @ _sums(features, first, found.device) for first in (0, index * features))
+            with _disable_current_modes():  # else selective activation checkpointing keeps these products, too
+                whole, part = (found_BTF @ _sums(features, first, found.device) for first in (0, index * features))
             notes.append((whole.cpu(), part.cpu()))
 
         return listen

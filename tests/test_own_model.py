@@ -1,0 +1,65 @@
+"""The guide to a model of one's own: its block runs in every layout as in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from jingu.model.sharding import Style
+from jingu.train.verify import first_divergence
+from tests.train import test_verify
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "own-model.md").read_text(encoding="utf-8")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero": {"parallel.zero": 3},
+    "selective": {"parallel.tensor": 2, "train.activation_checkpointing.type": "selective"},
+    "tensor": {"parallel.tensor": 2},
+    "context": {"parallel.context": 2, "parallel.zero": 2},
+    "pipeline": {"parallel.pipeline": 2, "parallel.zero": 0},
+    "pipeline-tensor": {
+        "parallel.pipeline": 2,
+        "parallel.tensor": 2,
+        "train.activation_checkpointing.type": "selective",
+    },
+}
+
+
+@contextmanager
+def guided() -> Iterator[None]:
+    """The block of the guide in the place of ours."""
+    from jingu.model import decoder
+
+    (code,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with test_verify.replaced(decoder, "Block", names["SideBySide"]):
+        yield
+
+
+def record(rank: int, world: int, runs: list[Any]) -> None:
+    with guided():
+        test_verify.record(rank, world, [(config, "nothing") for config in runs])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_block_of_the_guide_runs_in_every_layout(tmp_path, tiny_run, ranks):
+    ranks.run(record, 1, [test_verify.short(tmp_path, tiny_run, "one")])
+    runs = {name: test_verify.short(tmp_path, tiny_run, name, **changes) for name, changes in LAYOUTS.items()}
+    last = runs.pop("pipeline-tensor")
+    ranks.run(record, 2, list(runs.values()))
+    ranks.run(record, 4, [last])
+    for name in LAYOUTS:
+        found = test_verify.compared(tmp_path, name)
+        assert first_divergence(found, 1e-9) is None, name
+        compared = {check.name for check in found}
+        assert {"blocks.0.feed_forward.gate.weight", "blocks.1.feed_forward.down", "blocks.0.norm"} <= compared
+
+
+def test_every_style_is_told():
+    told = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", GUIDE, re.MULTILINE)
+    assert {word.strip("` ") for line in told for word in line.split(",")} == set(get_args(Style))
