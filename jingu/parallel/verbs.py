@@ -5,7 +5,7 @@ from __future__ import annotations
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig, in_steps
 from jingu.model.build import spec_from_settings
-from jingu.parallel.stages import plan_layout
+from jingu.parallel.stages import divide_blocks, plan_layout
 
 
 def show(config: RunConfig, processes: int | None = None) -> None:
@@ -36,6 +36,10 @@ def derived(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         ("tokens a forward pass", f"{plan.micro_size * batch.sequence_length:,}"),
         ("warm-up", _length(config.schedule.warmup, steps)),
     ]
+    if sizes.pipeline > 1:
+        parts = divide_blocks(config.parallel, sizes.pipeline, spec)
+        blocks = ", ".join(str(len(part)) for part in parts)
+        rows.insert(1, ("stages", f"{len(parts)} of {blocks} blocks ({config.parallel.schedule})"))
     if config.schedule.type == "warmup-stable-decay":
         rows.append(("decay", _length(config.schedule.decay, steps)))
     return rows

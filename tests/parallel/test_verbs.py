@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jingu.config.load import load_config
-from jingu.config.schema import BatchSettings, RunConfig, TrainSettings, WarmupStableDecaySettings
+from jingu.config.schema import BatchSettings, ParallelSettings, RunConfig, TrainSettings, WarmupStableDecaySettings
 from jingu.errors import JinguError
 from jingu.parallel.verbs import show
 
@@ -34,6 +34,8 @@ def test_show_prints_a_file_that_works_and_what_follows(tmp_path: Path, capsys: 
     )
     show(config)
     assert "# What follows, on 1 rank:\n" in capsys.readouterr().out
+    show(config.model_copy(update={"parallel": ParallelSettings(pipeline=2)}), 4)
+    assert "#   stages                 2 of 3, 3 blocks (1f1b)\n" in capsys.readouterr().out
 
 
 def test_show_prints_nothing_of_a_batch_that_cannot_be_divided(capsys: pytest.CaptureFixture[str]) -> None:
