@@ -1,0 +1,210 @@
+"""Checkpoints of a model with 300 MB of state, beside the plain disk: what a save costs training, and how fast it is.
+
+Everything is on one disk in one run, each measured several times in turn; the median counts. Reading starts with
+files that are not in the page cache. Another layout: what two ranks have written, each half of every tensor (its rows,
+or its columns), read by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+THREADS = 2
+CHUNK = 4 << 20
+SEQUENCE, BATCH = 256, 4
+LAYERS, WIDTH = 6, 480
+ROUNDS = 5
+
+
+def made(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dict[str, Any]]:
+    """A Llama, its optimizer, and the tensors that a checkpoint holds."""
+    import torch
+
+    from jingu.config.schema import AdamWSettings, ModelSettings
+    from jingu.model.build import spec_from_settings
+    from jingu.model.decoder import Decoder
+    from jingu.model.initialise import initialise
+    from jingu.train.optimizer import build_optimizer, named_state
+
+    torch.set_num_threads(THREADS)
+    spec = spec_from_settings(ModelSettings(family="llama", layers=layers, width=width, heads=8), 16384, SEQUENCE)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model.to_empty(device="cpu")
+    initialise(model, spec, 0)
+    optimizer = build_optimizer(AdamWSettings(), model)
+    tensors = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in named_state(optimizer, model)}
+    return model, optimizer, tensors
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def forget(*folders: Path) -> None:
+    """Let the page cache forget files that are on disk."""
+    for path in (path for folder in folders for path in folder.iterdir()):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def write_plainly(path: Path, size: int) -> None:
+    """So many bytes in one file, on disk in the end."""
+    block = memoryview(os.urandom(CHUNK))
+    with path.open("wb", buffering=0) as file:
+        for first in range(0, size, CHUNK):
+            file.write(block[: min(CHUNK, size - first)])
+        os.fsync(file.fileno())
+
+
+def read_plainly(folder: Path) -> None:
+    """Every byte of a folder's files, one after another."""
+    buffer = memoryview(bytearray(CHUNK))
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def save_as_two(folder: Path, tensors: dict[str, Any]) -> None:
+    """As two ranks would: half of the rows, or of the columns, of each tensor each."""
+    from torch.distributed.tensor import Shard
+
+    from jingu.checkpoint.files import finish_save, partial_name
+    from jingu.checkpoint.shards import Held
+    from jingu.checkpoint.slices import local_slice
+    from jingu.checkpoint.store import write_blocks
+
+    partial_name(folder).mkdir(parents=True)
+    for rank in range(2):
+        blocks = []
+        for number, (name, tensor) in enumerate(sorted(tensors.items())):
+            dim = number % 2 if tensor.dim() > 1 else 0
+            axes = [Shard(dim)] if tensor.dim() else []
+            found = local_slice(tensor.shape, [2][: len(axes)], [rank][: len(axes)], axes)
+            local = tensor.detach()
+            for place, (first, extent) in enumerate(zip(found.offset, found.size, strict=True)):
+                local = local.narrow(place, first, extent)
+            blocks += [Held(name, found, local)] if axes or rank == 0 else []
+        write_blocks(partial_name(folder), blocks, rank, 2)
+    finish_save(folder, {}, 2)
+
+
+def steps_of(model: Any, optimizer: Any) -> Callable[[], float]:
+    """A function that takes one training step, and its seconds."""
+    import torch
+
+    from jingu.train.loss import summed_cross_entropy
+
+    tokens = torch.randint(0, 16384, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+
+    def step() -> float:
+        started = time.perf_counter()
+        loss = model(tokens[:, :-1], loss=lambda h, w: summed_cross_entropy(h, w, tokens[:, 1:].contiguous()))
+        (loss / (BATCH * SEQUENCE)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - started
+
+    return step
+
+
+def peak_of_a_load(folder: Path) -> float:
+    """Child process: memory that a load takes at its peak, over the rank's own state, as a share of that state."""
+    import torch
+
+    from jingu.checkpoint.files import open_checkpoint
+    from jingu.checkpoint.shards import DTYPES
+    from jingu.checkpoint.store import load
+
+    tensors = {
+        name: torch.ones(stored.shape, dtype=DTYPES[stored.dtype])
+        for name, stored in open_checkpoint(folder).tensors.items()
+    }
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    load(folder, tensors)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return taken / sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
+    """The table, as Markdown."""
+    from jingu.checkpoint.background import BackgroundSaver
+    from jingu.checkpoint.resume import Keep, step_folder
+    from jingu.checkpoint.store import load, save
+
+    model, optimizer, tensors = made(layers, width)
+    step = steps_of(model, optimizer)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    taken: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        taken.setdefault(name, []).append(value)
+
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        folder = Path(name)
+        saver = BackgroundSaver(tensors)
+        for number in range(rounds):
+            note("plain write", seconds(lambda: write_plainly(folder / "plain", size)))
+            (folder / "plain").unlink()
+            saved = step_folder(folder / "sync", number)
+            note("sync save", seconds(lambda saved=saved: save(saved, tensors, {})))
+            forget(saved)
+            note("plain read", seconds(lambda saved=saved: read_plainly(saved)))
+            forget(saved)
+            note("load", seconds(lambda saved=saved: load(saved, tensors)))
+            forget(saved)
+            other = step_folder(folder / "other", number)
+            save_as_two(other, tensors)
+            forget(other)
+            note("other layout", seconds(lambda other=other: load(other, tensors)))
+            child = [sys.executable, "-m", "bench.checkpoint", str(saved)]
+            answer = subprocess.run(child, check=True, capture_output=True, text=True).stdout
+            note("peak of a load", float(json.loads(answer)))
+            shutil.rmtree(folder / "sync")
+            shutil.rmtree(folder / "other")
+            step()
+            alone = median(step() for _ in range(5))
+            goal = step_folder(folder / "background", number)
+            note("background save", seconds(lambda goal=goal, n=number: saver.save(goal, tensors, {}, n, Keep(1))))
+            beside = []
+            while saver.poll() is None:
+                beside.append(step())
+            note("throughput beside the writer", alone * len(beside) / sum(beside))
+            note("seconds the writer took", sum(beside))
+        saver.close()
+    now = {key: median(values) for key, values in taken.items()}
+    rows = [
+        ("training stopped by a save in the background / a save that waits", now["background save"] / now["sync save"]),
+        ("throughput while the writer works / undisturbed", now["throughput beside the writer"]),
+        ("rate of a save that waits / plain sequential write", now["plain write"] / now["sync save"]),
+        ("rate of a load / plain sequential read", now["plain read"] / now["load"]),
+        ("load in another layout / in the same one", now["other layout"] / now["load"]),
+        ("memory a load takes beside the state / the state", now["peak of a load"]),
+    ]
+    goals = ("at most 0.04", "at least 0.9", "at least 0.8", "at least 0.8", "at most 1.25", "at most 0.1")
+    lines = [f"| {what} | {value:.3f} | {goal} |" for (what, value), goal in zip(rows, goals, strict=True)]
+    rates = ", ".join(f"{key} {size / now[key] / 1e6:,.0f} MB/s" for key in ("plain write", "sync save", "plain read"))
+    ends = f"{size / 1e6:,.0f} MB of state; {rates}, background copy {size / now['background save'] / 1e9:.1f} GB/s."
+    return "\n".join(["| | ratio (median) | must be |", "|---|---|---|", *lines, "", ends])
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak_of_a_load(Path(sys.argv[1]))) if len(sys.argv) > 1 else run())
