@@ -87,13 +87,20 @@ class BackgroundSaver:
         return process
 
     def save(
-        self, folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], step: int, keep: Keep
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        step: int,
+        keep: Keep,
+        copy_to: str | None = None,
     ) -> None:
         """Copy the tensors, and have the copy written. No save may be under way: `wait` first.
 
         Args:
             folder, tensors, state: as for `jingu.checkpoint.store.save`.
             step, keep: the checkpoints beside this one that need not stay are deleted when it is complete.
+            copy_to: an address where a copy of it goes then, as `jingu.checkpoint.remote` knows them.
 
         Raises:
             ValueError: the tensors are other ones than at the start, or laid out otherwise.
@@ -111,7 +118,7 @@ class BackgroundSaver:
         self._pending = folder.absolute()
         request: dict[str, Any] = {"folder": str(self._pending)}
         if self._rank == 0:
-            request |= {"state": state, "step": step, "keep": asdict(keep)}
+            request |= {"state": state, "step": step, "keep": asdict(keep), "copy_to": copy_to}
         _tell(self._process, request)
 
     @property

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jingu.checkpoint.files import read_state, sync_folder, verify
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 
-_STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
 
 
@@ -47,7 +49,7 @@ def all_steps(checkpoints: Path) -> list[int]:
     """Steps that have a folder, complete or not, in order."""
     if not checkpoints.is_dir():
         return []
-    matches = (_STEP.fullmatch(path.name) for path in checkpoints.iterdir())
+    matches = (STEP.fullmatch(path.name) for path in checkpoints.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -93,9 +95,7 @@ def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[
         raise ValueError(f"keep.last is {keep.last}, and at least one checkpoint is kept")
     newest = find_latest(checkpoints).step if current is None else current
     steps = [step for step in complete_steps(checkpoints) if newest is not None and step <= newest]
-    stay = {*steps[-keep.last :], *_best(checkpoints, steps, keep)}
-    stay |= {step for step in steps if keep.every and step % keep.every == 0}
-    doomed = [step for step in steps if step not in stay]
+    doomed = superfluous(steps, keep, lambda step: read_state(step_folder(checkpoints, step)))
     for step in doomed:
         folder = step_folder(checkpoints, step)
         # Under a dot name first: a process killed while it deletes leaves no half checkpoint under a final name.
@@ -108,18 +108,20 @@ def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[
     return doomed
 
 
-def _best(checkpoints: Path, steps: list[int], keep: Keep) -> list[int]:
-    """The steps with the lowest metric, among equals the later ones."""
+def superfluous(steps: list[int], keep: Keep, state_of: Callable[[int], dict[str, Any]]) -> list[int]:
+    """The steps whose checkpoints need not stay. Of equally good ones the later is the better."""
     measured = []
     for step in steps if keep.best else []:
         try:
-            progress = read_state(step_folder(checkpoints, step)).get("progress", {})
+            progress = state_of(step).get("progress", {})
         except CheckpointError:
             continue
         value = (progress.get("evaluation") or {}).get(keep.metric)
         if isinstance(value, int | float) and value == value:
             measured.append((value, -step))
-    return [-negative for _, negative in sorted(measured)[: keep.best]]
+    stay = {*steps[-keep.last :], *(-negative for _, negative in sorted(measured)[: keep.best])}
+    stay |= {step for step in steps if keep.every and step % keep.every == 0}
+    return [step for step in steps if step not in stay]
 
 
 def clear_leftovers(checkpoints: Path, until: int | None = None) -> None:

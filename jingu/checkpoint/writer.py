@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.checkpoint.files import CHUNK, cause_of, finish_save, leave_note, partial_name, wait_for_parts, write_part
-from jingu.checkpoint.manifest import Manifest, Piece
+from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece
 from jingu.checkpoint.resume import Keep, prune
 
 NICENESS = 10
@@ -77,10 +77,19 @@ def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> di
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         return {"folder": str(folder), "problem": cause_of(error)}
+    problem = None
     if rank == 0:
+        keep = Keep(**request["keep"])
         with contextlib.suppress(OSError):
-            prune(folder.parent, Keep(**request["keep"]), current=request["step"])
-    return {"folder": str(folder), "problem": None}
+            prune(folder.parent, keep, current=request["step"])
+        if request["copy_to"] is not None:
+            from jingu.checkpoint.remote import copy
+
+            try:
+                copy(folder, request["copy_to"], keep)
+            except CheckpointError as error:
+                problem = error.what
+    return {"folder": str(folder), "problem": problem}
 
 
 if __name__ == "__main__":

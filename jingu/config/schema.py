@@ -539,6 +539,8 @@ class CheckpointSettings(Settings):
     """So many checkpoints are kept whose last evaluation was best; 0: none."""
     best_by: Literal["loss", "bits_per_byte"] = "loss"
     """What of an evaluation decides which is best; lower is better."""
+    copy_to: Annotated[str, Field(min_length=1)] | None = None
+    """Address that fsspec knows (s3://bucket/runs, or a folder) where each checkpoint is copied once it is here."""
     grace: Positive = 120
     """Seconds that saving may take when the run is asked to stop; then it leaves with the last checkpoint before."""
     resume: Literal["auto", "never"] = "auto"

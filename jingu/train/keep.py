@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from jingu import __version__
 from jingu.checkpoint.background import BackgroundSaver
-from jingu.checkpoint.files import read_state
+from jingu.checkpoint.files import read_state, verify
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, prune, step_folder
+from jingu.checkpoint.remote import copy, fetch
+from jingu.checkpoint.remote import steps as steps_at
+from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, complete_steps, prune, step_folder
 from jingu.checkpoint.store import MismatchError, save
+from jingu.config.schema import RunConfig
 from jingu.data.receipt import extend
 from jingu.errors import JinguError
 from jingu.runtime.log import say, warn
@@ -84,7 +88,8 @@ class Keeper:
         else:
             self._hear(None)
             folder = step_folder(self._run.checkpoints, progress.step)
-            self._saver.save(folder, self._tensors(), self._state(progress), progress.step, self._keep)
+            state, address = self._state(progress), copies_of(self._run.config)
+            self._saver.save(folder, self._tensors(), state, progress.step, self._keep, address)
         self._note(progress.step)
 
     def save_last(self, progress: Progress, grace: float | None = None, code: int = 0) -> None:
@@ -114,7 +119,7 @@ class Keeper:
         """What became of the save in the background, if there is one; at most so many seconds, or till its end."""
         outcome = self._saver.poll(seconds) if self._saver is not None else None
         if outcome is not None and outcome.problem is not None:
-            warn(f"{outcome.folder}: {outcome.problem} Training goes on without this checkpoint.")
+            warn(f"{outcome.folder}: {outcome.problem.removesuffix('.')}. Training goes on.")
 
     def _save_now(self, progress: Progress) -> None:
         save(
@@ -127,6 +132,12 @@ class Keeper:
         )
         if self._ranks.is_first:
             prune(self._run.checkpoints, self._keep, current=progress.step)
+            address = copies_of(self._run.config)
+            if address is not None:
+                try:
+                    copy(step_folder(self._run.checkpoints, progress.step), address, self._keep)
+                except CheckpointError as error:
+                    warn(f"The checkpoint of step {progress.step}: {error.what}")
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         """What is not a tensor. Seed and step are all there is of random states: every draw follows from them."""
@@ -151,13 +162,37 @@ class Keeper:
             self._saver.close()
 
 
-def go_back(checkpoints: Path, ranks: Ranks, fill: Callable[[Path], None]) -> dict[str, Any] | None:
+def copies_of(config: RunConfig) -> str | None:
+    """The address of the copies of a run's checkpoints."""
+    address = config.checkpoint.copy_to
+    return None if address is None else f"{address.rstrip('/')}/{config.name}/checkpoints"
+
+
+def _fetch_newer(checkpoints: Path, address: str) -> None:
+    """Take in the newest good copy at an address, where it is newer than what is here."""
+    here = complete_steps(checkpoints)
+    for step in reversed(steps_at(address)):
+        if here and step <= here[-1]:
+            return
+        folder = fetch(address, step, checkpoints)
+        problems = verify(folder)
+        if not problems:
+            say(f"Fetched step {step} from {address}.")
+            return
+        say(f"Passing over step {step} at {address}: {problems[0]}.")
+        shutil.rmtree(folder)
+
+
+def go_back(
+    checkpoints: Path, ranks: Ranks, fill: Callable[[Path], None], address: str | None = None
+) -> dict[str, Any] | None:
     """Fill the run's tensors from its newest good checkpoint; say which were passed over and why.
 
     Every byte is checked as it is read, so a checkpoint need not be read twice to be trusted.
 
     Args:
         fill: loads a checkpoint on all ranks, or raises a CheckpointError on all of them.
+        address: where copies of the run's checkpoints are, which are fetched where they are newer.
 
     Returns:
         The state beside the tensors; None where the run has no checkpoint.
@@ -168,6 +203,8 @@ def go_back(checkpoints: Path, ranks: Ranks, fill: Callable[[Path], None]) -> di
     """
     if ranks.is_first:
         clear_leftovers(checkpoints)
+        if address is not None:
+            _fetch_newer(checkpoints, address)
     steps = all_steps(checkpoints) if ranks.is_first else []
     while (step := from_first(steps.pop() if steps else NONE)) != NONE:
         folder = step_folder(checkpoints, step)

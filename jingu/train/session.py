@@ -39,7 +39,7 @@ from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
-from jingu.train.keep import Keeper, go_back
+from jingu.train.keep import Keeper, copies_of, go_back
 from jingu.train.loop import Loop, short, train_loop
 from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
 from jingu.train.metrics import MetricsFile
@@ -249,7 +249,7 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         load(folder, tensors, prefix=prefix, whole=not isinstance(model, Pipeline), agree=all_agree)
 
-    state = go_back(run.checkpoints, ranks, fill)
+    state = go_back(run.checkpoints, ranks, fill, copies_of(run.config))
     if state is None:
         if run.config.initialize.from_ is not None:
             begin_with(model, Path(run.config.initialize.from_))
