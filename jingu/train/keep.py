@@ -50,7 +50,9 @@ class Keeper:
         self._saver: BackgroundSaver | None = None
         self._saved_step, self._saved_at = -1, time.monotonic()
         often = 0 < settings.every < run.config.train.steps or settings.minutes
-        if settings.background and often:
+        if settings.background and often and run.config.parallel.offload.type == "disk":
+            say("Checkpoints are written while training waits: what is offloaded to disk is not copied to memory.")
+        elif settings.background and often:
             self._saver = BackgroundSaver(tensors(), rank=ranks.rank, ranks=ranks.world)
             say(f"Checkpoints are written in the background, from a copy of {self._saver.bytes / 1e6:,.1f} MB a rank.")
 

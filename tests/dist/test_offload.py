@@ -50,6 +50,22 @@ def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_pat
     assert not list(tmp_path.glob("tmp*"))
 
 
+def test_what_is_on_disk_is_not_copied_to_memory_to_be_saved(tiny_run, train_on, done, tmp_path, monkeypatch):
+    from jingu.train import keep
+
+    def refused(*_arguments: Any, **_keywords: Any) -> None:
+        raise AssertionError("a copy in memory")
+
+    monkeypatch.setattr(keep, "BackgroundSaver", refused)
+    changes = {"train.steps": 2, "checkpoint.every": 1, "checkpoint.background": True}
+    with pytest.raises(AssertionError, match="a copy in memory"):
+        train_on(1, tiny_run(changes, name="inside"))
+    offload = {"parallel.offload.type": "disk", "parallel.offload.path": str(tmp_path)}
+    config = tiny_run({**changes, **offload}, name="disk")
+    train_on(1, config)
+    assert done(config).checkpoint().name.endswith("2")
+
+
 def test_tensors_on_disk_are_tensors_and_leave_no_file(tmp_path: Path):
     disk = Disk(tmp_path / "here")
     shapes = [(3, 5), (0,), (), (4096, 3)]
