@@ -147,6 +147,7 @@ VERBS = {
         ),
         run_file=True,
     ),
+    "tune prepare": Verb("make the data set of instruction rows", "jingu.tune.prepare:prepare", run_file=True),
     "train": Verb(
         "train a model, or go on training it",
         "jingu.train.verbs:train",

@@ -154,8 +154,26 @@ class FillInTheMiddleSettings(Settings):
     """Special token before the middle."""
 
 
+class SupervisedSettings(Settings):
+    """Answers are predicted from what was asked; the corpus is rows of instruction data, which `jingu tune prepare`
+    makes into packed sequences of batch.sequence_length."""
+
+    type: Literal["supervised"] = "supervised"
+    template: str = "auto"
+    """How a conversation is written: the tokenizer's own template (auto), chatml, qwen, llama2, llama3, alpaca, plain,
+    or a file of Jinja."""
+    train_on: Literal["answers", "last_answer", "all"] = "answers"
+    """Which tokens are trained; rounds of weight 0 are not among the answers."""
+    longer: Literal["cut", "drop", "split"] = "cut"
+    """What to do with a row that is longer than a sequence: cut its end, leave it out, or divide it by rounds."""
+    obey_special: bool = False
+    """Whether special tokens written in a row's texts are such tokens; else they are plain text."""
+
+
 Objective = Annotated[
-    CausalSettings | FillInTheMiddleSettings | SpanCorruptionSettings, Discriminator("type"), _type_or("causal")
+    CausalSettings | FillInTheMiddleSettings | SpanCorruptionSettings | SupervisedSettings,
+    Discriminator("type"),
+    _type_or("causal"),
 ]
 
 
@@ -205,6 +223,11 @@ class DataSettings(Settings):
     """Whether attention stays inside each document, and positions begin anew with it."""
     drop: DropSettings = DropSettings()
     objective: Objective = CausalSettings()
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether attention stays inside each document, or row."""
+        return self.within_documents or isinstance(self.objective, SupervisedSettings)
 
     @property
     def corpora(self) -> list[SourceSettings]:

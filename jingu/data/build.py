@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jingu.config.schema import DataSettings, RunConfig
+from jingu.config.schema import DataSettings, RunConfig, SupervisedSettings
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import Manifest, check_sizes, print_summary
 from jingu.data.parts import join_parts, part_folder
@@ -68,6 +68,10 @@ def build(config: RunConfig, part: tuple[int, int] | None = None, on_error: str 
         part: (i, n) builds the i-th of n parts (from 1), as a job of its own; the last to be done joins them.
         on_error: in place of `data.on_error`.
     """
+    if isinstance(config.data.objective, SupervisedSettings):
+        raise JinguError(
+            "supervised data is made by another verb.", where="data.objective", fix="Run `jingu tune prepare`."
+        )
     data = config.data if on_error is None else config.data.model_copy(update={"on_error": on_error})
     corpora = checked_corpora(data)
     for source in corpora:
@@ -83,7 +87,7 @@ def build_source(data: DataSettings, tokenizer_path: Path, part: tuple[int, int]
     settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
     if (old := Manifest.load(path)) is not None:
-        _refuse_other(path, old, settings)
+        refuse_other(path, old, settings)
         print(f"data: already built in {path}.")
         print_summary(old)
         return
@@ -141,7 +145,7 @@ def _build(
     return manifest
 
 
-def _refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
+def refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
     """JinguError unless the data set in `path` is whole and the one that the settings would make."""
     if changes := differences(old.settings, settings):
         raise JinguError(

@@ -38,6 +38,8 @@ class Split(Record):
     """The shards of one side of the split, in order."""
 
     shards: list[Shard] = []
+    beside: list[Shard] = []
+    """Of supervised data, which ids of the shards are trained."""
 
     @property
     def documents(self) -> int:
@@ -103,7 +105,7 @@ class Manifest(Record):
 
 def check_sizes(folder: Path, split: Split) -> None:
     """JinguError where a file of the split is missing or has another size than was written."""
-    for shard in split.shards:
+    for shard in (*split.shards, *split.beside):
         for name, size in ((f"{shard.name}.bin", shard.bin_bytes), (f"{shard.name}.idx", shard.idx_bytes)):
             path = folder / name
             there = path.stat().st_size if path.is_file() else None

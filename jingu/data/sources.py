@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig
+from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig, SupervisedSettings
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import UNKNOWN, check_tokenizer, open_dataset
 from jingu.data.drop import read_drop
 from jingu.data.fill import plan_fill
 from jingu.data.mixture import Mixture, plan_mixture
 from jingu.data.packing import PackedRows
+from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError
 from jingu.text.corpus import checked_corpora
 from jingu.text.tokenizer import Tokenizer
@@ -39,14 +40,17 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
         if dataset.manifest.tokenizer == UNKNOWN:
             known = dataset.manifest.model_copy(update={"end_id": tokenizer.end_id})
             dataset = replace(dataset, manifest=known)
-        if data.packing == "best_fit":
+        if isinstance(data.objective, SupervisedSettings):
+            place, seed = Path(settings.path), config.seed + number
+            windows.append(open_supervised(place, "train", data.objective, batch.sequence_length, seed))
+        elif data.packing == "best_fit":
             windows.append(PackedRows(dataset, batch.sequence_length, config.seed + number))
         else:
             windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
     dropped = read_drop(data.drop, [each.dataset for each in windows])
     mixture = mixture_of(config, windows)
     fill = plan_fill(data.objective, tokenizer, config.seed) if data.objective.type == "fill_in_the_middle" else None
-    source = BatchSource(tuple(windows), mixture, batch.global_size, data.within_documents, dropped, fill)
+    source = BatchSource(tuple(windows), mixture, batch.global_size, data.keeps_apart, dropped, fill)
     samples = config.train.steps * batch.global_size
     if source.mixture.end is not None and source.mixture.end < samples:
         raise JinguError(

@@ -40,7 +40,7 @@ def inspect(path: Path, document: int | None = None, tokenizer: Path | None = No
     _print_lengths(dataset.document_lengths())
     for split in (manifest.train, manifest.held_out):
         check_sizes(path, split)
-        for shard in split.shards:
+        for shard in (*split.shards, *split.beside):
             for name, checksum in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
                 with (path / name).open("rb") as stream:
                     if hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() != checksum:

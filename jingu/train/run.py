@@ -16,11 +16,12 @@ from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.config.compare import differences, harmful_differences
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import RunConfig, SpanCorruptionSettings
+from jingu.config.schema import RunConfig, SpanCorruptionSettings, SupervisedSettings
 from jingu.data.batches import BatchSource
 from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.sources import open_sources
+from jingu.data.supervised import SupervisedRows, open_supervised
 from jingu.errors import JinguError
 from jingu.infer.generate import encode_prompt, room_after
 from jingu.model.spec import ModelSpec
@@ -56,6 +57,8 @@ class Run:
     source: BatchSource
     held_out: TokenDataset | None
     corruption: SpanCorruption | None
+    held_out_rows: SupervisedRows | None
+    """`held_out`, where it is supervised."""
     going: Going
     changes: list[str] = field(default_factory=list)
     """What of the configuration has changed since the run was last started."""
@@ -67,7 +70,8 @@ class Run:
     @property
     def data_receipt(self) -> list[str]:
         """What the training data is: checksums of its shards, source by source."""
-        return [shard.bin_xxh3 for each in self.source.sources for shard in each.dataset.manifest.train.shards]
+        splits = [each.dataset.manifest.train for each in self.source.sources]
+        return [shard.bin_xxh3 for split in splits for shard in (*split.shards, *split.beside)]
 
 
 def open_run(config: RunConfig, going: Going | None = None) -> Run:
@@ -85,6 +89,15 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = joined([open_dataset(each.dataset.path, "held_out") for each in source.sources])
+    rows, objective = None, config.data.objective
+    if held_out is not None and isinstance(objective, SupervisedSettings):
+        if len(source.sources) > 1:
+            raise JinguError(
+                "held-out rows of several sources cannot be measured together.",
+                where="data.sources",
+                fix="Name all files in one data.input, or set evaluation.every to 0.",
+            )
+        rows = open_supervised(held_out.path, "held_out", objective, config.batch.sequence_length, config.seed)
     corruption = _corruption(config, spec, tokenizer, held_out)
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
@@ -92,7 +105,7 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    run = Run(config, folder, spec, tokenizer, source, held_out, corruption, going, changes)
+    run = Run(config, folder, spec, tokenizer, source, held_out, corruption, rows, going, changes)
     _check_checkpoints(run)
     return run
 

@@ -150,8 +150,8 @@ def _prepare(
     run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
 ) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
-    length, apart = run.config.batch.sequence_length, run.config.data.within_documents
-    rows = None if run.held_out is None else HeldOut(run.held_out, length, run.corruption, apart)
+    length, apart = run.config.batch.sequence_length, run.config.data.keeps_apart
+    rows = None if run.held_out is None else HeldOut(run.held_out, length, run.corruption, apart, run.held_out_rows)
     batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
     source = Loader(batches, pinned=ranks.device.type == "cuda")
     task = pretraining(source, rows, run.spec, mesh, compiles=compiles)

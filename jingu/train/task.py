@@ -14,6 +14,7 @@ from jingu.data.batches import held_out_batch, held_out_windows
 from jingu.data.corruption import SpanCorruption
 from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
+from jingu.data.supervised import SupervisedRows
 from jingu.model.experts import Routing, auxiliary_losses
 from jingu.model.spec import Experts
 from jingu.parallel.pipeline import Model
@@ -29,17 +30,24 @@ class HeldOut:
     corruption: SpanCorruption | None = None
     apart: bool = False
     """Whether attention stays inside documents."""
+    supervised: SupervisedRows | None = None
+    """The rows, where they are supervised."""
 
     @property
     def count(self) -> int:
         """Rows."""
+        if self.supervised is not None:
+            return len(self.supervised)
         if self.corruption is not None:
             return self.dataset.tokens // self.sequence_length
         return held_out_windows(self.dataset, self.sequence_length)
 
     def batch(self, first: int, count: int, end: int) -> Batch:
         """Rows [first, first + count); those from `end` on have no labels."""
-        batch = held_out_batch(self.dataset, self.sequence_length, first, count, apart=self.apart)
+        if self.supervised is not None:
+            batch = self.supervised.batch(first, count)
+        else:
+            batch = held_out_batch(self.dataset, self.sequence_length, first, count, apart=self.apart)
         if self.corruption is not None:
             # A window's labels are its text. Beyond the last whole one there is none, nor are there labels in the end.
             batch = self.corruption.batch(batch.labels.clamp_min(0), first)

@@ -60,6 +60,12 @@ class BadRow:
         return f"row {self.number}: {self.reason}. It begins {self.start}"
 
 
+def bad_row(file: Path, number: int, reason: str, row: Row) -> BadRow:
+    """A row whose form is good, but that cannot be used."""
+    start = row.messages[0].content if row.messages else row.parts[0][0]
+    return BadRow(file, number, reason, json.dumps(start[:80], ensure_ascii=False))
+
+
 class RowError(ValueError):
     """What is wrong with a row: a field, and what was expected of it."""
 

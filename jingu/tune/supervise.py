@@ -21,8 +21,6 @@ class Supervised:
     ids: list[int]
     trained: list[bool]
     """Whether each is to be predicted."""
-    rounds: tuple[int, ...] = ()
-    """Number of ids up to the end of each answer; of text, none."""
 
 
 def supervise(row: Row, template: Template | None, tokenizer: Tokenizer, train_on: TrainOn) -> Supervised:
@@ -48,8 +46,7 @@ def supervise(row: Row, template: Template | None, tokenizer: Tokenizer, train_o
         weights = [0.0] * (len(weights) - 1) + weights[-1:]
     taught = [span for span, weight in zip(spans, weights, strict=False) if weight]
     trained = [train_on == "all"] * len(ids) if train_on == "all" else _within(places, taught)
-    ends = [sum(start < end for start, _ in places) for _, end in spans]
-    return Supervised(row.kind, ids, trained, tuple(ends))
+    return Supervised(row.kind, ids, trained)
 
 
 def _parts(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> Supervised:
