@@ -165,3 +165,16 @@ def test_eight_ranks_of_three_axes_train_save_resume_and_export(tiny_run, train_
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
     embedding = weights["model/embedding.weight"].float()
     torch.testing.assert_close(theirs.get_input_embeddings().weight.detach(), embedding, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_stages_follow_plain_ones(tiny_run, train_on, done):
+    changes = {"model.layers": 4, "train.steps": 3, "precision.type": "fp32", "batch.micro_size": 2}
+    plain_run = tiny_run(changes, name="plain")
+    train_on(1, plain_run)
+    for schedule, compiles in (("1f1b", True), ("zbv", False)):  # a compiled block cannot split its backward pass
+        layout = {"parallel.pipeline": 2, "parallel.schedule": schedule, "train.compile": True}
+        config = tiny_run({**changes, **layout}, name=schedule)
+        train_on(2, config)
+        assert done(config).lines("start")[0]["compile"] == compiles
+        assert done(config).column("loss") == pytest.approx(done(plain_run).column("loss"), rel=1e-4)
