@@ -117,6 +117,13 @@ def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec) -> tuple[AxisSiz
         if config.parallel.schedule in SPLIT_BACKWARD:
             _check_split_backward(config, spec)
         _check_micro_batches(config.parallel, sizes.pipeline, plan.accumulation)
+    if sizes.expert > 1 and config.train.activation_checkpointing.type == "selective":
+        raise JinguError(
+            "selective activation checkpointing sees every operation of a block, also those that gather a rank's "
+            "experts, which are not the same when it computes again.",
+            where="train.activation_checkpointing.type",
+            fix="Set it to full or none, or parallel.expert=1.",
+        )
     return sizes, plan
 
 

@@ -31,13 +31,15 @@ class RankPool:
 
     def _start(self, world: int) -> None:
         """Have as many workers as ranks."""
-        context = multiprocessing.get_context("spawn")
-        for _ in range(len(self._workers), world):
+        context, started = multiprocessing.get_context("spawn"), len(self._workers)
+        for _ in range(started, world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)
             worker.start()
             there.close()
             self._workers.append((worker, here))
+        for rank in range(started, world):  # or the others would wait for these until they time out
+            self._receive(rank)
 
     def run(self, function: Callable[..., Any], world: int, *arguments: Any, **keywords: Any) -> list[Any]:
         """Results of `function(rank, world, *arguments, **keywords)`, by rank.
@@ -106,6 +108,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    pipe.send((True, "ready"))
     while True:
         try:
             address, rank, world, store, arguments, keywords = pipe.recv()

@@ -109,6 +109,13 @@ def test_selective_activation_checkpointing_is_no_match_for_two_backward_passes(
     plan_layout(whole, 2, spec(6))
 
 
+def test_selective_activation_checkpointing_is_no_match_for_shared_experts():
+    train, mixtral = {"activation_checkpointing": {"type": "selective"}}, FAMILIES["mixtral"].template
+    config = RunConfig.model_validate({"parallel": {"expert": 2}, "train": train})
+    with pytest.raises(JinguError, match="sees every operation of a block, also those that gather a rank's experts"):
+        plan_layout(config, 2, mixtral)
+
+
 def test_an_encoder_s_blocks_are_counted_first_and_its_backward_pass_is_whole():
     t5 = replaced(FAMILIES["t5"].template, layers=3, encoder_layers=5)
     parts = divide_blocks(ParallelSettings(parts=[2, 6]), 2, t5)
