@@ -551,7 +551,7 @@ class CheckpointSettings(Settings):
     minutes: Annotated[float, Field(ge=0)] = 0.0
     """Also save when the last checkpoint is so many minutes old; 0: steps alone decide."""
     background: bool = True
-    """Write from a copy in main memory while training goes on; false: training waits for the disk."""
+    """Write from a copy in main memory while training goes on; false, or with offload to disk: training waits."""
     when_busy: Literal["wait", "skip"] = "wait"
     """When a save is due while the one before is still being written: wait for that, or save no checkpoint."""
     keep: Positive = 2
