@@ -149,8 +149,8 @@ class IndexedReader:
 
     def __init__(self, prefix: Path, reading: Reading = "mmap") -> None:
         bin_path, idx_path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-        # Of a large index, mapping takes only the pages that are looked at; keeping blocks of it would not pay.
-        self._index = _opened(idx_path, "uint8", _size(idx_path), "mmap" if reading == "mmap" else "lazy")
+        # Little is looked at, here and there: mapped pages would add up over many shards.
+        self._index = _opened(idx_path, "uint8", _size(idx_path), "lazy")
         self._layout = _layout(idx_path, self._index)
         self.dtype = self._layout.dtype
         used = 0
