@@ -174,10 +174,10 @@ MODELS = {
 }
 
 
-def models(*quick: str, without: str = "") -> Any:
+def models(*quick: str) -> Any:
     """All models, those that are not quick for the long set."""
     marks = {name: [] if name in quick else [pytest.mark.slow] for name in MODELS}
-    return pytest.mark.parametrize("model", [pytest.param(name, marks=marks[name]) for name in MODELS if name != without])
+    return pytest.mark.parametrize("model", [pytest.param(name, marks=marks[name]) for name in MODELS])
 
 
 @models("gpt2", "llama", "t5")
@@ -191,7 +191,7 @@ def test_context(model, ranks):
     check(ranks, MODELS[model], 4, layouts, documents=True)
 
 
-@models("llama", without="t5")
+@models("llama")
 def test_pipeline_of_divided_stages(model, ranks):
     layouts = [{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2, "zero": 2}]
     check(ranks, MODELS[model], 4, layouts, documents=True)
