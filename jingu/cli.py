@@ -148,6 +148,23 @@ VERBS = {
         run_file=True,
     ),
     "tune prepare": Verb("make the data set of instruction rows", "jingu.tune.prepare:prepare", run_file=True),
+    "tune export": Verb(
+        "write the adapters of a run as peft loads them",
+        "jingu.tune.peft:export",
+        (
+            _place("run", "RUN", "a run that trained adapters, or a step of it"),
+            ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
+        ),
+    ),
+    "tune merge": Verb(
+        "write a model with its adapters merged, as a Hugging Face folder",
+        "jingu.tune.peft:merge",
+        (
+            _place("model", "RUN", "a run that trained adapters; or, with --base, a folder of peft"),
+            ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
+            _option("--base", "MODEL", _path, "the model that peft's adapters are for"),
+        ),
+    ),
     "train": Verb(
         "train a model, or go on training it",
         "jingu.train.verbs:train",

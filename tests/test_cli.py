@@ -26,6 +26,8 @@ LEAST = {
     "model list": [],
     "model inspect": ["model"],
     "model grow": ["model", "--to", "folder"],
+    "tune export": ["run", "--to", "folder"],
+    "tune merge": ["run", "--to", "folder"],
     "import": ["model", "--to", "folder"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],

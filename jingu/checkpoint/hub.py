@@ -20,11 +20,13 @@ from jingu.checkpoint.manifest import MANIFEST, read_manifest
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.checkpoint.store import read_tensor
 from jingu.checkpoint.stream import Header, read_at, read_header
+from jingu.config.load import load_config
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.names import Entry, entries, read_ours, their_shape
+from jingu.model.lora import is_adapter, merged
 from jingu.model.spec import ModelSpec
 from jingu.text.formats import tokenizer_file
 
@@ -112,16 +114,22 @@ def open_model(path: Path) -> OpenModel:
             "or a .gguf file.",
         )
     if (path / MANIFEST).is_file():
-        return _open_step(path)
+        return _whole_step(path)
     if (path / "model.json").is_file():
-        checkpoints = path / "checkpoints"
-        steps = complete_steps(checkpoints)
-        if not steps:
-            raise JinguError(
-                "this run has no checkpoint yet.", where=path, fix="Train it first: `jingu train` saves one."
-            )
-        return _open_step(step_folder(checkpoints, steps[-1]))
+        return _whole_step(step_folder(path / "checkpoints", _newest(path)))
     return open_hf(path)
+
+
+def _newest(run: Path) -> int:
+    steps = complete_steps(run / "checkpoints")
+    if not steps:
+        raise JinguError("this run has no checkpoint yet.", where=run, fix="Train it first: `jingu train` saves one.")
+    return steps[-1]
+
+
+def _whole_step(step: Path) -> OpenModel:
+    opened = _open_step(step)
+    return opened if opened.spec.adapter is None else _merged(opened, open_run_apart(step)[1])
 
 
 def _open_step(step: Path) -> OpenModel:
@@ -139,11 +147,45 @@ def _open_step(step: Path) -> OpenModel:
         for name, tensor in read_manifest(step / MANIFEST).tensors.items()
         if name.startswith("model/")
     }
-    _compare(parameter_shapes(spec), stored, step)
+    shapes = parameter_shapes(spec)
+    _compare({name: shape for name, shape in shapes.items() if spec.adapter is None or is_adapter(name)}, stored, step)
     tokenizer = run / "tokenizer"
     return OpenModel(
         spec, lambda name: read_tensor(step, f"model/{name}"), tokenizer if tokenizer.is_dir() else None, (), step
     )
+
+
+def _merged(opened: OpenModel, base: OpenModel) -> OpenModel:
+    """A model with adapters, as one without: they are merged into the base's weights as these are read."""
+    assert opened.spec.adapter is not None
+    held, scale = parameter_shapes(opened.spec), opened.spec.adapter.scale
+
+    def read(name: str) -> Tensor:
+        weight, module = base.read(name), name.removesuffix(".weight")
+        if not name.endswith(".weight") or f"{module}.lora_a" not in held:
+            return weight
+        return merged(weight, opened.read(f"{module}.lora_a"), opened.read(f"{module}.lora_b"), scale)
+
+    spec = opened.spec.model_copy(update={"adapter": None})
+    return replace(
+        base,
+        spec=spec,
+        read=read,
+        tokenizer_folder=opened.tokenizer_folder or base.tokenizer_folder,
+        where=opened.where,
+    )
+
+
+def open_run_apart(path: Path) -> tuple[OpenModel, OpenModel, Path]:
+    """A run, or a step of it, that trained adapters: these; the model that they stand beside; and where that lies."""
+    step = path if (path / MANIFEST).is_file() else step_folder(path / "checkpoints", _newest(path))
+    opened = _open_step(step)
+    if opened.spec.adapter is None:
+        raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
+    run = step.absolute().parent.parent
+    base = load_config(run / "config.yaml", []).initialize.from_
+    assert base is not None
+    return opened, open_model(Path(base)), Path(base)
 
 
 def open_hf(folder: Path) -> OpenModel:

@@ -305,6 +305,29 @@ class InitializeSettings(Settings):
     """A model whose weights a new run begins with, and whose dimensions hold where `model` gives none; null: random."""
 
 
+class FullSettings(Settings):
+    """Every weight is trained."""
+
+    type: Literal["full"] = "full"
+
+
+class LoraSettings(Settings):
+    """Only adapters of low rank beside chosen matrices are trained, and saved (Hu et al., 2022)."""
+
+    type: Literal["lora"] = "lora"
+    rank: Positive = 8
+    """Inner size of an adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """What an adapter gives is multiplied by alpha / rank."""
+    rank_stabilised: bool = False
+    """Multiply by alpha / √rank instead (Kalajdzievski, 2023)."""
+    targets: list[str] = ["blocks.*.attention.*", "blocks.*.feed_forward.*"]
+    """Patterns of names of the matrices that get one, such as `blocks.*.attention.q`."""
+
+
+Tune = Annotated[FullSettings | LoraSettings, Discriminator("type"), _type_or("full")]
+
+
 class BatchSettings(Settings):
     """What one optimizer step sees. The rest (accumulation, tokens a step) is derived."""
 
@@ -587,6 +610,7 @@ class RunConfig(Settings):
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     initialize: InitializeSettings = InitializeSettings()
+    tune: Tune = FullSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: Optimizer = AdamWSettings()
     schedule: Schedule = CosineSettings()

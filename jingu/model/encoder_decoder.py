@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from jingu.model.attention import Cache, cross_mask
 from jingu.model.decoder import Auxiliary, Decoder, Encoded, Head, Passed, Stack
+from jingu.model.lora import add_adapters
 from jingu.model.spec import ModelSpec
 
 
@@ -76,7 +77,10 @@ class EncoderDecoder(Decoder):
 
 def make_model(spec: ModelSpec, part: range | None = None) -> Decoder:
     """The model of a spec, with or without an encoder, or a part of its blocks; its weights are not filled."""
-    return Decoder(spec, part) if spec.encoder_layers is None else EncoderDecoder(spec, part)
+    model = Decoder(spec, part) if spec.encoder_layers is None else EncoderDecoder(spec, part)
+    if spec.adapter is not None:
+        add_adapters(model, spec.adapter)
+    return model
 
 
 def all_blocks(model: Decoder) -> Iterator[tuple[int, nn.Module]]:

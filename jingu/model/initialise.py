@@ -38,6 +38,11 @@ def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
         return torch.zeros(shape)
     if name.endswith("norm.weight"):
         return torch.ones(shape)
+    if name.endswith(".lora_b"):
+        return torch.zeros(shape)
+    if name.endswith(".lora_a"):  # as peft begins
+        bound = shape[-1] ** -0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator_for(name, seed))
     std = spec.initial_std
     if name == "embedding.weight" and spec.scaled_head:
         std = 1.0  # the head divides the states for such an embedding (Raffel et al., 2020)

@@ -51,5 +51,7 @@ def _cut(style: Style, leaf: str, dims: int) -> tuple[Cut, ...]:
     if style == "tokens" or (style in ("row", "from_heads") and leaf == "bias"):
         return experts
     inputs = style in ("row", "from_heads")
+    if leaf == ("lora_b" if inputs else "lora_a"):
+        return experts  # the small inner dim of an adapter stays whole
     dim = dims - 1 if inputs or leaf == "bias" else dims - 2
     return (*experts, Cut("kv_heads" if style == "kv_heads" else "inner", dim))

@@ -218,6 +218,23 @@ Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions | Relat
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
 
 
+class Lora(Component):
+    """Adapters of low rank beside matrices that stay as they are (Hu et al., 2022)."""
+
+    rank: Size
+    alpha: Positive
+    """The adapters' product is scaled by alpha / rank."""
+    targets: tuple[str, ...]
+    """Patterns of the names of matrices that have one."""
+    rank_stabilised: bool = False
+    """Scaled by alpha / √rank instead (Kalajdzievski, 2023)."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' product."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+
 class ModelSpec(Component):
     """A decoder: `layers` pre-norm blocks of attention and feed-forward between an embedding and a head; where there
     are `encoder_layers`, each block also attends to the states that an encoder of the same dimensions gives."""
@@ -247,6 +264,8 @@ class ModelSpec(Component):
     """Whether the final states are divided by the root of the width, for the head."""
     initial_std: Positive = 0.02
     """Standard deviation of the initial matrices."""
+    adapter: Lora | None = None
+    """Adapters, which alone are trained."""
 
     @model_validator(mode="after")
     def _dimensions_fit(self) -> ModelSpec:

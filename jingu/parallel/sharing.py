@@ -90,9 +90,13 @@ class Sharing:
         return DTensor.from_local(held, part.mesh, [Replicate()] * part.mesh.ndim, run_check=False)
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, whole: Callable[[str], Tensor]) -> None:
+    def fill(
+        self, model: nn.Module, whole: Callable[[str], Tensor], which: Callable[[str], bool] = lambda name: True
+    ) -> None:
         """Fill this rank's parts from whole tensors by name, one after another."""
         for name, parameter in model.named_parameters():
+            if not which(name):
+                continue
             local(parameter).copy_(self.parts[name].cut(whole(name)))
 
     def initialise(self, model: nn.Module, spec: ModelSpec, seed: int) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 
 from jingu.checkpoint.hub import open_model, parameter_shapes
 from jingu.checkpoint.resume import complete_steps
-from jingu.config.schema import RunConfig
+from jingu.config.schema import LoraSettings, RunConfig
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-from jingu.model.spec import ModelSpec
+from jingu.model.lora import check_targets, is_adapter
+from jingu.model.spec import Lora, ModelSpec
 from jingu.parallel.sharing import sharing_of
 from jingu.text.tokenizer import Tokenizer
 
@@ -49,6 +50,29 @@ def spec_of_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelS
     return spec
 
 
+def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """The spec with the adapters that the run trains. Raises JinguError where that cannot be."""
+    settings = config.tune
+    if not isinstance(settings, LoraSettings):
+        return spec
+    if config.initialize.from_ is None or spec.encoder_layers is not None:
+        what = "there is no model to begin with" if spec.encoder_layers is None else f"{spec.family} has an encoder"
+        raise JinguError(
+            f"adapters are trained beside a decoder's weights, and {what}.",
+            where="initialize.from",
+            fix="Name a decoder, or set tune.type=full.",
+        )
+    adapter = Lora(
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=tuple(settings.targets),
+        rank_stabilised=settings.rank_stabilised,
+    )
+    adapted = spec.model_copy(update={"adapter": adapter})
+    check_targets(list(parameter_shapes(adapted)), adapter)
+    return adapted
+
+
 def _flat(spec: ModelSpec) -> dict[str, object]:
     parts = {key: value if isinstance(value, dict) else {"": value} for key, value in spec.model_dump().items()}
     return {f"{key}.{name}".rstrip("."): value for key, part in parts.items() for name, value in part.items()}
@@ -70,4 +94,4 @@ def _check_pieces(ours: Tokenizer, theirs: Tokenizer, config: RunConfig) -> None
 
 def begin_with(model: nn.Module, path: Path) -> None:
     """Fill the parameters, in whatever layout, with those of a model on disk; one whole tensor in memory at a time."""
-    sharing_of(model).fill(model, open_model(path).read)
+    sharing_of(model).fill(model, open_model(path).read, lambda name: not is_adapter(name))

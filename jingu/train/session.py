@@ -26,6 +26,7 @@ from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.encoder_decoder import make_model
+from jingu.model.lora import is_adapter
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
@@ -250,10 +251,12 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
         load(folder, tensors, prefix=prefix, whole=not isinstance(model, Pipeline), agree=all_agree)
 
     state = go_back(run.checkpoints, ranks, fill, copies_of(run.config))
+    first = run.config.initialize.from_
+    if first is not None and (state is None or model.spec.adapter is not None):  # of which checkpoints hold no weights
+        begin_with(model, Path(first))
     if state is None:
-        if run.config.initialize.from_ is not None:
-            begin_with(model, Path(run.config.initialize.from_))
-            say(f"Beginning with the weights of {run.config.initialize.from_}.")
+        if first is not None:
+            say(f"Beginning with the weights of {first}.")
         return Progress(loss_scale=first_scale(run.config.precision))
     kept = state["progress"]
     fresh = " with a fresh optimizer" if run.going.fresh_optimizer else ""
@@ -266,9 +269,14 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
 
 
 def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything a checkpoint holds, by logical name; of a pipeline, what the stages of this rank hold."""
-    sharing = sharing_of(model)
-    tensors = {f"model/{name}": sharing.logical(name, parameter) for name, parameter in model.named_parameters()}
+    """Everything a checkpoint holds, by logical name: of a model with adapters these alone; of a pipeline, what the
+    stages of this rank hold."""
+    sharing, adapted = sharing_of(model), model.spec.adapter is not None
+    tensors = {
+        f"model/{name}": sharing.logical(name, parameter)
+        for name, parameter in model.named_parameters()
+        if is_adapter(name) or not adapted
+    }
     for key, tensor in named_state(optimizer, model):
         tensors[f"optimizer/{key}"] = sharing.logical(key.partition("/")[2], tensor)
     return tensors
