@@ -1,0 +1,54 @@
+"""Under torchrun's elastic agent: a rank that dies leads to a restart from the last checkpoint, also with fewer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import jingu
+from jingu.checkpoint.files import read_state
+
+
+def torchrun(ranks: int, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(jingu.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
+    command = [*agent, f"--nproc-per-node={ranks}", "-m", "jingu", *words]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(run_file, tiny_run, train_on, done):
+    settings: dict[str, Any] = {"checkpoint.every": 3, "evaluation.every": 5, "parallel.zero": 2}
+    settings["schedule"] = {"type": "constant", "warmup": 3}
+    alone = tiny_run({**settings, "train.steps": 40}, name="alone")
+    train_on(1, alone)
+
+    process, said = torchrun(4, "train", run_file({**settings, "train.steps": 30}, name="elastic")), ""
+    assert process.stderr is not None
+    while "step 5: held-out loss" not in said:
+        said += process.stderr.read(1)
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if "RANK" in child.environ()]
+    (victim,) = [each for each in workers if each.environ()["RANK"] == "2" and "train" in each.cmdline()]
+    victim.kill()
+    said += process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 0, said
+    assert "Going on from step " in said
+    starts = done(tiny_run(name="elastic")).column("resumed_from", "start")
+    assert len(starts) == 2 and starts[1] >= 3
+
+    process = torchrun(2, "train", run_file({**settings, "train.steps": 40}, name="elastic"))
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    ours, theirs = done(tiny_run(name="elastic")), done(alone)
+    assert ours.column("ranks", "start") == [4, 4, 2]
+    assert ours.column("step") == theirs.column("step") == list(range(1, 41))
+    assert ours.column("loss") == pytest.approx(theirs.column("loss"), rel=1e-9)
+    receipts = [read_state(run.checkpoint())["progress"]["receipt"]["hash"] for run in (ours, theirs)]
+    assert receipts[0] == receipts[1]
