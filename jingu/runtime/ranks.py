@@ -91,9 +91,10 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
     notes = _prepare_nccl() if device.type == "cuda" else ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if under_launcher():
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore[attr-defined]
         # torchrun may keep the store when it starts ranks again, with the addresses of those before.
-        store = dist.PrefixStore(f"attempt-{_variable('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]

@@ -128,7 +128,7 @@ def test_no_compiler_no_compiling(tiny_run, train_on, done, monkeypatch, tmp_pat
     train_on(1, tiny_run({"train.steps": 1, "train.compile": True}, name="true"))
     assert "train.compile is on, but there is no compiler here; going on without it.\n" in capsys.readouterr().err
     train_on(1, tiny_run({"train.steps": 1, "train.compile": "auto"}, name="auto"))
-    assert "compil" not in capsys.readouterr().err
+    assert "compil" not in capsys.readouterr().err.replace(str(tmp_path), "")  # the path has this test's name
 
 
 def test_a_compiler_that_fails_stops_no_run(tiny_run, train_on, done, monkeypatch, tmp_path, capsys):
