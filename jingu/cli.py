@@ -148,6 +148,15 @@ VERBS = {
         run_file=True,
     ),
     "tune prepare": Verb("make the data set of instruction rows", "jingu.tune.prepare:prepare", run_file=True),
+    "tune preview": Verb(
+        "show which tokens of the rows will be trained",
+        "jingu.tune.preview:preview",
+        (
+            _option("--rows", "N", _whole(0), "rows to show", 3),
+            ("--html", {"metavar": "FILE", "type": _path, "dest": "to", "help": "write them there, as a page"}),
+        ),
+        run_file=True,
+    ),
     "tune export": Verb(
         "write the adapters of a run as peft loads them",
         "jingu.tune.peft:export",

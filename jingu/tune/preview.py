@@ -1,0 +1,95 @@
+"""`jingu tune preview`: which tokens of which rows will be trained, before anything is."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+from jingu.config.schema import RunConfig
+from jingu.runtime.files import cannot_write, replace_text
+from jingu.text.tokenizer import Tokenizer
+from jingu.tune.prepare import Tally, makers
+from jingu.tune.supervise import Supervised
+
+MOST_BAD = 5
+"""Bad rows that are told; the others are counted."""
+Marked = Callable[[list[str], bool], str]
+"""What is shown of neighbouring tokens that are all trained, or all not."""
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>Trained tokens</title>
+<style>body{{font:15px/1.6 sans-serif;max-width:60em;margin:2em auto;white-space:pre-wrap;overflow-wrap:anywhere}}
+h2{{font-size:1em}}i{{font-style:normal;outline:1px solid #8884}}b i{{background:#9d9}}b{{font-weight:normal}}</style>
+{body}
+"""
+
+
+def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
+    """Print the first rows of each corpus, token by token, and what becomes of all of them.
+
+    Args:
+        rows: so many are shown.
+        to: an HTML file for them; None: the terminal.
+
+    Raises:
+        JinguError: the settings or the files do not allow rows to be made; a bad row alone does not stop this.
+    """
+    coloured = sys.stdout.isatty()
+    page = []
+    for data, maker in makers(config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})):
+        tally, shown = Tally(), 0
+        for file, number, row in maker.rows(tally):
+            if shown < rows:
+                shown += 1
+                title = (
+                    f"{file.name}, row {number} ({row.kind}): {sum(row.trained[1:])} of {len(row.ids)} tokens trained"
+                )
+                page += [f"<h2>{html.escape(title)}</h2>", _row(row, maker.tokenizer, _in_page)]
+                if to is None:
+                    print(f"{title}\n{_row(row, maker.tokenizer, _coloured if coloured else _bracketed)}\n")
+        totals = [f"{data.path}:", *(f"  {line}" for line in tally.lines())]
+        totals += [f"  bad: {bad.file.name}, {bad}" for bad in tally.bad[:MOST_BAD]]
+        print("\n".join(totals))
+        page.append(f"<p>{html.escape(chr(10).join(totals))}</p>")
+    if to is not None:
+        try:
+            replace_text(to, _PAGE.format(body="\n".join(page)))
+        except OSError as error:
+            raise cannot_write(error, to) from error
+        print(f"Wrote {to}.")
+
+
+def _row(row: Supervised, tokenizer: Tokenizer, marked: Marked) -> str:
+    """A row as text, its trained tokens marked. The first token is never predicted."""
+    tokens = zip(_texts(row, tokenizer), [False, *row.trained[1:]], strict=True)
+    return "".join(
+        marked([text for text, _ in together], trained)
+        for trained, together in groupby(tokens, key=lambda each: each[1])
+    )
+
+
+def _texts(row: Supervised, tokenizer: Tokenizer) -> list[str]:
+    """The text of each token; of several that make up one character, the last has it."""
+    texts, waiting = [], []
+    for id_ in row.ids:
+        waiting.append(id_)
+        text = tokenizer.decode(waiting, special=True)
+        whole = not text.endswith("\ufffd")
+        texts.append(text if whole else "")
+        waiting = [] if whole else waiting
+    return texts
+
+
+def _coloured(texts: list[str], trained: bool) -> str:
+    return f"\x1b[30;42m{'│'.join(texts)}\x1b[0m" if trained else f"\x1b[2m{'│'.join(texts)}\x1b[0m"
+
+
+def _bracketed(texts: list[str], trained: bool) -> str:
+    return f"⟦{'│'.join(texts)}⟧" if trained else "│".join(texts)
+
+
+def _in_page(texts: list[str], trained: bool) -> str:
+    shown = "".join(f"<i>{html.escape(text)}</i>" for text in texts)
+    return f"<b>{shown}</b>" if trained else shown

@@ -1,0 +1,32 @@
+"""The preview: every token of a row, the trained ones marked, and what becomes of all rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jingu.tune.preview import preview
+from tests.conftest import MakeRun
+
+ROWS = [{"instruction": "<b>春</b>", "output": "眠 is"}, {"instruction": "a", "output": ""}, {"text": "def f"}]
+
+
+def test_rows_are_shown_with_what_is_trained(
+    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    objective = {"type": "supervised", "template": "plain"}
+    config = tiny_run({"data.input": str(file), "data.objective": objective})
+    preview(config)
+    told = capsys.readouterr().out
+    asked, answer = told.splitlines()[1:3]
+    assert asked.replace("│", "") == "<b>春</b>"
+    assert answer.replace("│", "") == "⟦眠 is<|endoftext|>⟧"
+    assert "rows.jsonl, row 1 (alpaca)" in told and "rows.jsonl, row 3 (text)" in told
+    assert "left out: 1 bad" in told and "row 2: field output" in told
+    preview(config, rows=1, to=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<b>春" not in page and "眠" in page and "row 3" not in page
