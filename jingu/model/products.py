@@ -19,13 +19,17 @@ CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is
 CPU_HAS_FP16_UNITS = bool(torch.cpu._is_amx_fp16_supported())
 
 
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What products of this dtype are computed in: fp32 where it is narrower and the device has no unit for it."""
+    lacking = (dtype == torch.bfloat16 and not CPU_HAS_BF16_UNITS) or (
+        dtype == torch.float16 and not CPU_HAS_FP16_UNITS
+    )
+    return torch.float32 if lacking and device.type == "cpu" else dtype
+
+
 def computes_wide(x: Tensor) -> bool:
     """Whether products of this tensor are computed in fp32 although it is narrower."""
-    if x.device.type != "cpu":
-        return False
-    return (x.dtype == torch.bfloat16 and not CPU_HAS_BF16_UNITS) or (
-        x.dtype == torch.float16 and not CPU_HAS_FP16_UNITS
-    )
+    return product_dtype(x.dtype, x.device) != x.dtype
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from jingu.errors import JinguError
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.encoder_decoder import make_model
 from jingu.model.lora import is_adapter
+from jingu.model.products import product_dtype
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
@@ -73,7 +74,7 @@ def train_run(
     mesh = build_mesh(axis_sizes(config.parallel, ranks.world, run.spec), ranks.device)
 
     def measure_peak() -> float:
-        return measured_peak(ranks.device, precision.compute) * ranks.world
+        return measured_peak(ranks.device, product_dtype(precision.compute, ranks.device)) * ranks.world
 
     peak = measure_peak()
     shapes = parameter_shapes(run.spec)

@@ -165,7 +165,8 @@ def test_a_run_of_another_configuration(said):
     assert main(["train", run_yaml(said)]) == 0
     assert said({"optimizer.lr": 0.5}) == (
         "jingu: runs/run: this run was started with another configuration: optimizer.lr: 0.01 → 0.5. Going on would "
-        "mix two runs. Choose another name (name=...), or delete the folder to start over."
+        "mix two runs. Choose another name (name=...), delete the folder to start over, or, where that is what you "
+        "want, go on with --allow optimizer.lr."
     )
 
 

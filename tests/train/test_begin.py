@@ -65,8 +65,9 @@ def test_in_every_layout(
     many = second(tiny_run, first, parallel=layout).model_copy(update={"name": "many"})
     train_on(4, many)
     assert done(many).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
+    found = done(many).tensors()
     for name, tensor in done(alone).tensors().items():
-        torch.testing.assert_close(done(many).tensors()[name], tensor, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def test_growing_between_stages(

@@ -33,8 +33,9 @@ def test_it_trains_and_resumes(form: str, tiny_run: Any, done: Any) -> None:
     shutil.rmtree(done(parts).folder / "checkpoints" / "step-00000006")
     assert train(parts) == 0
     assert done(parts).column("resumed_from", "start") == [None, 3]
+    found = done(parts).tensors()
     for name, tensor in done(whole).tensors().items():
-        assert torch.equal(done(parts).tensors()[name], tensor), name
+        assert torch.equal(found[name], tensor), name
     losses = done(whole).column("loss")
     assert losses[-1] < losses[0]
 
@@ -63,5 +64,6 @@ def test_back_and_on_without_a_document(tiny_run: Any, done: Any, library: Any, 
         train(without)
     shutil.rmtree(done(spiked).folder / "checkpoints" / "step-00000006")
     assert train(without) == 0
+    found = done(without).tensors()
     for name, tensor in done(undisturbed).tensors().items():
-        assert torch.equal(done(without).tensors()[name], tensor), name
+        assert torch.equal(found[name], tensor), name

@@ -128,8 +128,9 @@ def test_a_run_learns_from_rows_in_every_layout(
         train_on(2, other)
         assert done(other).column("loss") == pytest.approx(losses, rel=1e-9)
         assert done(other).column("loss", "evaluation") == pytest.approx(alone.column("loss", "evaluation"), rel=1e-9)
+        found = done(other).tensors()
         for name, tensor in alone.tensors().items():
-            torch.testing.assert_close(done(other).tensors()[name], tensor, rtol=1e-7, atol=1e-10)
+            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
 
 
 def test_rows_of_a_pack_do_not_see_each_other(tuning: Callable[..., RunConfig]) -> None:
