@@ -17,7 +17,7 @@ model: {{layers: 4, width: 192, heads: 4}}
 batch: {{sequence_length: 256, global_size: 8}}
 train: {{steps: {steps}, compile: false, log_every: {every}}}
 device: {{type: cpu}}
-evaluation: {{every: {steps}, sequences: 16}}
+evaluation: {{every: {steps}, sequences: 200}}
 checkpoint: {{every: 0}}
 """
 

@@ -528,6 +528,9 @@ class ParallelSettings(Settings):
     """Ranks that share the heads, inner dims and vocabulary of each block; auto: all that is left."""
     context: Positive | Literal["auto"] = 1
     """Ranks that share the tokens of each row; auto: all that is left."""
+    context_by: Literal["heads", "ring"] = "heads"
+    """How attention sees all tokens of a row: for it, ranks exchange tokens for heads, whose number must divide; or
+    keys and values go around in a ring, whatever the number of heads."""
     pipeline: Positive | Literal["auto"] = 1
     """Ranks that share the blocks, each of them a stage or more; auto: all that is left."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"

@@ -89,9 +89,13 @@ class SelfAttention(Attention):
         )
         if rotary is not None:
             q, k = (rotate(part, rotary, interleaved=self.interleaved) for part in (q, k))
-        q_BHTK, k_BGSK, v_BGSK = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if cache is not None:
-            k_BGSK, v_BGSK = cache.extend(k_BGSK, v_BGSK)
+        return self.look(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, cache)
+
+    def look(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
+        """[B, T, D]: what the queries of tokens see of these and of those in the cache."""
+        k_BGSK, v_BGSK = (k_BGTK, v_BGTK) if cache is None else cache.extend(k_BGTK, v_BGTK)
         # Without a mask, either queries and keys are the same tokens, or one new token sees all that came before.
         causal = self.causal and mask is None and q_BHTK.shape[2] == k_BGSK.shape[2]
         return self.attended(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal)

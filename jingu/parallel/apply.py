@@ -65,7 +65,7 @@ def parallelize(
 
     def lay_out(model: Decoder) -> None:
         take_parts(model, sharing)
-        divide_work(model, mesh)
+        divide_work(model, mesh, ring=settings.context_by == "ring")
         if sharing.experts is not None:
             divide_experts(model, sharing.experts["expert"])
         for number, block in all_blocks(model):

@@ -73,7 +73,7 @@ def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisS
         given[filled] = ranks // product
     folded = given["shard"] * given["context"]
     sizes = AxisSizes(**given, expert=expert_size(settings, folded, spec))
-    _check(sizes, spec)
+    _check(sizes, spec, by_heads=settings.context_by == "heads")
     return sizes
 
 
@@ -97,7 +97,7 @@ def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int
     return gcd(folded, spec.feed_forward.number) if isinstance(spec.feed_forward, Experts) else 1
 
 
-def _check(sizes: AxisSizes, spec: ModelSpec) -> None:
+def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
     """Raise JinguError where the model cannot be divided over these axes."""
     heads, kv_heads = spec.attention.heads, spec.attention.kv_heads
     if heads % sizes.tensor:
@@ -106,8 +106,9 @@ def _check(sizes: AxisSizes, spec: ModelSpec) -> None:
         raise _undivided(f"{kv_heads} key-value heads", sizes.tensor, "tensor", kv_heads)
     for what, number in (("attention", heads // sizes.tensor), ("key-value", max(1, kv_heads // sizes.tensor))):
         # Too few key-value heads are repeated.
-        if number % sizes.context and (what == "attention" or sizes.context % number):
-            raise _undivided(f"the {number} {what} heads of a tensor rank", sizes.context, "context", number)
+        if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
+            named = f"the {number} {what} heads of a tensor rank"
+            raise _undivided(named, sizes.context, "context", number, or_else="or parallel.context_by=ring")
     for what, number in (("vocabulary", spec.vocabulary), ("feed-forward's inner size", spec.feed_forward.size)):
         if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
             raise JinguError(
@@ -127,11 +128,10 @@ def _check(sizes: AxisSizes, spec: ModelSpec) -> None:
                 raise _undivided(what, sizes.expert, "expert", gcd(number, sizes.shard * sizes.context))
 
 
-def _undivided(what: str, size: int, axis: str, whole: int) -> JinguError:
+def _undivided(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
     divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-    return JinguError(
-        f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=f"Choose one of {divisors}."
-    )
+    fix = f"Choose one of {divisors}{', ' * bool(or_else)}{or_else}."
+    return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)
 
 
 def build_mesh(sizes: AxisSizes, device: torch.device) -> DeviceMesh:

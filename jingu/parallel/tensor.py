@@ -4,10 +4,10 @@ The tokens of a row are divided over `context` and then over `tensor`: norms, re
 tokens one by one see S of them on a rank. A part of the model that has a table (`SHARDING`) gets all tokens of its
 context rank, computes with its share of heads or inner dims, and what the ranks of `tensor` have computed is added up
 as it is scattered again. Between projections and attention, ranks of `context` exchange tokens for heads, so that
-attention itself sees whole rows (Jacobs et al., 2023).
+attention itself sees whole rows (Jacobs et al., 2023); or they keep the heads and pass keys and values around
+(`jingu.parallel.ring`).
 
-Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D width, H heads here, K head size,
-V vocabulary.
+Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,75 +28,10 @@ from jingu.model.layers import Embedding
 from jingu.model.products import linear
 from jingu.model.sharding import styled
 from jingu.model.spec import ModelSpec
-from jingu.parallel.collectives import all_gather, all_to_all, reduce_scatter
+from jingu.parallel.collectives import all_gather
+from jingu.parallel.ring import share_keys
+from jingu.parallel.rows import Rows
 from jingu.parallel.sharing import share
-
-
-class Rows:
-    """The rows at hand, divided over the ranks of `context` and `tensor`.
-
-    Rows are filled up so that T divides, and cut again before attention and routers see them.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.tokens = 0  # T; set when a forward pass begins
-        self.context, self.tensor = mesh["context"].size(), mesh["tensor"].size()
-        self.context_group, self.tensor_group = mesh.get_group("context"), mesh.get_group("tensor")
-        self.context_rank, self.tensor_rank = mesh.get_local_rank("context"), mesh.get_local_rank("tensor")
-
-    def filled(self, tokens: int) -> int:
-        """T, filled up."""
-        ranks = self.context * self.tensor
-        return -(-tokens // ranks) * ranks
-
-    def of_context(self, x: Tensor, filler: int = 0) -> Tensor:
-        """From [..., T] the C tokens of this context rank; where that is alone, all T."""
-        return self._filled_up(x, filler).chunk(self.context, -1)[self.context_rank] if self.context > 1 else x
-
-    def of_rank(self, x: Tensor) -> Tensor:
-        """From [..., T] the S tokens of this rank."""
-        ranks, rank = self.context * self.tensor, self.context_rank * self.tensor + self.tensor_rank
-        return self._filled_up(x, 0).chunk(ranks, -1)[rank]
-
-    def _filled_up(self, x: Tensor, filler: int) -> Tensor:
-        return F.pad(x, (0, self.filled(x.shape[-1]) - x.shape[-1]), value=filler)
-
-    def gather(self, x_BSD: Tensor) -> Tensor:
-        """The C tokens of this context rank; where that is alone, cut to the row's T."""
-        x_BCD = all_gather(x_BSD, 1, self.tensor_group) if self.tensor > 1 else x_BSD
-        return x_BCD if self.context > 1 else x_BCD[:, : self.tokens]
-
-    def scatter(self, y_BCD: Tensor) -> Tensor:
-        """The sum over `tensor` of what its ranks have computed, for this rank's S tokens."""
-        y_BCD = F.pad(y_BCD, (0, 0, 0, -y_BCD.shape[1] % self.tensor))
-        return reduce_scatter(y_BCD, 1, self.tensor_group) if self.tensor > 1 else y_BCD
-
-    def whole(self, x_BSD: Tensor) -> Tensor:
-        """All T tokens, on every rank."""
-        x_BCD = all_gather(x_BSD, 1, self.tensor_group) if self.tensor > 1 else x_BSD
-        return self.row(x_BCD)
-
-    def row(self, x_BCD: Tensor) -> Tensor:
-        """All T tokens, from those of each context rank."""
-        return (all_gather(x_BCD, 1, self.context_group) if self.context > 1 else x_BCD)[:, : self.tokens]
-
-    def to_heads(self, x_BCF: Tensor, head_size: int) -> Tensor:
-        """All T tokens of some of the heads, for the C tokens of all of them. Heads that are too few are repeated."""
-        x_BCHK = x_BCF.unflatten(-1, (-1, head_size))
-        if x_BCHK.shape[2] < self.context:
-            x_BCHK = x_BCHK.repeat_interleave(self.context // x_BCHK.shape[2], 2)
-        batch, tokens, heads, _ = x_BCHK.shape
-        parts = x_BCHK.unflatten(2, (self.context, -1)).permute(2, 0, 1, 3, 4)
-        parts = all_to_all(parts.flatten(0, 1), self.context_group).unflatten(0, (self.context, batch))
-        x_BTF = parts.permute(1, 0, 2, 3, 4).reshape(batch, self.context * tokens, heads // self.context * head_size)
-        return x_BTF[:, : self.tokens]
-
-    def from_heads(self, y_BTF: Tensor) -> Tensor:
-        """The way back: the C tokens of all heads."""
-        y_BTF = F.pad(y_BTF, (0, 0, 0, self.filled(y_BTF.shape[1]) - y_BTF.shape[1]))
-        parts = y_BTF.unflatten(1, (self.context, -1)).permute(1, 0, 2, 3)
-        parts = all_to_all(parts.flatten(0, 1), self.context_group).unflatten(0, (self.context, -1))
-        return parts.permute(1, 2, 0, 3).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -125,10 +60,13 @@ class Vocabulary:
         return all_gather(filled.movedim(-1, 0), 0, self.group).movedim(0, -1)[..., : self.size]
 
 
-def divide_work(model: Decoder, mesh: DeviceMesh) -> None:
+def divide_work(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None:
     """Let a model whose parameters are this rank's parts compute with them, in place.
 
     Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
+
+    Args:
+        ring: ranks of `context` keep all heads, and pass keys and values around.
     """
     rows, source, vocabulary = Rows(mesh), Rows(mesh), Vocabulary.of(mesh, model.spec.vocabulary)
     if rows.tensor * rows.context == 1:
@@ -143,25 +81,31 @@ def divide_work(model: Decoder, mesh: DeviceMesh) -> None:
         for block in () if stack is None else stack.blocks:
             for part in block.children():
                 if hasattr(part, "SHARDING"):
-                    _divide_part(part, its_rows, source if isinstance(part, CrossAttention) else its_rows, model.spec)
+                    keys = source if isinstance(part, CrossAttention) else its_rows
+                    _divide_part(part, its_rows, keys, model.spec, ring=ring and rows.context > 1)
     model.forward = partial(_forward, rows, source, vocabulary, model.forward)  # type: ignore[method-assign]
 
 
-def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec) -> None:
+def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bool) -> None:
     """A part of a block; `keys` are the rows that attention looks at."""
     child: Any
+    by_heads = rows.context > 1 and not ring
     for _, _, child, style in styled(part):
-        if style in ("heads", "kv_heads") and rows.context > 1:
+        if style in ("heads", "kv_heads") and by_heads:
             of = rows if style == "heads" else keys
             child.forward = partial(_to_heads, of, child.forward, spec.attention.head_size)
         elif style in ("row", "from_heads"):
             if rows.tensor > 1 and getattr(child, "bias", None) is not None:
                 child.forward = partial(_with_bias_once, rows, child)
-            if rows.context > 1 and style == "from_heads":
+            if by_heads and style == "from_heads":
                 child.forward = partial(_from_heads, rows, child.forward)
     if isinstance(part, Attention):
-        heads = spec.attention.heads // (rows.tensor * rows.context)
-        part.first_head = (rows.tensor_rank * rows.context + rows.context_rank) * heads
+        ranks, rank = rows.tensor, rows.tensor_rank
+        if by_heads:
+            ranks, rank = ranks * rows.context, rank * rows.context + rows.context_rank
+        part.first_head = rank * (spec.attention.heads // ranks)
+        if ring:
+            share_keys(part, rows, keys)
     if isinstance(part, ExpertsLayer) and rows.context > 1:
         part.route = partial(_route, rows, part.route)  # type: ignore[method-assign]
     if rows.tensor > 1:

@@ -33,9 +33,10 @@ from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.parallel.offload import Disk
 from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.rows import Rows
 from jingu.parallel.sharing import sharing_of
 from jingu.parallel.stages import SPLIT_BACKWARD
-from jingu.parallel.tensor import Rows, Vocabulary
+from jingu.parallel.tensor import Vocabulary
 from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree

@@ -17,12 +17,13 @@ EXPERTS = {
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor": ({}, {"tensor": 2, "shard": 2}),
     "context": ({"model.family": "bloom", "model.kv_heads": None}, {"tensor": 2, "context": 2}),
+    "ring": ({}, {"context": 4, "context_by": "ring"}),
     "expert": (EXPERTS, {"expert": 2, "shard": 2, "context": 2, "zero": 3}),
 }
 
 
 @pytest.mark.parametrize(
-    "kind", ["context", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "expert"))]
+    "kind", ["context", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "ring", "expert"))]
 )
 def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run, train_on, done):
     """One process trains 3 steps and saves, 4 ranks load and train 3 more; and the other way."""

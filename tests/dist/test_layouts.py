@@ -191,6 +191,16 @@ def test_context(model, ranks):
     check(ranks, MODELS[model], 4, layouts, documents=True)
 
 
+@models("llama", "t5")
+def test_context_in_a_ring(model, ranks):
+    """More ranks of `context` than heads: in a ring without documents, by gathered keys with them."""
+    spec = replaced(MODELS[model], attention=MODELS[model].attention.model_copy(update={"heads": 2, "kv_heads": 1}))
+    layouts = [{"context": 4}, {"context": 2, "tensor": 2, "zero": 3}, {"context": 2, "pipeline": 2, "zero": 2}]
+    layouts = [{**layout, "context_by": "ring"} for layout in layouts]
+    check(ranks, spec, 4, layouts)
+    check(ranks, spec, 4, layouts[:2], documents=True)
+
+
 @models("llama")
 def test_pipeline_of_divided_stages(model, ranks):
     layouts = [{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2, "zero": 2}]

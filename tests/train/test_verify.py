@@ -126,7 +126,7 @@ def boundary_that_drops_a_layer() -> Iterator[None]:
 @contextmanager
 def missing_reduction_of_activations() -> Iterator[None]:
     """What ranks of `tensor` have computed of the first attention is not added up."""
-    from jingu.parallel.tensor import Rows
+    from jingu.parallel.rows import Rows
 
     honest, calls = Rows.scatter, [0]
 
