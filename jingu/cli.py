@@ -209,6 +209,7 @@ VERBS = {
             _option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.0),
             _option("--top-k", "K", _whole(1), "choose among the K likeliest tokens"),
             _option("--top-p", "P", _share, "choose among the likeliest that have this probability together"),
+            _option("--min-p", "P", _from_0, "choose among those at least this share as likely as the likeliest", 0.0),
             _option("--repetition-penalty", "R", _above_0, "above 1, tokens there already are less likely", 1.0),
             ("--stop", {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given again"}),
             _option("--seed", "N", _whole(0), "seed of the choice", 0),

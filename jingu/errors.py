@@ -25,3 +25,9 @@ class JinguError(Exception):
 
 def _rebuilt(kind: type[JinguError], what: str, where: object | None, fix: str | None) -> JinguError:
     return kind(what, where=where, fix=fix)
+
+
+def refuse(wrong: bool, name: str, value: object, allowed: str) -> None:
+    """JinguError where a value is outside what is allowed."""
+    if wrong:
+        raise JinguError(f"it is {value}, and should be {allowed}.", where=name)

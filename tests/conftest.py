@@ -26,6 +26,7 @@ from jingu.config.schema import RunConfig
 from jingu.runtime.testing import RankPool
 
 if TYPE_CHECKING:
+    from jingu.infer.request import Token
     from jingu.runtime.ranks import Ranks
 
 # How long an example takes says little on a busy machine.
@@ -109,6 +110,35 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
             place = place.setdefault(section, {})
         place[last] = value
     return RunConfig.model_validate(settings)
+
+
+@pytest.fixture
+def answer() -> Callable[..., list[Token]]:
+    """Tokens that the engine generates: `answer(model, tokenizer, prompt_ids, max_tokens, …)`."""
+    from jingu.infer.engine import Engine
+    from jingu.infer.load import loaded
+    from jingu.infer.request import Request
+    from jingu.infer.sampling import Sampling
+
+    def answer(
+        model: Any,
+        tokenizer: Any,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        end_ids: tuple[int, ...] = (),
+        start_id: int | None = None,
+        **settings: Any,
+    ) -> list[Token]:
+        engine = Engine(loaded(model, model.spec, tokenizer, end_ids=end_ids, start_id=start_id))
+        engine.submit(Request(tuple(prompt), sampling or Sampling(), max_tokens, **settings))
+        tokens = []
+        while engine.busy:
+            tokens += [event.token for event in engine.step() if event.token is not None]
+        return tokens
+
+    return answer
 
 
 def train_all(rank: int, world: int, configs: list[RunConfig]) -> list[int]:

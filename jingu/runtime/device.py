@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -65,3 +66,11 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def eager() -> AbstractContextManager[object]:
+    """Run a block that was compiled for training as it is written; it would be compiled again at every length.
+
+    The compiler takes seconds to import, so it is not asked where nothing has brought it in.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.infer.generate import eager, encode_prompt, generate
+from jingu.infer.engine import Engine
+from jingu.infer.load import loaded
+from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.parallel.apply import scoring
 from jingu.parallel.mesh import data_rank, data_ranks, row_copies
 from jingu.parallel.pipeline import Model
+from jingu.runtime.device import eager
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.step import summed_losses, summed_over_ranks
 from jingu.train.task import HeldOut, Task, to_device
@@ -71,11 +74,12 @@ def write_samples(
     model: Model, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
-    written = []
+    engine = Engine(loaded(model, model.spec, tokenizer))
     with scoring(model):
-        for number, prompt in enumerate(prompts):
-            sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed + number)
-            ids = encode_prompt(model.spec, tokenizer, prompt)
-            pieces = generate(model, ids, sampling, tokens, [], tokenizer)
-            written.append((prompt, "".join(piece.text for piece in pieces)))
-    return written
+        texts = engine.run(
+            [
+                Request(engine.loaded.encode(prompt), Sampling(temperature=0.7, top_p=0.9, seed=seed + number), tokens)
+                for number, prompt in enumerate(prompts)
+            ]
+        )
+    return list(zip(prompts, texts, strict=True))

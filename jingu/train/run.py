@@ -23,7 +23,8 @@ from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.sources import open_sources
 from jingu.data.supervised import SupervisedRows, open_supervised
 from jingu.errors import JinguError
-from jingu.infer.generate import encode_prompt, room_after
+from jingu.infer.engine import room_after
+from jingu.infer.load import encode_prompt
 from jingu.model.spec import ModelSpec
 from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text

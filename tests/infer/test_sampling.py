@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -26,10 +27,18 @@ from jingu.infer.sampling import Sampling, choose, penalised, probabilities
     top_k=st.none() | st.integers(1, 70),
     top_p=st.floats(0.01, 1),
     penalty=st.floats(0.5, 2),
+    min_p=st.just(0.0) | st.floats(0, 1),
     count=st.integers(1, 12),
 )
 def test_definitions_are_those_of_transformers(
-    seed: int, vocabulary: int, temperature: float, top_k: int | None, top_p: float, penalty: float, count: int
+    seed: int,
+    vocabulary: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    penalty: float,
+    min_p: float,
+    count: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(vocabulary, generator=generator) * 3
@@ -39,9 +48,11 @@ def test_definitions_are_those_of_transformers(
         steps.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         steps.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        steps.append(MinPLogitsWarper(min_p))
     expected = LogitsProcessorList(steps)(seen[None], logits.clone()[None])[0].softmax(0)
-    sampling = Sampling(temperature, top_k, top_p, penalty)
-    actual = probabilities(penalised(logits, seen.tolist(), penalty), sampling)
+    sampling = Sampling(temperature, top_k, top_p, penalty, min_p=min_p)
+    actual = probabilities(penalised(logits, seen.tolist(), [], sampling), sampling)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -49,11 +60,11 @@ def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 5.0])
     sampling = Sampling(temperature=0.9, top_k=4, top_p=0.9, repetition_penalty=4.0, seed=3)
     generator = torch.Generator().manual_seed(3)
-    draws = 4000
+    draws, scores = 4000, penalised(logits, [4], [], sampling)
     counts = torch.zeros(5)
     for _ in range(draws):
-        counts[choose(logits, [4], sampling, generator)] += 1
-    expected = probabilities(penalised(logits, [4], 4.0), sampling) * draws
+        counts[choose(scores, sampling, generator)] += 1
+    expected = probabilities(scores, sampling) * draws
     kept = expected > 0
     assert not counts[~kept].any()
     # 99.9% quantile of chi-square with 2 degrees of freedom (3 tokens are left).
@@ -64,8 +75,19 @@ def test_samples_follow_the_distribution() -> None:
 def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     logits = torch.tensor([1.0, 1.5, -2.0])
     generator = torch.Generator()
-    assert choose(logits, [], Sampling(), generator) == 1
-    assert choose(logits, [1], Sampling(repetition_penalty=2.0), generator) == 0
+    assert choose(logits, Sampling(), generator) == 1
+    sampling = Sampling(repetition_penalty=2.0)
+    assert choose(penalised(logits, [1], [], sampling), sampling, generator) == 0
+    assert choose(penalised(logits, [], [1], sampling), sampling, generator) == 0
+
+
+def test_bias_presence_and_frequency() -> None:
+    """mu[j] -> mu[j] + bias[j] - c[j] * frequency - (c[j] > 0) * presence, where c counts the generated text."""
+    logits = torch.tensor([1.0, 1.5, -2.0, 0.5])
+    sampling = Sampling(presence_penalty=0.25, frequency_penalty=0.5, logit_bias={0: -1.0, 3: float("-inf")})
+    actual = penalised(logits, [0, 0, 1, 2], [1, 2, 1, 1], sampling)
+    torch.testing.assert_close(actual, torch.tensor([0.0, 1.5 - 0.25 - 1.5, -2.0 - 0.25 - 0.5, float("-inf")]))
+    assert logits.tolist() == [1.0, 1.5, -2.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +96,8 @@ def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
         ({"temperature": -1.0}, "temperature: it is -1.0, and should be 0 (greedy) or more."),
         ({"top_k": 0}, "top_k: it is 0, and should be 1 or more."),
         ({"top_p": 0.0}, "top_p: it is 0.0, and should be above 0 and at most 1."),
+        ({"temperature": float("nan")}, "temperature: it is nan, and should be 0 (greedy) or more."),
+        ({"min_p": 1.1}, "min_p: it is 1.1, and should be from 0 to 1."),
         ({"repetition_penalty": 0.0}, "repetition_penalty: it is 0.0, and should be above 0 (1: none)."),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
@@ -20,8 +21,7 @@ from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_hf, parameter_shapes
 from jingu.errors import JinguError
 from jingu.infer.cache import StaticCache
-from jingu.infer.generate import generate, next_logits
-from jingu.infer.sampling import Sampling
+from jingu.infer.generate import next_logits
 from jingu.model.attention import relative_buckets
 from jingu.model.encoder_decoder import EncoderDecoder, make_model
 from jingu.model.families import FAMILIES
@@ -345,7 +345,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @EACH
-def test_cached_generation_equals_uncached_and_the_reference(case: Case, tokenizer_folder: Path) -> None:
+def test_cached_generation_equals_uncached_and_the_reference(
+    case: Case, tokenizer_folder: Path, answer: Callable[..., Any]
+) -> None:
     theirs = reference(case)
     ours = converted(theirs)
     tokenizer = Tokenizer.load(tokenizer_folder)
@@ -360,7 +362,7 @@ def test_cached_generation_equals_uncached_and_the_reference(case: Case, tokeniz
         "decoder_start_token_id": 0,
     }
     expected = theirs.generate(source, max_new_tokens=20, **wanted)[0, 1:].tolist()
-    cached = [piece.id for piece in generate(ours, prompt, Sampling(), 20, [], tokenizer, (), start_id=0)]
+    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_end=True, start_id=0)]
     ids = [0]
     with torch.no_grad():
         for _ in range(20):
@@ -389,7 +391,9 @@ def test_cache_in_uneven_pieces_equals_one_forward(case: Case, monkeypatch: pyte
 
 
 @THEIRS
-def test_transformers_loads_what_we_export(case: Case, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_transformers_loads_what_we_export(
+    case: Case, tokenizer_folder: Path, tmp_path: Path, answer: Callable[..., Any]
+) -> None:
     ours = converted(reference(case))
     export_hf(ours.spec, ours.state_dict().__getitem__, tokenizer_folder, tmp_path / "out", shard_bytes=40_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
@@ -408,8 +412,8 @@ def test_transformers_loads_what_we_export(case: Case, tokenizer_folder: Path, t
     prompt = tokenizer.encode("def greet(name):\n")
     ids = torch.tensor([[*prompt, tokenizer.end_id]])
     expected = model.generate(ids, max_new_tokens=16, do_sample=False, use_cache=False)[0, 1:]
-    pieces = list(generate(ours, prompt, Sampling(), 16, [], tokenizer))
-    assert [piece.id for piece in pieces] == expected.tolist()
+    tokens = answer(ours, tokenizer, prompt, 16)
+    assert [token.id for token in tokens] == expected.tolist()
 
 
 @EACH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
-from jingu.infer.generate import generate
-from jingu.infer.sampling import Sampling
 from jingu.model.decoder import Decoder
 from jingu.model.experts import auxiliary_losses
 from jingu.model.families.mixtral import MIXTRAL, QWEN3_MOE
@@ -219,14 +218,16 @@ def test_the_balancing_loss_has_the_gradient_of_transformers(name: str, tmp_path
 
 
 @EACH
-def test_cached_generation_equals_uncached_and_transformers(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_cached_generation_equals_uncached_and_transformers(
+    name: str, tokenizer: Tokenizer, tmp_path: Path, answer: Callable[..., Any]
+) -> None:
     theirs = reference(name, torch.float32)
     ours = converted(theirs, tmp_path, torch.float32).eval()
     prompt = sample(rows=1)[0, :5].tolist()
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, 5:].tolist()
-    cached = [piece.id for piece in generate(ours, prompt, Sampling(), 16, [], tokenizer, end_ids=())]
+    cached = [token.id for token in answer(ours, tokenizer, prompt, 16, ignore_end=True)]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(16):

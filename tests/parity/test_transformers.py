@@ -21,8 +21,7 @@ from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_hf, parameter_shapes
 from jingu.errors import JinguError
 from jingu.infer.cache import StaticCache
-from jingu.infer.generate import generate, next_logits
-from jingu.infer.sampling import Sampling
+from jingu.infer.generate import next_logits
 from jingu.model.attention import alibi_slopes
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
@@ -444,14 +443,16 @@ def tokenizer_folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES + DESCRIBED, ids=lambda case: case.name)
-def test_cached_generation_equals_uncached_and_transformers(case: Case, tokenizer: Tokenizer) -> None:
+def test_cached_generation_equals_uncached_and_transformers(
+    case: Case, tokenizer: Tokenizer, answer: Callable[..., Any]
+) -> None:
     theirs = reference(case, torch.float32)
     ours = converted(theirs, torch.float32)
     prompt = sample_tokens(case, rows=1)[0, :5].tolist()
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, 5:].tolist()
-    cached = [piece.id for piece in generate(ours, prompt, Sampling(), 20, [], tokenizer, end_ids=())]
+    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_end=True)]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(20):
@@ -483,7 +484,9 @@ def small(case: Case) -> Decoder:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_transformers_loads_what_we_export(case: Case, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_transformers_loads_what_we_export(
+    case: Case, tokenizer_folder: Path, tmp_path: Path, answer: Callable[..., Any]
+) -> None:
     decoder = small(case)
     state = decoder.state_dict()
     export_hf(decoder.spec, state.__getitem__, tokenizer_folder, tmp_path / "out", torch.float32, shard_bytes=40_000)
@@ -504,9 +507,9 @@ def test_transformers_loads_what_we_export(case: Case, tokenizer_folder: Path, t
     assert ids.input_ids[0].tolist() == ours.encode(prompt)
     expected = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids.input_ids.shape[1] :]
     # What a model names as its end is also what it was exported with.
-    pieces = list(generate(decoder, ours.encode(prompt), Sampling(), 16, [], ours))
-    assert [piece.id for piece in pieces] == expected.tolist()
-    assert "".join(piece.text for piece in pieces) == loaded.decode(expected, skip_special_tokens=True)
+    found = answer(decoder, ours, ours.encode(prompt), 16)
+    assert [token.id for token in found] == expected.tolist()
+    assert "".join(token.text for token in found) == loaded.decode(expected, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("case", CASES + DESCRIBED, ids=lambda case: case.name)

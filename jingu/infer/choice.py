@@ -1,0 +1,118 @@
+"""One choice of a request as it grows: which token comes next, the text so far, and why it ends.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from jingu.infer.load import Loaded
+from jingu.infer.request import Event, Finish, Request, Token
+from jingu.infer.sampling import choose, penalised
+from jingu.infer.text import TextStream
+
+# Seeds of neighbouring requests and of a request's choices should not meet.
+_STRIDE = 0x9E3779B1
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the engine.
+
+    Attributes:
+        source: what the encoder reads; None: there is no encoder.
+        prompt: what the decoder begins with.
+        held: where choices are told only when all are made: their events so far, by choice.
+        told: tokens of the prompt with their log-probabilities, for the first event.
+    """
+
+    number: int
+    request: Request
+    source: tuple[int, ...] | None
+    prompt: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int = 0
+    choices: list[Choice] = field(default_factory=list)
+    held: dict[int, list[Event]] = field(default_factory=dict)
+    told: tuple[Token, ...] = ()
+
+    @property
+    def ranks(self) -> bool:
+        """Whether choices are told only when all are made."""
+        return self.request.best_of is not None and self.request.best_of > self.request.n
+
+    def event(self, choice: int, token: Token | None, finish: Finish | None, logprob: float = 0.0) -> Event:
+        """A step of a choice; the first one of choice 0 tells of the prompt."""
+        told, self.told = (self.told, ()) if choice == 0 else ((), self.told)
+        return Event(
+            self.number, choice, token, finish, None, self.prompt_tokens, self.cached_tokens, told, logprob
+        )  # fmt: skip
+
+
+class Choice:
+    """A choice that is being made.
+
+    Attributes:
+        ids: of prompt and text so far.
+        logprob: sum of the log-probabilities of the tokens made.
+        finish: why it has ended; None: it goes on.
+    """
+
+    def __init__(self, job: Job, number: int, loaded: Loaded) -> None:
+        self.job, self.number = job, number
+        self.ids = list(job.prompt)
+        self.logprob = 0.0
+        self.finish: Finish | None = None
+        request = job.request
+        special = job.source is not None
+        self._stream = TextStream(partial(loaded.tokenizer.decode, special=special), request.stop)
+        self._ends = () if request.ignore_end else loaded.end_ids
+        seed = request.sampling.seed + number * _STRIDE
+        self._generator = torch.Generator().manual_seed(seed & 0xFFFF_FFFF_FFFF_FFFF)
+
+    @property
+    def generated(self) -> list[int]:
+        """Ids of the text so far."""
+        return self.ids[len(self.job.prompt) :]
+
+    def take(self, logits_V: Tensor) -> Event:
+        """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
+        request = self.job.request
+        scores_V = penalised(logits_V, self.job.prompt, self.generated, request.sampling)
+        id_ = choose(scores_V, request.sampling, self._generator)
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if request.logprobs is not None or self.job.ranks:
+            logprob, top = told(logits_V, id_, request.logprobs or 0)
+            self.logprob += logprob
+        self.ids.append(id_)
+        text = self._grow(id_)
+        token = Token(id_, text, logprob if request.logprobs is not None else None, top)
+        return self.job.event(self.number, token, self.finish, self.logprob)
+
+    def _grow(self, id_: int) -> str:
+        """The text that a token settles; sets `finish` where it is the last."""
+        finish: Finish | None = "end" if id_ in self._ends else None
+        text = "" if finish else self._stream.push(id_)
+        if finish is None and self._stream.stopped:
+            finish = "stop"
+        if finish is None and len(self.generated) == self.job.request.max_tokens:
+            finish = "length"
+        if finish is not None:
+            text += self._stream.finish()
+            # What was held back may, now that no more follows, hold a stop string in full.
+            finish = "stop" if self._stream.stopped else finish
+        self.finish = finish
+        return text
+
+
+def told(logits_V: Tensor, id_: int, alternatives: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The log-probability of a token, and the likeliest ones with theirs."""
+    logprobs_V = logits_V.log_softmax(0)
+    top = logprobs_V.topk(min(alternatives, len(logprobs_V)))
+    return float(logprobs_V[id_]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))

@@ -1,0 +1,108 @@
+"""A model on disk, made ready to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from jingu.checkpoint.hub import load_model, open_model
+from jingu.errors import JinguError
+from jingu.model.spec import ModelSpec
+from jingu.parallel.pipeline import Model
+from jingu.runtime.device import has_fast_bf16
+from jingu.text.tokenizer import Tokenizer
+
+Precision = Literal["auto", "fp32", "bf16", "fp64"]
+Device = Literal["auto", "cpu", "cuda"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, and what is needed to speak with it.
+
+    Attributes:
+        end_ids: tokens that end a text.
+        start_id: what stands before the first token of a decoder with an encoder.
+        template: the tokenizer's own template for conversations; None: it has none.
+        name: of the model, for people.
+        beginning: what a prompt begins with, where the model was trained so.
+    """
+
+    model: Model
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    template: str | None
+    end_ids: tuple[int, ...]
+    start_id: int
+    name: str
+    beginning: tuple[int, ...] = ()
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Ids of a prompt. To an encoder, the names of sentinels in it stand for them, as they do in the answer."""
+        return (*self.beginning, *encode_prompt(self.spec, self.tokenizer, prompt))
+
+
+def load(
+    path: Path,
+    precision: Precision = "auto",
+    device: Device = "auto",
+    adapters: Mapping[str, Path] | None = None,
+) -> Loaded:
+    """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
+
+    Args:
+        precision: auto computes in bf16 where the device has units for it, else in fp32.
+        adapters: name → a run that trained adapters, or a folder of peft's.
+
+    Raises:
+        JinguError: what is wrong with it.
+    """
+    if adapters:
+        raise JinguError(
+            "adapters cannot be loaded beside a model yet.",
+            where="adapters",
+            fix="Merge one into the model with `jingu tune merge`.",
+        )
+    opened = open_model(path)
+    tokenizer = Tokenizer.load(opened.tokenizer())
+    place = torch.device(_device(device))
+    name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
+    model = load_model(opened, _DTYPES[name], place)
+    begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
+    beginning = tuple(tokenizer.beginning) if begins else ()
+    return loaded(
+        model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=path.stem,
+        beginning=beginning,
+    )  # fmt: skip
+
+
+def loaded(
+    model: Model,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    end_ids: tuple[int, ...] = (),
+    start_id: int | None = None,
+    name: str = "model",
+    beginning: tuple[int, ...] = (),
+) -> Loaded:
+    """A model that is in memory already; what it does not say itself, its tokenizer says."""
+    ends = end_ids or (tokenizer.end_id,)
+    start = tokenizer.start_id if start_id is None else start_id
+    return Loaded(model, spec, tokenizer, tokenizer.chat_template, ends, start, name, beginning)
+
+
+def encode_prompt(spec: ModelSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt, without what it should begin with."""
+    return tokenizer.encode(prompt, special=spec.encoder_layers is not None)
+
+
+def _device(choice: str) -> str:
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise JinguError("no CUDA device is to be found.", where="--device", fix="Use auto or cpu.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
