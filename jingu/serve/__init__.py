@@ -1,0 +1,1 @@
+"""A model behind HTTP: the protocols of text-generation-inference and OpenAI over one engine."""

@@ -1,0 +1,514 @@
+"""The chat page in a real browser: what it shows, what it sends, and that nothing a model writes is run or fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.serve.pages import HEADERS, pages
+from tests.serve.browser import Browser, find_browser
+from tests.serve.scripted import Scripted
+
+ANSWERS = "[...document.querySelectorAll('.assistant .body')].map((each) => each.innerText)"
+DONE = "document.querySelector('#stop').hidden && document.querySelector('#thread li:last-child .tools button')"
+MESSAGES = "[...document.querySelectorAll('#thread .body')].map((each) => each.innerText)"
+
+
+class Talk:
+    """A browser at a page whose server says what a test puts in `says`."""
+
+    def __init__(self, browser: Browser) -> None:
+        self.browser = browser
+        self.says: list[str | dict[str, Any]] = ["Hello."]
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.server = Scripted(self._answer)
+
+    def _answer(self, asked: dict[str, Any]) -> Iterator[str | dict[str, Any]]:
+        for piece in self.says:
+            if piece == "[WAIT]":
+                self.go_on.wait(60)
+            else:
+                yield piece
+
+    def open(self) -> None:
+        self.browser.open(f"{self.server.url}/chat")
+        self.browser.until("document.querySelector('#model').value && document.activeElement.id === 'input'")
+
+    def say(self, text: str) -> None:
+        """Write a message, and wait for the whole answer."""
+        self.browser.type(text)
+        self.browser.press("Enter")
+        self.browser.until(DONE)
+
+    def pick(self, box: str, value: str) -> None:
+        """Choose an option of a select."""
+        script = "(box, value) => { box.value = value; box.dispatchEvent(new Event('change', { bubbles: true })); }"
+        self.browser.run(f"({script})(document.querySelector('{box}'), '{value}')")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    found = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def talk(browser: Browser) -> Iterator[Talk]:
+    made = Talk(browser)
+    made.open()
+    yield made
+    complaints = browser.complaints()
+    outside = [url for url in browser.asked() if not url.startswith((made.server.url, "blob:"))]
+    made.server.shutdown()
+    made.server.server_close()
+    assert complaints == []
+    assert outside == []
+
+
+def test_the_files_name_nothing_outside_and_make_no_markup_of_text() -> None:
+    found = pages()
+    assert set(found) >= {"/chat", "/chat/main.js", "/chat/style.css"}
+    for name, page in found.items():
+        text = page.content.decode()
+        assert not re.search(r"(src|href|import|from|url)\W{1,3}(https?:)?//", text), name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text), (
+            name
+        )
+    assert (
+        "unsafe" not in HEADERS["Content-Security-Policy"]
+        and "default-src 'none'" in HEADERS["Content-Security-Policy"]
+    )
+
+
+def test_an_answer_streams_in_and_is_shown_as_markdown(talk: Talk) -> None:
+    talk.go_on.clear()
+    talk.says = ["A **bold** wo", "rd, 中", "文 🙂\n\n```py\nx = 1", "[WAIT]", "2\n```\n"]
+    browser = talk.browser
+    browser.type("A question\nof two lines")
+    browser.press("Enter")
+    browser.until("document.querySelector('.assistant code')?.textContent === 'x = 1'")
+    assert browser.run("[!document.querySelector('#stop').hidden, document.querySelector('#send').hidden]") == [
+        True,
+        True,
+    ]
+    assert browser.run("document.querySelector('#status').textContent") == "The model answers."
+    assert browser.run("document.querySelector('#thread').getAttribute('aria-busy')") == "true"
+    talk.go_on.set()
+    browser.until(DONE)
+    assert browser.run("document.querySelector('.assistant strong').textContent") == "bold"
+    assert browser.run("document.querySelector('.assistant code').textContent") == "x = 12"
+    assert browser.run("document.querySelector('.user .body').textContent") == "A question\nof two lines"
+    assert "中文 🙂" in browser.run(ANSWERS)[0]
+    assert browser.run("document.querySelector('#status').textContent") == "The answer is complete."
+    assert "7 tokens" in browser.run("document.querySelector('.assistant .tools').innerText")
+    (asked,) = talk.server.asked
+    assert asked == {
+        "messages": [{"role": "user", "content": "A question\nof two lines"}],
+        "model": "small",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2">
+
+<iframe src="http://elsewhere.invalid/a"></iframe><svg onload="window.hit = 3"></svg>
+
+[one](javascript:window.hit=4) [two](JaVaScRiPt:window.hit=5) [three](data:text/html,<script>window.hit=6</script>)
+[four](vbscript:x) <javascript:window.hit=7> [good](https://good.invalid/?q=<b>) [five](  javascript:window.hit=8)
+![seen](http://elsewhere.invalid/b.png) ![x](x" onerror="window.hit=9) [six](https://a.invalid" onclick="window.hit=10)
+
+```html"><script>window.hit=11</script>
+</code></pre><script>window.hit = 12</script>
+```
+
+| <img src=x onerror=window.hit=13> | <b>b</b> |
+|---|---|
+| `<script>window.hit=14</script>` | **<style>*{display:none}</style>** |
+
+# <svg/onload=window.hit=15>
+1. <details open ontoggle=window.hit=16>
+> <form action=http://elsewhere.invalid/c><input autofocus onfocus=window.hit=17>
+&lt;script&gt;window.hit=18&lt;/script&gt; <base href=http://elsewhere.invalid/> <meta http-equiv=refresh content=0>
+"""
+
+
+def test_what_is_written_is_never_run_nor_fetched(talk: Talk) -> None:
+    """By the model, by the person (whose words come back in a title), and by settings."""
+    talk.says = [HOSTILE[start : start + 11] for start in range(0, len(HOSTILE), 11)]
+    browser = talk.browser
+    talk.say(HOSTILE)
+    talk.open()
+    browser.until("document.querySelector('.assistant table')")
+    assert browser.run("window.hit") is None
+    inside = "#thread :is(script, img, iframe, svg, style, form, input, base, meta, details, object, embed, video)"
+    assert browser.run(f"document.querySelectorAll('{inside}').length") == 0
+    links = browser.run("[...document.querySelectorAll('#thread a')].map((each) => each.href)")
+    assert {re.match("[a-z]+:", each)[0] for each in links} == {"https:", "http:"}  # type: ignore[index]
+    assert "https://good.invalid/?q=%3Cb%3E" in links or "https://good.invalid/?q=" in " ".join(links)
+    attributes = "[...document.querySelectorAll('#thread *')].flatMap((each) => each.getAttributeNames())"
+    assert not [name for name in browser.run(attributes) if name.startswith("on") or name in ("style", "src")]
+    for word in ("<script>window.hit = 1</script>", "<svg/onload=window.hit=15>", "&lt;script&gt;"):
+        assert word in browser.run(ANSWERS)[0]
+    assert browser.run("document.querySelectorAll('#thread a:not([rel~=noopener])').length") == 0
+
+
+def test_the_policy_would_stop_what_slipped_through(talk: Talk) -> None:
+    browser = talk.browser
+    script = """(async () => {
+      const refused = [];
+      const attempt = (name, change) => { try { change(); } catch (error) { refused.push(`${name} ${error.name}`); } };
+      attempt("markup", () => (document.body.innerHTML = "<b>x</b>"));
+      attempt("handler", () => document.body.setAttribute("onclick", "window.hit = 1"));
+      attempt("script", () => (document.createElement("script").text = "window.hit = 2"));
+      const seen = new Set();
+      document.addEventListener("securitypolicyviolation", (event) => seen.add(event.effectiveDirective));
+      const image = document.createElement("img");
+      image.src = "http://127.0.0.1:9/x.png";
+      const frame = document.createElement("iframe");
+      frame.src = "http://127.0.0.1:9/";
+      document.body.append(image, frame);
+      await fetch("http://127.0.0.1:9/").catch(() => {});
+      const wanted = ["connect-src", "frame-src", "img-src"];
+      for (let count = 0; count < 1000 && !wanted.every((each) => seen.has(each)); count++)
+        await new Promise((done) => setTimeout(done, 10));
+      image.remove();
+      frame.remove();
+      return [refused, wanted.filter((each) => seen.has(each))];
+    })()"""
+    refused, blocked = browser.run(script)
+    assert refused == ["markup TypeError", "handler TypeError", "script TypeError"]
+    assert blocked == ["connect-src", "frame-src", "img-src"]
+    assert browser.run("window.hit") is None
+    browser.events.clear()  # What was blocked is complained of.
+
+
+def test_stop_regenerate_and_edit_lose_nothing(talk: Talk) -> None:
+    browser, server = talk.browser, talk.server
+    talk.go_on.clear()
+    talk.says = ["First, half", "[WAIT]", *[" said" * 1000] * 1000]
+    browser.type("Question one")
+    browser.press("Enter")
+    browser.until("document.querySelector('.assistant .body').innerText.includes('half')")
+    browser.press("Escape")
+    browser.until(DONE)
+    talk.go_on.set()
+    assert server.gone.acquire(timeout=60)  # The server sees that nobody listens.
+    assert browser.run(ANSWERS) == ["First, half"]
+    assert "Stopped." in browser.run("document.querySelector('.assistant .tools').innerText")
+
+    talk.says = ["Second."]
+    browser.press("KeyR", "Alt")
+    browser.until("document.querySelector('.versions') && document.querySelector('#stop').hidden")
+    assert browser.run(ANSWERS) == ["Second."]
+    assert server.asked[-1]["messages"] == [{"role": "user", "content": "Question one"}]
+    talk.say("Question two")
+    said = [message["content"] for message in server.asked[-1]["messages"]]
+    assert said == ["Question one", "Second.", "Question two"]
+
+    # Up in the empty input edits the last message; the answer to what it was stays in its own branch.
+    talk.says = ["Third."]
+    browser.press("ArrowUp")
+    browser.until("document.activeElement.closest('.editor')")
+    browser.run("document.activeElement.select()")
+    browser.type("Question two, better")
+    browser.press("Enter")
+    browser.until(f"({MESSAGES}).at(-1) === 'Third.' && {DONE}")
+    assert browser.run(MESSAGES) == ["Question one", "Second.", "Question two, better", "Third."]
+    browser.run("document.querySelectorAll('.versions')[1].querySelector('button').click()")
+    assert browser.run(MESSAGES) == ["Question one", "Second.", "Question two", "Second."]
+    browser.run("document.querySelectorAll('.versions')[0].querySelector('button').click()")
+    assert browser.run(MESSAGES) == ["Question one", "First, half"]
+    browser.run("document.querySelectorAll('.versions button')[1].click()")
+    assert browser.run(MESSAGES) == ["Question one", "Second.", "Question two, better", "Third."]
+
+
+def test_an_answer_can_be_edited_and_is_what_the_model_hears_next(talk: Talk) -> None:
+    talk.say("One")
+    browser = talk.browser
+    browser.run(
+        "[...document.querySelectorAll('.assistant .tools button')].find((each) => each.textContent === 'Edit').click()"
+    )
+    browser.until("document.activeElement.closest('.editor')")
+    browser.run("document.activeElement.select()")
+    browser.type("What I would rather hear.")
+    browser.press("Enter")
+    browser.until("!document.querySelector('.editor')")
+    talk.say("Two")
+    assert talk.server.asked[-1]["messages"][1] == {"role": "assistant", "content": "What I would rather hear."}
+
+
+def test_conversations_are_kept_named_and_deleted(talk: Talk) -> None:
+    browser = talk.browser
+    names = "[...document.querySelectorAll('#list .name')].map((each) => each.textContent)"
+    talk.say("Apples")
+    browser.press("KeyN", "Alt")
+    talk.say("Pears")
+    assert browser.run(names) == ["Pears", "Apples"]
+    browser.press("ArrowDown", "Alt")
+    assert browser.run(MESSAGES) == ["Apples", "Hello."]
+    talk.open()
+    assert browser.run(names) == ["Pears", "Apples"]
+    assert browser.run(MESSAGES) == ["Pears", "Hello."]
+    browser.dialogs.append("Fruit")
+    browser.run("document.querySelector('#list [title=Rename]').click()")
+    assert browser.run(names) == ["Fruit", "Apples"] and browser.run("document.title") == "Fruit – jingu"
+    browser.dialogs += [None, ""]
+    browser.run("document.querySelector('#list [title=Delete]').click()")
+    assert browser.run(names) == ["Fruit", "Apples"]
+    browser.run("document.querySelector('#list [title=Delete]').click()")
+    assert browser.run(names) == ["Apples"] and browser.run(MESSAGES) == ["Apples", "Hello."]
+    talk.open()
+    assert browser.run(names) == ["Apples"]
+
+
+def test_settings_are_sent_and_an_empty_field_is_not(talk: Talk) -> None:
+    browser = talk.browser
+    browser.press("Comma", "Alt")
+    browser.until("document.querySelector('#settings').open && document.activeElement.name === 'system'")
+    browser.type("Be brief.")
+    for name, value in (("temperature", "0.3"), ("max_tokens", "17"), ("seed", "5"), ("top_p", "7"), ("key", "secret")):
+        browser.run(f"document.querySelector('[name={name}]').focus()")
+        browser.type(value)
+    browser.run("document.querySelector('[name=system]').focus()")
+    browser.press("Escape")
+    browser.until("!document.querySelector('#settings').open")
+    talk.pick("#model", "large")
+    browser.run("document.querySelector('#input').focus()")
+    talk.say("Now")
+    asked = talk.server.asked[-1]
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    wanted = {"model": "large", "temperature": 0.3, "max_tokens": 17, "seed": 5}
+    assert {key: asked.get(key) for key in (*wanted, "top_p")} == {**wanted, "top_p": None}  # 7 is no probability.
+    assert talk.server.keys[-1] == "Bearer secret"
+    assert "secret" not in browser.run("JSON.stringify(localStorage)")
+    talk.open()
+    browser.press("KeyN", "Alt")
+    talk.say("Again")
+    assert talk.server.asked[-1]["temperature"] == 0.3 and talk.server.asked[-1]["model"] == "large"
+    browser.run("sessionStorage.clear()")
+
+
+def test_a_conversation_is_exported(talk: Talk, tmp_path: Path) -> None:
+    browser = talk.browser
+    talk.says = ["It is `x < 1`.\n"]
+    talk.say("What is it? 什么")
+    browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), eventsEnabled=True)
+    for kind in ("md", "json"):
+        talk.pick("#export", kind)
+        browser.wait("Browser.downloadProgress", lambda told: told["state"] == "completed")
+    assert json.loads((tmp_path / "What-is-it-什么.json").read_text(encoding="utf-8")) == {
+        "title": "What is it? 什么",
+        "settings": {},
+        "messages": [
+            {"role": "user", "content": "What is it? 什么"},
+            {"role": "assistant", "content": "It is `x < 1`.\n"},
+        ],
+    }
+    text = (tmp_path / "What-is-it-什么.md").read_text(encoding="utf-8")
+    assert text == "# What is it? 什么\n\n## You\n\nWhat is it? 什么\n\n## Model\n\nIt is `x < 1`.\n\n"
+
+
+def test_what_goes_wrong_is_told_and_can_be_asked_again(talk: Talk) -> None:
+    browser = talk.browser
+    fault = "document.querySelector('.assistant .error')?.textContent"
+    talk.says = [{"status": 429, "body": {"error": {"message": "the queue is full.", "type": "overloaded"}}}]
+    talk.say("One")
+    assert browser.run(fault) == "429: the queue is full."
+    talk.says = ["Half of", "[BREAK]"]
+    browser.press("KeyR", "Alt")
+    browser.until(f"({fault})?.includes('broke off')")
+    assert browser.run(ANSWERS) == ["Half of"]
+    talk.says = ["Half", {"error": {"message": "the model has stumbled."}}]
+    browser.press("KeyR", "Alt")
+    browser.until(f"({fault}) === 'the model has stumbled.'")
+    talk.says = ["Well."]
+    browser.press("KeyR", "Alt")
+    browser.until(f"({ANSWERS})[0] === 'Well.' && {DONE}")
+    assert browser.run(fault) is None
+    browser.events = [each for each in browser.events if each["method"] != "Log.entryAdded"]  # The status 429.
+
+
+def test_the_page_speaks_chinese_to_a_chinese_browser(talk: Talk) -> None:
+    browser = talk.browser
+    browser.send("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage="zh-CN")
+    try:
+        talk.open()
+        assert browser.run("[document.documentElement.lang, document.querySelector('#send').ariaLabel]") == [
+            "zh-CN",
+            "发送",
+        ]
+        assert browser.run("document.querySelector('#input').placeholder") == "输入消息"
+        shown = browser.run(
+            "document.body.innerText + [...document.querySelectorAll('*')].map((each) => each.ariaLabel ?? '')"
+        )
+        assert "undefined" not in shown
+    finally:
+        browser.send("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage="en-GB")
+
+
+def test_every_control_has_a_name_and_colours_are_told_apart(talk: Talk) -> None:
+    browser = talk.browser
+    talk.says = ["Text with a [link](https://a.invalid) and\n\n```\ncode\n```"]
+    talk.say("One")
+    browser.press("KeyR", "Alt")
+    browser.until(f"document.querySelector('.versions') && {DONE}")
+    for dialog in (False, True):
+        if dialog:
+            browser.press("Comma", "Alt")
+        tree = browser.send("Accessibility.getFullAXTree")["nodes"]
+        roles = {"button", "textbox", "combobox", "spinbutton", "link", "dialog", "list", "navigation", "region"}
+        nameless = [
+            node["role"]["value"]
+            for node in tree
+            if not node["ignored"]
+            and node["role"]["value"] in roles - {"list"}
+            and not node.get("name", {}).get("value")
+        ]
+        assert nameless == []
+    browser.press("Escape")
+    ratios = """(() => {
+      const light = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((each) => each / 255)
+        .map((each) => (each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, each, place) => sum + each * [0.2126, 0.7152, 0.0722][place], 0);
+      const probe = document.createElement("p");
+      document.body.append(probe);
+      const colour = (name) => { probe.style.color = `var(--${name})`; return light(getComputedStyle(probe).color); };
+      const found = [];
+      for (const text of ["text", "quiet", "accent", "error"])
+        for (const ground of ["ground", "raised"]) {
+          const [high, low] = [colour(text), colour(ground)].sort((a, b) => b - a);
+          found.push((high + 0.05) / (low + 0.05));
+        }
+      probe.remove();
+      return Math.min(...found);
+    })()"""
+    for scheme in ("light", "dark"):
+        browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        assert browser.run(ratios) >= 4.5  # WCAG 2.2, AA
+    browser.send("Emulation.setEmulatedMedia", features=[])
+
+
+MARKDOWN = [
+    "A *b* **c** `d` ***e*** _f_ __g__ snake_case_name 2 * 3 * 4\nnext line",
+    "# One\ntext\n\n### Three ###\n####### seven",
+    "- a\n- b\n  - c\n    - d\n- e\n\n1. one\n2. two\n   - inner\n3. three",
+    "5. five\n6. six",
+    "- a\n\n  second paragraph\n\n- b",
+    "1. Do this:\n   ```sh\n   ls -l\n     indented\n   ```\n2. Then that",
+    "```python\ndef f():\n\n    return '**not bold**'\n```\nafter",
+    "~~~\n```\n~~~",
+    "```\nnever closed\n# no heading",
+    "> a\n> b\n>\n> - c\n\nout",
+    "---\n\n***\n\ntext\n\n- - -",
+    '[a](https://a.invalid/x_y_z) and [**b**](https://b.invalid/ "title") \\*kept\\* \\_this\\_',
+    "``a ` b`` and `` ` `` and ` c `",
+    "text\n- list right after\n\ntext\n# heading right after",
+    "a\n\n\n\nb",
+    "<b>not bold</b> & < > \" '",
+    "| a | b |\n|---|:-:|\n| 1 | `x \\| y` |\n| 2 |\n\nend",
+    "中文**粗体**和`代码`。\n\n- 一\n- 二",
+    "* star\n* star\n\n+ plus",
+    "~~gone~~ here",
+]
+
+
+class _Outline(HTMLParser):
+    """Elements and texts, without attributes and what only lays out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        link = next((value for name, value in attributes if tag == "a" and name == "href"), None)
+        self.found.append(f"<{tag} {link}>" if link else f"<{tag}>")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("br", "hr"):
+            self.found.append(f"</{tag}>")
+
+    def handle_data(self, text: str) -> None:
+        if text.strip():
+            self.found.append(text.strip("\n"))
+
+
+def outline(html: str) -> str:
+    """Loose lists as tight ones, headings as deep as the page has them."""
+    parser = _Outline()
+    parser.feed(re.sub(r"</?(thead|tbody)>", "", html))
+    text = re.sub(r"\s*\n\s*", "\n", "".join(parser.found))
+    return re.sub(r"(<li>)<p>(.*?)</p>", r"\1\2", text, flags=re.DOTALL)
+
+
+def test_markdown_is_what_a_reference_makes_of_it(talk: Talk) -> None:
+    markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py is not installed")
+    reference = markdown_it.MarkdownIt("commonmark", {"breaks": True, "html": False}).enable(["table", "strikethrough"])
+    script = """(async (texts) => {
+      const { show } = await import("/chat/markdown.js");
+      const { words } = await import("/chat/words.js");
+      return texts.map((text) => {
+        const place = document.createElement("div");
+        show(place, text, words);
+        for (const code of place.querySelectorAll(".code")) code.replaceWith(code.querySelector("pre"));
+        for (const table of place.querySelectorAll(".table")) table.replaceWith(table.firstChild);
+        return place.innerHTML;
+      });
+    })"""
+    found = talk.browser.run(f"{script}({json.dumps(MARKDOWN)})")
+    for text, html in zip(MARKDOWN, found, strict=True):
+        deeper = re.sub(r"(</?h)(\d)", lambda match: f"{match[1]}{min(6, int(match[2]) + 2)}", reference.render(text))
+        assert outline(html) == outline(deeper.replace("<s>", "<del>").replace("</s>", "</del>")), text
+
+
+def test_a_text_that_grows_is_shown_as_if_it_came_at_once(talk: Talk) -> None:
+    """And blocks above the last stay the same nodes, so that what is selected in them stays selected."""
+    script = """(async (texts) => {
+      const { show } = await import("/chat/markdown.js");
+      const { words } = await import("/chat/words.js");
+      const differ = [];
+      for (const text of texts) {
+        const growing = document.createElement("div");
+        for (let end = 0; end <= text.length; end++) {
+          show(growing, text.slice(0, end), words);
+          if (end % 5 && end < text.length) continue;
+          const whole = document.createElement("div");
+          show(whole, text.slice(0, end), words);
+          if (whole.innerHTML !== growing.innerHTML) differ.push(text.slice(0, end));
+        }
+      }
+      const place = document.createElement("div");
+      show(place, "first\\n\\n```\\ncode", words);
+      const [first, second] = place.children;
+      show(place, "first\\n\\n```\\ncode and more\\n```\\n\\nlast", words);
+      return [differ, place.children[0] === first && place.children[1] === second && place.children.length === 3];
+    })"""
+    assert talk.browser.run(f"{script}({json.dumps([*MARKDOWN, HOSTILE])})") == [[], True]
+
+
+def test_marks_without_end_and_nests_without_bottom_are_shown(talk: Talk) -> None:
+    script = """(async () => {
+      const { show } = await import("/chat/markdown.js");
+      const { words } = await import("/chat/words.js");
+      const texts = ["*", "**a ", "_a", "`", "[", "![](", "~~x", "http://", "<", "| a ", "> ", "- ", "  - a\\n", "1. "];
+      const lost = [];
+      for (const text of texts) {
+        const place = document.createElement("div");
+        show(place, text.repeat(3000), words);
+        if (text.includes("a") && !place.textContent.includes("a")) lost.push(text);
+      }
+      return lost;
+    })()"""
+    assert talk.browser.run(script) == []
