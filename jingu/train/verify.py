@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from jingu.checkpoint.files import names
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import read_tensor
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import RunConfig
+from jingu.config.schema import ParallelSettings, RunConfig
 from jingu.errors import JinguError
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import AXES, AxisSizes, axis_sizes
@@ -76,8 +77,11 @@ class Layout:
     def __str__(self) -> str:
         if self.ranks == 1:
             return "1 process"
-        expert = f", {self.sizes.expert} expert" if self.sizes.expert > 1 else ""
-        return f"{self.sizes}{expert}, zero {self.config.parallel.zero}"
+        sizes, settings = self.sizes, self.config.parallel
+        expert = f", {sizes.expert} expert" if sizes.expert > 1 else ""
+        ring = ", ring" if sizes.context > 1 and settings.context_by == "ring" else ""
+        schedule = f", {settings.schedule}" if sizes.pipeline > 1 else ""
+        return f"{sizes}{expert}{ring}{schedule}, zero {settings.zero}"
 
 
 def verify(
@@ -129,16 +133,27 @@ def _verify_all(bench: Workbench, alone: Layout, ranks: int, precision: str) -> 
 
 
 def valid_layouts(bench: Workbench, ranks: int) -> Iterator[Layout]:
-    """Every mix of axes that the model and the batch allow, with every stage of ZeRO that shards something in it."""
+    """Every mix of axes that the model and the batch allow, with every stage of ZeRO that shards something in it, every
+    schedule of a pipeline, and both ways to divide tokens."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     experts = isinstance(open_run(bench.config).spec.feed_forward, Experts)
+    schedules, exchanges = (
+        get_args(ParallelSettings.model_fields[field].annotation) for field in ("schedule", "context_by")
+    )
     for shape in product(divisors, repeat=len(AXES)):
         if math.prod(shape) != ranks:
             continue
         sizes = dict(zip(AXES, shape, strict=True))
         sharded = sizes["shard"] * sizes["context"] > 1
-        for zero, expert in product((0, 1, 2, 3) if sharded else (0,), (1, "auto") if experts and sharded else (1,)):
-            words = [f"parallel.{key}={value}" for key, value in {**sizes, "zero": zero, "expert": expert}.items()]
+        choices = {
+            "zero": (0, 1, 2, 3) if sharded else (0,),
+            "expert": (1, "auto") if experts and sharded else (1,),
+            "schedule": schedules if sizes["pipeline"] > 1 else schedules[:1],
+            "context_by": exchanges if sizes["context"] > 1 else exchanges[:1],
+        }
+        for chosen in product(*choices.values()):
+            settings = {**sizes, **dict(zip(choices, chosen, strict=True))}
+            words = [f"parallel.{key}={value}" for key, value in settings.items()]
             try:
                 yield bench.layout(words, ranks)
             except JinguError:

@@ -329,9 +329,11 @@ def test_layouts(bench):
         bench.layout(["parallel.shard=3"], 4)
     with pytest.raises(JinguError, match="tensr is not a setting"):
         bench.layout(["parallel.tensr=3"], 4)
-    assert {"4 replicate, zero 0", "4 shard, zero 1", "2 replicate × 2 shard, zero 3"} <= {
-        str(layout) for layout in valid_layouts(bench, 4)
-    }
+    found = [str(layout) for layout in valid_layouts(bench, 4)]
+    assert {"4 replicate, zero 0", "4 shard, zero 1", "2 replicate × 2 shard, zero 3"} <= set(found)
+    assert {"2 pipeline × 2 tensor, gpipe, zero 0", "2 pipeline × 2 shard, 1f1b, zero 3"} <= set(found)
+    assert {"2 context × 2 tensor, zero 0", "4 context, ring, zero 3"} <= set(found)
+    assert len(found) == len(set(found))
 
 
 def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys):
@@ -343,3 +345,18 @@ def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys):
     assert list(Path(tiny_run().runs).iterdir()) == []
     assert main(["verify", "run.yaml", "--against", "parallel.shard=3"]) == 2
     assert "batch.global_size 8 cannot be divided over 3 ranks" in capsys.readouterr().err
+
+
+EXPERTS = {"model.family": "mixtral", "model.experts.number": 4, "model.experts.active": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["llama", "mixtral"])
+def test_every_layout_of_two_ranks(changes, tmp_path, tiny_run, monkeypatch, capsys):
+    """With four blocks, so that schedules with two stages a rank take part."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(dump_yaml(tiny_run({"model.layers": 4, **changes})))
+    code = main(["verify", "run.yaml", "--steps", "2", "--all", "2"])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert all(name in out for name in ("2 pipeline, zbv, zero 0", "2 context, ring, zero 3", "2 tensor, zero 0")), out
