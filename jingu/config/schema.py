@@ -160,12 +160,15 @@ class SupervisedSettings(Settings):
 
     type: Literal["supervised"] = "supervised"
     template: str = "auto"
-    """How a conversation is written: the tokenizer's own template (auto), chatml, qwen, llama2, llama3, alpaca, plain,
-    or a file of Jinja."""
+    """How a conversation is written: the tokenizer's own template (auto), chatml, qwen, llama2, llama3, alpaca,
+    bloomz-plain, or a file of Jinja."""
     train_on: Literal["answers", "last_answer", "all"] = "answers"
-    """Which tokens are trained; rounds of weight 0 are not among the answers."""
+    """Which tokens are trained; an answer's weight (in its row) is a factor on its loss."""
     longer: Literal["cut", "drop", "split"] = "cut"
     """What to do with a row that is longer than a sequence: cut its end, leave it out, or divide it by rounds."""
+    sequences: Literal["packed", "by_length", "padded"] = "packed"
+    """What fills a sequence: as many rows as fit, apart from each other; or one row, with the rows of a step of similar
+    length, or as it comes. Where it is one row, a micro-batch is as long as its longest (not in a pipeline)."""
     obey_special: bool = False
     """Whether special tokens written in a row's texts are such tokens; else they are plain text."""
 

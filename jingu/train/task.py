@@ -47,7 +47,7 @@ class HeldOut:
         if self.supervised is not None:
             batch = self.supervised.batch(first, count)
         else:
-            batch = held_out_batch(self.dataset, self.sequence_length, first, count, apart=self.apart)
+            batch = held_out_batch(self.dataset, self.sequence_length, first, count, inside=self.apart)
         if self.corruption is not None:
             # A window's labels are its text. Beyond the last whole one there is none, nor are there labels in the end.
             batch = self.corruption.batch(batch.labels.clamp_min(0), first)

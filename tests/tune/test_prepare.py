@@ -13,10 +13,13 @@ import torch
 from jingu.config.schema import RunConfig, SupervisedSettings
 from jingu.data.batch import IGNORED
 from jingu.data.indexed import IndexedReader
+from jingu.data.manifest import Manifest
 from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError
+from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.prepare import Tally, makers, prepare
+from jingu.tune.prepare import makers, prepare, row_files
+from jingu.tune.rows import plan_units
 from tests.conftest import Done, MakeRun
 
 ROWS = [
@@ -47,9 +50,9 @@ def test_packs_hold_every_row_once_with_its_own_positions(tuning: Callable[..., 
     for split in ("train", "held_out"):
         objective = config.data.objective
         assert isinstance(objective, SupervisedSettings)
-        packed = open_supervised(Path(config.data.path), split, objective, 33, seed=1)
+        packed = open_supervised(Path(config.data.path), split, objective, config.batch, seed=1)
         rows, trained = (
-            IndexedReader(Path(config.data.path) / f"{name}-00000") for name in (split, f"{split}-trained")
+            IndexedReader(Path(config.data.path) / f"{name}-00000") for name in (split, f"{split}-weights")
         )
         expected = {}
         for number in range(len(rows)):
@@ -74,20 +77,21 @@ def test_packs_hold_every_row_once_with_its_own_positions(tuning: Callable[..., 
 
 def made(config: RunConfig) -> tuple[list[str], Tally]:
     tally = Tally()
-    ((_, maker),) = makers(config)
-    return [maker.tokenizer.decode(row.ids) for _, _, row in maker.rows(tally)], tally
+    (maker,) = makers(config)
+    units = plan_units(row_files(config.data))
+    return [maker.tokenizer.decode(made.row.ids) for unit in units for made in maker.rows(unit, tally)], tally
 
 
 def test_lengths(tuning: Callable[..., RunConfig]) -> None:
     long = ROWS[-1]
     tokenizer_length = 34
     cut, tally = made(tuning([long]))
-    assert (len(cut), tally.cut) == (1, 1) and tally.tokens == tokenizer_length
+    assert (len(cut), tally.rows["cut"]) == (1, 1) and tally.rows["tokens"] == tokenizer_length
     objective = {"type": "supervised", "template": "plain"}
     with pytest.raises(JinguError, match="no row is left"):
         prepare(tuning([long], data__objective={**objective, "longer": "drop"}))
     divided, tally = made(tuning([long], data__objective={**objective, "longer": "split"}, batch__sequence_length=64))
-    assert tally.divided == 1 and tally.cut == 0 and len(divided) > 1
+    assert tally.rows["divided"] == 1 and tally.rows["cut"] == 0 and len(divided) > 1
     assert "".join(divided) == "".join(f"ask {n} {'x' * 12}\nans {n} {'x' * 12}" for n in range(4))
 
 
@@ -98,8 +102,9 @@ def test_mistakes_are_told_or_left_out(tuning: Callable[..., RunConfig]) -> None
     config = tuning(rows, data__on_error="skip", data__duplicates="drop")
     prepare(config)
     assert "row 10: field output" in (Path(config.data.path) / "skipped.txt").read_text(encoding="utf-8")
-    _, tally = made(config)
-    assert tally.left_out == {"copies": 1} and tally.rows == 10 and tally.copies == 1
+    manifest = Manifest.load(Path(config.data.path))
+    assert manifest is not None and (manifest.skipped, manifest.duplicates) == (1, 1)
+    assert manifest.train.documents + manifest.held_out.documents == 10
 
 
 def test_other_settings_are_refused(tuning: Callable[..., RunConfig], train_on: Callable[..., None]) -> None:
