@@ -453,6 +453,12 @@ class TrainSettings(Settings):
     """Optimizer steps of the run."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each target that is spread evenly over the vocabulary; evaluations leave it out."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared logarithm of the softmax's sum, such as 1e-4; evaluations leave it out."""
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    """Size of the noise on embedded tokens (NEFTune's α, such as 5), for decoders."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks; auto: where a compiler is present and the run is long enough to earn it."""
     activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()

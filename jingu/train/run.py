@@ -94,6 +94,12 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
     if held_out is not None and isinstance(objective, SupervisedSettings):
         places = [each.dataset.path for each in source.sources]
         rows = join_rows([open_supervised(at, "held_out", objective, config.batch, config.seed) for at in places])
+    if config.train.noise and spec.encoder_layers is not None:
+        raise JinguError(
+            f"noise is put on the tokens that a decoder reads, and {spec.family} has an encoder.",
+            where="train.noise",
+            fix="Set it to 0.",
+        )
     corruption = _corruption(config, spec, tokenizer, held_out)
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
