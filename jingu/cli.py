@@ -217,6 +217,41 @@ VERBS = {
             _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
         ),
     ),
+    "serve": Verb(
+        "answer over HTTP, as text-generation-inference and OpenAI do",
+        "jingu.serve.verbs:serve",
+        (
+            _MODEL,
+            _option(
+                "--host",
+                "ADDRESS",
+                str,
+                "listen on it; others than this machine's own are reached from elsewhere",
+                "127.0.0.1",
+            ),
+            _option("--port", "N", _whole(0), "listen on it; 0 takes a free one", 8000),
+            _option("--name", "NAME", str, "by which clients ask for the model (its own)"),
+            (
+                "--adapter",
+                {"metavar": "NAME=PATH", "action": "append", "help": "adapters beside it, by a name of their own"},
+            ),
+            _option("--template", "NAME", str, "for conversations: a name, or a file (the tokenizer's own)"),
+            ("--api-key", {"metavar": "KEY", "action": "append", "help": "ask clients for it; can be given again"}),
+            _option("--api-key-file", "FILE", _path, "the same, a key a line"),
+            _option("--max-batch", "N", _whole(1), "texts to generate at a time", 64),
+            _option("--queue", "N", _whole(1), "requests to take before the next is told to come later", 128),
+            _option("--timeout", "S", _above_0, "seconds that a request may take", 600.0),
+            _option("--grace", "S", _from_0, "seconds to finish what is under way when asked to stop", 30.0),
+            ("--allow-host", {"metavar": "NAME", "action": "append", "help": "another name by which it may be called"}),
+            ("--cors", {"metavar": "ORIGIN", "action": "append", "help": "pages from there may call it"}),
+            _option(
+                "--pooling", "HOW", _one_of("mean", "last"), "embeddings of the mean, or of the last token", "mean"
+            ),
+            ("--log-prompts", {"action": "store_true", "help": "write prompts into the log, too"}),
+            _option("--precision", "TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "fp32, bf16 or fp64", "auto"),
+            _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
+        ),
+    ),
     "model list": Verb("show the families and the presets", "jingu.checkpoint.models:list_models"),
     "model inspect": Verb(
         "show what a model is, and what it lacks",

@@ -23,6 +23,7 @@ LEAST = {
     "tokenizer inspect": ["folder"],
     "data inspect": ["folder"],
     "generate": ["model", "prompt"],
+    "serve": ["model"],
     "model list": [],
     "model inspect": ["model"],
     "model grow": ["model", "--to", "folder"],

@@ -29,10 +29,11 @@ def defined(file: Path) -> frozenset[str]:
     """Functions, classes, methods (Class.method) and constants of a file."""
     names = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+            methods = ast.FunctionDef | ast.AsyncFunctionDef
+            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, methods)}
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )

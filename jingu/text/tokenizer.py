@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -97,29 +97,16 @@ class Tokenizer:
             ids += self._inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
-    def encode_spans(
-        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = False
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the text; and for each span of its characters the first id that has one of them, and the first after
-        it that has none. A space that pieces leave out belongs to the piece after it."""
-        found = (self._recognising if special else self._inner).encode(text, add_special_tokens=False)
-        ids = list(found.ids)
-
-        def first_at(place: int) -> int:
-            while place < len(text):
-                if (number := found.char_to_token(place)) is not None:
-                    return int(number)
-                place += 1
-            return len(ids)
-
+    def encode_places(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of the text, and which of its characters each is of: together all, also where a piece leaves out the
+        space before it. Pieces of one character have the same."""
+        inner = self._recognising if special else self._inner
+        found, end = inner.encode(text, add_special_tokens=False), 0
         places = []
-        for start, end in spans:
-            last = first_at(end)
-            # A piece that begins in the span, or after a space in it, is the span's.
-            if start < end and last < len(ids):
-                last += found.token_to_chars(last)[0] < end or found.char_to_token(end - 1) is None
-            places.append((first_at(start), last))
-        return ids, places
+        for first, last in found.offsets:
+            places.append((min(first, end), last))
+            end = max(end, last)
+        return list(found.ids), places
 
     @cached_property
     def _recognising(self) -> Any:
@@ -179,6 +166,16 @@ class Tokenizer:
         if not self._special:
             raise ValueError("it has no special token to end documents with")
         return int(min(self._special.values()))
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one token adds to a text, also where that is part of a character; nothing for an unknown id."""
+        piece = self._inner.id_to_token(token)
+        if piece is None or piece in self._special or self.kind == "plain":
+            return (piece or "").encode()
+        if self.kind == "bytes":
+            known = all(letter in BYTES for letter in piece)
+            return bytes(BYTES[letter] for letter in piece) if known else piece.encode()
+        return bytes([int(piece[1:5], 16)]) if _BYTE.fullmatch(piece) else piece.replace("▁", " ").encode()
 
     def byte_lengths(self) -> npt.NDArray[np.int32]:
         """[vocabulary] bytes of UTF-8 that each id stands for; 0 for special tokens.

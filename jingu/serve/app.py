@@ -1,0 +1,111 @@
+"""The application: both protocols behind the gate, and how failures are told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse, Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from jingu import __version__
+from jingu.errors import JinguError
+from jingu.serve import chat, openai, tgi
+from jingu.serve.answers import failure
+from jingu.serve.errors import ServeError
+from jingu.serve.gate import Gate
+from jingu.serve.pages import HEADERS, Page, pages
+from jingu.serve.service import Served, Service
+
+_PROBLEM = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}}}
+_FAILURES: dict[int | str, dict[str, Any]] = {
+    status: {"description": words, **_PROBLEM}
+    for status, words in {
+        400: "the request is not right",
+        401: "an API key is needed",
+        403: "not called by this name",
+        404: "there is no such model",
+        408: "the body came too slowly",
+        413: "the body is too large",
+        422: "the request is not right",
+        429: "the server is busy; Retry-After tells when to try again",
+        503: "the server is stopping",
+        504: "the request took too long",
+    }.items()
+}
+
+
+def create(service: Service) -> FastAPI:
+    """The application that serves a model; its engine starts and stops with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.driver.start()
+        yield
+        await service.driver.stop()
+
+    # The library's pages of documentation fetch scripts from elsewhere, so there are none; /openapi.json is.
+    app = FastAPI(title="jingu", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+                  responses=_FAILURES)  # fmt: skip
+    app.state.service = service
+    for part in (tgi, openai, chat):
+        app.include_router(part.router)
+    app.add_api_route("/metrics", _metrics, tags=["metrics"])
+    app.add_route("/", lambda _: RedirectResponse("/chat"))
+    for path, page in pages().items():
+        app.add_route(path, partial(_page, page))
+    for kind in (ServeError, JinguError):
+        app.add_exception_handler(kind, _failed)
+    app.add_exception_handler(StarletteHTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _not_valid)
+    app.add_middleware(Gate, settings=service.settings)
+    if service.settings.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    return app
+
+
+async def _page(page: Page, _: HttpRequest) -> Response:
+    return Response(page.content, media_type=page.media_type, headers=HEADERS)
+
+
+async def _metrics(service: Served) -> Response:
+    """Numbers for Prometheus."""
+    stats = await service.driver.call(service.driver.engine.stats)
+    return Response(service.metrics.page(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    return failure(error, request.url.path)
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException | StarletteHTTPException)
+    words = {404: "there is nothing at this address", 405: "this address is not called with this method"}
+    message = words.get(error.status_code, str(error.detail))
+    return failure(ServeError(error.status_code, message, headers=error.headers), request.url.path)
+
+
+async def _not_valid(request: HttpRequest, error: Exception) -> Response:
+    """What pydantic found first, without the value: it may be text that no log should have."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    kind = request.headers.get("content-type", "")
+    if first["type"] == "json_invalid":
+        return failure(ServeError(400, "the body is not JSON"), request.url.path)
+    if "json" not in kind:
+        return failure(ServeError(400, "send the body with Content-Type: application/json"), request.url.path)
+    place = ".".join(str(each) for each in first["loc"][1:])
+    words = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
+    shown = f"`{place}`: {words}" if place else words
+    return failure(ServeError(400, shown, field=place.partition(".")[0] or None), request.url.path)

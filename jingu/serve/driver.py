@@ -1,0 +1,378 @@
+"""One thread drives the engine; the handlers of HTTP requests, on the event loop, talk to it through queues.
+
+The engine is not told of threads, nor the handlers of the engine. All words between them are orders (taken between two
+steps of the engine) and events (handed over once a step).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from jingu.errors import JinguError
+from jingu.infer.engine import EngineStats
+from jingu.infer.request import Event, Request
+from jingu.serve.errors import ServeError
+
+LOGGER = logging.getLogger("jingu.serve")
+FAILED = "the engine failed on this; the server's log tells more"
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """What is driven: `jingu.infer.engine.Engine`, or what behaves as it does."""
+
+    def submit(self, request: Request) -> int: ...
+
+    def cancel(self, number: int) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
+@dataclass
+class Account:
+    """What a ticket has cost so far; times are of `time.perf_counter`."""
+
+    begun: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finish: str = "unfinished"
+
+    def shown(self) -> dict[str, object]:
+        """For a line of the log."""
+        waited = None if self.first_token is None else round(self.first_token - self.begun, 4)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "first_token_seconds": waited,
+            "finish": self.finish,
+        }
+
+
+class Ticket:
+    """Requests of one client that were accepted together, and their events as they come."""
+
+    def __init__(self, driver: Driver, requests: Sequence[Request], loop: asyncio.AbstractEventLoop) -> None:
+        self.requests = tuple(requests)
+        self.account = Account()
+        self.accepted: asyncio.Future[None] = loop.create_future()
+        self._driver = driver
+        self._events: deque[tuple[int, Event]] = deque()
+        self._wake = asyncio.Event()
+        self._awaited = {(number, choice) for number, each in enumerate(requests) for choice in range(each.n)}
+        self._met: set[int] = set()
+        self._failure: ServeError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.closed = False
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """Events, each with the place of its request in `requests`, in the lots in which they came.
+
+        Raises:
+            ServeError: the request was broken off.
+        """
+        while True:
+            if self._events:
+                lot = list(self._events)
+                self._events.clear()
+                yield lot
+            elif self._failure is not None:
+                raise self._failure
+            elif not self._awaited:
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def cancel(self) -> None:
+        """Give up what is not finished. Nothing happens where all is."""
+        if self._awaited and self._failure is None:
+            self.fail(ServeError(499, "the client has left"), "cancelled")
+            self._driver.drop(self)
+
+    def limit(self, timer: asyncio.TimerHandle) -> None:
+        """Have a timer that is called off when the ticket ends."""
+        if self.closed:
+            timer.cancel()
+        self._timer = timer
+
+    def fail(self, error: ServeError, finish: str = "error") -> None:
+        """End the request with an error, unless it has ended. On the event loop's thread."""
+        if self.closed:
+            return
+        self._failure = error
+        self._close(finish)
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # whoever waits is told; nobody may wait any more
+
+    def receive(self, events: list[tuple[int, Event]], now: float) -> None:
+        """Take what a step has brought. On the event loop's thread."""
+        if self.closed:
+            return
+        account = self.account
+        for number, event in events:
+            if number not in self._met:
+                self._met.add(number)
+                account.prompt_tokens += event.prompt_tokens
+                account.cached_tokens += event.cached_tokens
+            if event.token is not None:
+                account.generated_tokens += 1
+                account.first_token = account.first_token or now
+                account.last_token = now
+            if event.finish is not None:
+                self._awaited.discard((number, event.choice))
+                account.finish = event.finish
+        self._events.extend(events)
+        broken = next((event for _, event in events if event.finish in ("error", "cancelled")), None)
+        if broken is not None:
+            self._driver.drop(self)
+            self.fail(ServeError(500, broken.error or "the engine gave the request up", kind="generation"))
+        elif not self._awaited:
+            self._close(account.finish)
+        self._wake.set()
+
+    def _close(self, finish: str) -> None:
+        self.closed = True
+        self.account.finish = finish
+        self.account.ended = time.perf_counter()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake.set()
+        self._driver.closed(self)
+
+
+class Driver:
+    """Owns the engine's thread.
+
+    Args:
+        engine: what is driven.
+        capacity: requests accepted and not finished, at most; the next is refused with 429.
+        on_end: told of each ticket that ends.
+    """
+
+    def __init__(self, engine: Steps, capacity: int, on_end: Callable[[Ticket], None] = lambda _: None) -> None:
+        self.engine = engine
+        self.capacity = capacity
+        self.open = 0
+        self.broken: str | None = None
+        self.stopping = False
+        self._on_end = on_end
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tickets: set[Ticket] = set()
+        self._known: dict[int, _Known] = {}
+        """Of the engine's thread: requests that the engine has, by its number."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Hand requests to the engine; returns when it has taken them.
+
+        Raises:
+            ServeError: there is no room now, or the server is stopping or broken.
+            JinguError: one of them can never be served.
+        """
+        self.check_open(len(requests))
+        assert self._loop is not None
+        ticket = Ticket(self, requests, self._loop)
+        self._tickets.add(ticket)
+        self.open += len(requests)
+        self._orders.put(lambda: self._submit(ticket))
+        try:
+            await ticket.accepted
+        except BaseException:
+            ticket.cancel()
+            raise
+        return ticket
+
+    def check_open(self, requests: int) -> None:
+        """Raise ServeError unless so many more requests can be taken now."""
+        if self.broken is not None:
+            raise ServeError(503, f"the engine has failed and the server must be started again ({self.broken})")
+        if self.stopping:
+            raise ServeError(503, "the server is stopping", headers={"retry-after": "5"})
+        if requests > self.capacity:
+            raise JinguError(
+                f"{requests} requests at once are more than the {self.capacity} that the server takes.",
+                fix="Send them in several calls.",
+            )
+        if self.open + requests > self.capacity:
+            raise ServeError(
+                429,
+                f"the server is busy: {self.open} of at most {self.capacity} requests are under way",
+                kind="overloaded",
+                headers={"retry-after": "1"},
+            )
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """The value of a function that is called on the engine's thread, between two steps."""
+        self.check_open(0)
+        assert self._loop is not None
+        loop, answer = self._loop, self._loop.create_future()
+
+        def tell(give: Callable[[Any], None], value: Any) -> None:
+            if not answer.done():
+                give(value)
+
+        def order() -> None:
+            if answer.cancelled():
+                return
+            try:
+                value = function()
+            except Exception as error:
+                loop.call_soon_threadsafe(tell, answer.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(tell, answer.set_result, value)
+
+        self._orders.put(order)
+        found: T = await answer
+        return found
+
+    def drop(self, ticket: Ticket) -> None:
+        """Let the engine forget a ticket's requests."""
+        self._orders.put(lambda: self._forget(ticket))
+
+    def closed(self, ticket: Ticket) -> None:
+        """Told by a ticket that has ended."""
+        if ticket in self._tickets:
+            self._tickets.remove(ticket)
+            self.open -= len(ticket.requests)
+            self._on_end(ticket)
+
+    def abandon(self, error: ServeError) -> None:
+        """End every ticket with an error."""
+        for ticket in list(self._tickets):
+            ticket.fail(error)
+            self.drop(ticket)
+
+    async def stop(self) -> None:
+        """End the thread, after the step that it is in."""
+        self.stopping = True
+        self.abandon(ServeError(503, "the server is stopping"))
+        self._orders.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                order = self._orders.get(block=self.broken is not None or not self.engine.busy)
+            except queue.Empty:
+                self._step()
+                continue
+            if order is None:
+                return
+            order()
+
+    def _step(self) -> None:
+        try:
+            events = self.engine.step()
+        except Exception as error:
+            LOGGER.exception("the engine failed in a step")
+            self._recover(error)
+            return
+        lots: dict[Ticket, list[tuple[int, Event]]] = {}
+        for event in events:
+            if (known := self._known.get(event.request)) is None:
+                continue
+            lots.setdefault(known.ticket, []).append((known.place, event))
+            known.unfinished -= event.finish is not None
+            if known.unfinished == 0:
+                del self._known[event.request]
+        if lots:
+            self._later(partial(_hand_over, lots, time.perf_counter()))
+
+    def _submit(self, ticket: Ticket) -> None:
+        if ticket.closed:
+            return
+        try:
+            if self.broken is not None:
+                raise RuntimeError(self.broken)
+            for place, request in enumerate(ticket.requests):
+                self._known[self.engine.submit(request)] = _Known(ticket, place, request.n)
+        except Exception as error:
+            self._forget(ticket)
+            if not isinstance(error, JinguError):
+                LOGGER.exception("the engine failed in taking a request")
+            self._later(partial(_refuse, ticket, error))
+        else:
+            self._later(partial(_accept, ticket))
+
+    def _forget(self, ticket: Ticket) -> None:
+        for number in [number for number, known in self._known.items() if known.ticket is ticket]:
+            del self._known[number]
+            self.engine.cancel(number)
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: every request that took part may have lost something, so all end with an error."""
+        lost = list({known.ticket: None for known in self._known.values()})
+        try:
+            for ticket in lost:
+                self._forget(ticket)
+            if self.engine.busy:
+                raise RuntimeError("it still has requests that were cancelled")
+        except Exception:
+            LOGGER.exception("the engine cannot go on")
+            self.broken = type(error).__name__
+        for ticket in lost:
+            self._later(partial(ticket.fail, ServeError(500, FAILED, kind="generation")))
+
+    def _later(self, function: Callable[[], object]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who could be told
+            self._loop.call_soon_threadsafe(function)
+
+
+@dataclass
+class _Known:
+    """A request that the engine has."""
+
+    ticket: Ticket
+    place: int
+    unfinished: int
+    """Choices of it."""
+
+
+# Called on the event loop's thread.
+
+
+def _hand_over(lots: dict[Ticket, list[tuple[int, Event]]], now: float) -> None:
+    for ticket, events in lots.items():
+        ticket.receive(events, now)
+
+
+def _accept(ticket: Ticket) -> None:
+    if not ticket.accepted.done():
+        ticket.accepted.set_result(None)
+
+
+def _refuse(ticket: Ticket, error: Exception) -> None:
+    failure = error if isinstance(error, JinguError) else ServeError(500, FAILED, kind="generation")
+    if not ticket.accepted.done():
+        ticket.accepted.set_exception(failure)
+    ticket.fail(ServeError(500, FAILED), "refused" if failure is error else "error")

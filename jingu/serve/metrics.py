@@ -1,0 +1,148 @@
+"""Numbers for Prometheus, under the names by which dashboards of text-generation-inference and vLLM ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Histogram, Metric
+from prometheus_client.registry import Collector
+
+from jingu.infer.engine import EngineStats
+from jingu.serve.driver import Account, Ticket
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_HISTOGRAMS: dict[str, tuple[tuple[str, ...], tuple[float, ...], str]] = {
+    "duration": (
+        ("tgi_request_duration", "vllm:e2e_request_latency_seconds"),
+        _SECONDS,
+        "Seconds from a request's arrival to its end.",
+    ),
+    "first": (
+        ("vllm:time_to_first_token_seconds",),
+        _SECONDS,
+        "Seconds from a request's arrival to its first token.",
+    ),
+    "each": (
+        ("tgi_request_mean_time_per_token_duration", "vllm:request_time_per_output_token_seconds"),
+        _SECONDS,
+        "Seconds between two tokens of a request, in the mean.",
+    ),
+    "prompt": (
+        ("tgi_request_input_length", "vllm:request_prompt_tokens"),
+        _TOKENS,
+        "Tokens of a request's prompt.",
+    ),
+    "generated": (
+        ("tgi_request_generated_tokens", "vllm:request_generation_tokens"),
+        _TOKENS,
+        "Tokens that a request was answered with.",
+    ),
+    "asked": (
+        ("tgi_request_max_new_tokens", "vllm:request_params_max_tokens"),
+        _TOKENS,
+        "Tokens that a request allowed.",
+    ),
+}
+Samples = Iterable[tuple[dict[str, str], float]]
+
+
+class Metrics(Collector):
+    """Counts of requests, and the engine's own.
+
+    Args:
+        model: name of the base, for labels.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = {"model_name": model}
+        self._requests: dict[str, int] = {}
+        self._histograms = {
+            key: Histogram(names[0], words, buckets=buckets, registry=None)
+            for key, (names, buckets, words) in _HISTOGRAMS.items()
+        }
+        self._stats: EngineStats | None = None
+
+    def ended(self, ticket: Ticket) -> None:
+        """Count a request that has ended."""
+        account = ticket.account
+        self._requests[account.finish] = self._requests.get(account.finish, 0) + 1
+        for key, value in _observed(account, ticket):
+            self._histograms[key].observe(value)
+
+    def page(self, stats: EngineStats) -> bytes:
+        """All of it as Prometheus reads it."""
+        self._stats = stats
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are told with the values."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric under each of its names."""
+        stats = self._stats
+        assert stats is not None
+        for key, histogram in self._histograms.items():
+            (found,) = histogram.collect()
+            for name in _HISTOGRAMS[key][0]:
+                yield self._renamed(found, name)
+        good = {reason: self._requests.get(reason, 0) for reason in ("end", "stop", "length")}
+        bad = {reason: count for reason, count in self._requests.items() if reason not in good}
+        reasons = {"end": "stop", "stop": "stop", "length": "length"}
+        by_reason: dict[str, float] = {"stop": 0.0, "length": 0.0}
+        for reason, count in good.items():
+            by_reason[reasons[reason]] += count
+        yield self._plain("tgi_request_count", "Requests that have ended.", sum(self._requests.values()))
+        yield self._plain("tgi_request_success", "Of these, answered.", sum(good.values()))
+        yield self._many("tgi_request_failure", "Of these, not.", [({"err": key}, count) for key, count in bad.items()])
+        successes = [({"finished_reason": key}, count) for key, count in by_reason.items()]
+        yield self._many("vllm:request_success_total", "Requests answered.", successes)
+        pages = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
+        for name, words, value in (
+            ("tgi_batch_current_size", "Choices being made.", stats.running),
+            ("tgi_queue_size", "Choices that wait to begin.", stats.waiting),
+            ("vllm:num_requests_running", "Choices being made.", stats.running),
+            ("vllm:num_requests_waiting", "Choices that wait to begin.", stats.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the cache's pages in use, 1 for all.", pages),
+            ("vllm:prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens),
+            ("vllm:generation_tokens_total", "Tokens generated.", stats.generated_tokens),
+            ("vllm:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.", stats.prompt_tokens),
+            ("vllm:prefix_cache_hits_total", "Of these, found there.", stats.prefix_hits),
+            ("jingu_model_seconds_total", "Seconds of the engine in the model.", stats.model_seconds),
+            ("jingu_engine_other_seconds_total", "Seconds of the engine elsewhere.", stats.other_seconds),
+        ):
+            yield self._plain(name, words, value)
+
+    def _plain(self, name: str, words: str, value: float) -> Metric:
+        return self._many(name, words, [({}, value)])
+
+    def _many(self, name: str, words: str, samples: Samples) -> Metric:
+        """Names are told as they are, which the library's own counters would not do."""
+        metric = Metric(name, words, "unknown")
+        for labels, value in samples:
+            metric.add_sample(name, {**self._model, **labels}, value)
+        return metric
+
+    def _renamed(self, found: Metric, name: str) -> Metric:
+        metric = Metric(name, found.documentation, found.type)
+        for sample in found.samples:
+            if not sample.name.endswith("_created"):
+                suffix = sample.name.removeprefix(found.name)
+                metric.add_sample(name + suffix, {**self._model, **sample.labels}, sample.value)
+        return metric
+
+
+def _observed(account: Account, ticket: Ticket) -> Iterator[tuple[str, float]]:
+    if account.ended is not None:
+        yield "duration", account.ended - account.begun
+    yield "asked", sum(request.max_tokens for request in ticket.requests)
+    if account.first_token is not None and account.last_token is not None:
+        yield "first", account.first_token - account.begun
+        yield "prompt", account.prompt_tokens
+        yield "generated", account.generated_tokens
+        if account.generated_tokens > 1:
+            yield "each", (account.last_token - account.first_token) / (account.generated_tokens - 1)

@@ -1,0 +1,50 @@
+"""From an engine to a server that answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from jingu.infer.load import Loaded
+from jingu.serve.app import create
+from jingu.serve.driver import Driver, Steps
+from jingu.serve.gate import log_to_stderr
+from jingu.serve.metrics import Metrics
+from jingu.serve.server import Server
+from jingu.serve.service import ServeSettings, Service
+from jingu.tune.templates import Template
+
+
+def make(
+    engine: Steps,
+    loaded: Loaded,
+    settings: ServeSettings,
+    name: str,
+    adapters: tuple[str, ...] = (),
+    template: Template | None = None,
+    on_start: Callable[[str], None] = lambda _: None,
+) -> Server:
+    """A server, not started yet."""
+    metrics = Metrics(name)
+    driver = Driver(engine, settings.queue, metrics.ended)
+    service = Service(loaded, driver, settings, metrics, name, adapters, template)
+    return Server(create(service), driver, settings, on_start)
+
+
+def run(
+    engine: Steps,
+    loaded: Loaded,
+    settings: ServeSettings,
+    name: str,
+    adapters: tuple[str, ...],
+    template: Template | None,
+) -> None:
+    """Serve until a signal asks to stop."""
+
+    def tell(address: str) -> None:
+        print(f"{name} answers at {address}", flush=True)
+        if not settings.hosts and not settings.keys:
+            print("Whoever reaches this address can use it: no API key is asked for.", file=sys.stderr, flush=True)
+
+    log_to_stderr()
+    make(engine, loaded, settings, name, adapters, template, tell).run()

@@ -1,0 +1,162 @@
+"""uvicorn, with errors as JSON also below the application, no waiting for silent clients, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jingu.serve.answers import dump
+from jingu.serve.driver import Driver
+from jingu.serve.errors import ServeError
+from jingu.serve.service import ServeSettings
+
+_HEADER_BYTES = 32_768
+_DRAIN_SECONDS = 1.0
+
+
+class Connection(H11Protocol):
+    """A client's connection. Who keeps the server waiting for a request, or does not read, is left."""
+
+    patience = 60.0
+    _overdue: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _refused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin; the kernel holds what the client has not read, and this process nothing."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self.transport.set_write_buffer_limits(0)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes. What follows a refused request is not looked at."""
+        if not self._refused:
+            super().data_received(data)
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        for timer in (self._overdue, self._unread):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, or has too large headers; then let the client finish, so that it reads why."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        words = "the headers are too large" if status == 431 else "this is not a request of HTTP/1.1"
+        self._refused = True
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = dump({"error": words, "error_type": "validation"})
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for part in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_DRAIN_SECONDS, self.transport.abort)
+
+    def _watch(self) -> None:
+        """Wait so long for a request to come in, or for the rest of one that has its answer."""
+        waits = self.conn.our_state in (h11.IDLE, h11.DONE)
+        if waits and self._overdue is None:
+            self._overdue = self.loop.call_later(self.patience, self.transport.abort)
+        elif not waits and self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+
+class Server(uvicorn.Server):
+    """A server that, asked to stop, takes nothing more, and finishes what it has or tells each client that it will not.
+
+    Args:
+        app: the application.
+        driver: of its engine.
+        on_start: told the address, once it answers there.
+    """
+
+    def __init__(
+        self, app: FastAPI, driver: Driver, settings: ServeSettings, on_start: Callable[[str], None] = lambda _: None
+    ) -> None:
+        protocol: Any = type("Connection", (Connection,), {"patience": settings.patience})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                http=protocol,
+                ws="none",
+                lifespan="on",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=_HEADER_BYTES,
+                timeout_graceful_shutdown=int(settings.grace) + 5,
+            )
+        )
+        self._driver = driver
+        self._grace = settings.grace
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Ctrl-C and SIGTERM end the server, and not the process with a signal; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End in order: no new requests, then those under way, for a while."""
+        self._driver.stopping = True
+        late = ServeError(503, "the server stops, and this took too long to finish", kind="incomplete_generation")
+        timer = asyncio.get_running_loop().call_later(self._grace, self._driver.abandon, late)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()

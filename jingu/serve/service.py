@@ -1,0 +1,205 @@
+"""What the handlers of both protocols share: the model, its names, prompts to ids, and choices put together."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal, TypeVar
+
+from fastapi import Depends
+from fastapi import Request as HttpRequest
+
+from jingu.infer.engine import room_after
+from jingu.infer.load import Loaded
+from jingu.infer.request import Event, Finish, Request, Token
+from jingu.serve.driver import Driver, Ticket
+from jingu.serve.errors import ServeError
+from jingu.serve.metrics import Metrics
+from jingu.tune.templates import Template
+
+T = TypeVar("T")
+PLACEHOLDERS = frozenset({"", "dummy", "tgi"})
+"""Names that clients of text-generation-inference send, which knows only one model; they stand for the base."""
+_LONG = 4_000
+"""Characters from which on a prompt is tokenized on a thread of its own."""
+_GREEDY_BELOW = 1e-4
+"""Temperatures below this could make infinities of scores, and choose no other token than the likeliest."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a model is served.
+
+    Attributes:
+        host: address to listen on.
+        port: to listen on; 0 takes a free one.
+        queue: requests accepted and not finished, at most.
+        timeout: seconds that a request may take.
+        grace: seconds that requests under way get to finish when the server is asked to stop.
+        patience: seconds to wait for a client that does not send, or does not read.
+        body_bytes: the largest body of a request.
+        keys: of which a client must send one; none: nobody is asked.
+        origins: pages from there may call the server (CORS).
+        hosts: names by which it may be called; none: any.
+        log_prompts: whether logs have the text of prompts.
+        pooling: how an embedding is made of the states of its tokens.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    queue: int = 128
+    timeout: float = 600.0
+    grace: float = 30.0
+    patience: float = 60.0
+    body_bytes: int = 2_000_000
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    log_prompts: bool = False
+    pooling: Literal["mean", "last"] = "mean"
+
+
+@dataclass(frozen=True)
+class Service:
+    """A model that is served.
+
+    Attributes:
+        name: of the base, by which clients ask for it.
+        adapters: names of the adapters, by which clients ask for them.
+        template: for conversations; None: there is none.
+    """
+
+    loaded: Loaded
+    driver: Driver
+    settings: ServeSettings
+    metrics: Metrics
+    name: str
+    adapters: tuple[str, ...] = ()
+    template: Template | None = None
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that a model's name asks for; None: the base. Raises ServeError for another name."""
+        if model is None or model == self.name or model in PLACEHOLDERS:
+            return None
+        if model in self.adapters:
+            return model
+        names = ", ".join([self.name, *self.adapters])
+        raise ServeError(404, f"there is no model {model[:200]!r} here, but {names}", field="model")
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a prompt as it stands: special tokens written in it are such."""
+
+        def ids() -> tuple[int, ...]:
+            found = tuple(self.loaded.tokenizer.encode(text, special=True))
+            begin = self.loaded.beginning
+            return found if begin and found[: len(begin)] == begin else (*begin, *found)
+
+        return await off_loop(ids, len(text))
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that can follow a prompt; at least 1, for the engine to refuse in its words."""
+        return max(room_after(self.loaded.spec, len(prompt)), 1)
+
+    def token_text(self, token: int) -> str:
+        """A token by itself, as text."""
+        return self.loaded.tokenizer.decode([token], special=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text."""
+        return self.loaded.tokenizer.bytes_of(token)
+
+    def token_name(self, token: int) -> str:
+        """A token as text; where its bytes are part of a character, as `bytes:` and these."""
+        found = self.token_bytes(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
+        return frozenset(self.loaded.tokenizer.special_tokens.values())
+
+    async def submit(self, http: HttpRequest, requests: Sequence[Request]) -> Ticket:
+        """As `Driver.submit`; the ticket ends with an error when its time is over. The log tells of it."""
+        ticket = await self.driver.submit(requests)
+        http.state.log["ticket"] = ticket
+        if self.settings.log_prompts:
+            http.state.log["prompts"] = [self.loaded.tokenizer.decode(list(each.prompt)) for each in requests]
+        seconds = self.settings.timeout
+        late = ServeError(504, f"the request took more than {seconds:g} seconds", kind="incomplete_generation")
+
+        def end() -> None:
+            if not ticket.closed:
+                ticket.fail(late, "timeout")
+                self.driver.drop(ticket)
+
+        ticket.limit(asyncio.get_running_loop().call_later(seconds, end))
+        return ticket
+
+
+def service_of(request: HttpRequest) -> Service:
+    """The service behind an application."""
+    found: Service = request.app.state.service
+    return found
+
+
+Served = Annotated[Service, Depends(service_of)]
+
+
+def seed_or_chance(seed: int | None) -> int:
+    """A seed for a request that has none."""
+    return secrets.randbits(31) if seed is None else seed
+
+
+def temperature_or_greedy(temperature: float) -> float:
+    """Temperature, where so low that only the likeliest token is ever chosen: 0."""
+    return temperature if temperature >= _GREEDY_BELOW else 0.0
+
+
+async def off_loop(function: Callable[[], T], size: int) -> T:
+    """The value of a function that takes time with so many characters: of many, on another thread."""
+    return await asyncio.to_thread(function) if size > _LONG else function()
+
+
+@dataclass
+class Choice:
+    """One answer, put together of its events."""
+
+    tokens: list[Token] = field(default_factory=list)
+    prompt: tuple[Token, ...] = ()
+    finish: Finish = "length"
+    logprob: float = 0.0
+
+    def take(self, event: Event) -> None:
+        """Add what a step has brought."""
+        self.prompt = self.prompt or event.prompt
+        if event.token is not None:
+            self.tokens.append(event.token)
+        self.finish = event.finish or self.finish
+        self.logprob = event.logprob
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return "".join(token.text for token in self.tokens)
+
+
+def choices_of(ticket: Ticket) -> list[list[Choice]]:
+    """An empty answer for each choice of each request."""
+    return [[Choice() for _ in range(request.n)] for request in ticket.requests]
+
+
+async def gathered(ticket: Ticket) -> list[list[Choice]]:
+    """All answers of a ticket, by request and choice. Raises ServeError."""
+    choices = choices_of(ticket)
+    async for lot in ticket.batches():
+        for place, event in lot:
+            choices[place][event.choice].take(event)
+    return choices

@@ -1,0 +1,103 @@
+"""`jingu serve`: a model behind HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from jingu.errors import JinguError
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.load import Device, Precision, load
+from jingu.tune.templates import Template, find_template
+
+
+def serve(
+    model: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    adapter: Sequence[str] | None = None,
+    template: str | None = None,
+    api_key: Sequence[str] | None = None,
+    api_key_file: Path | None = None,
+    max_batch: int = 64,
+    queue: int = 128,
+    timeout: float = 600.0,
+    grace: float = 30.0,
+    allow_host: Sequence[str] | None = None,
+    cors: Sequence[str] | None = None,
+    pooling: Literal["mean", "last"] = "mean",
+    log_prompts: bool = False,
+    precision: Precision = "auto",
+    device: Device = "auto",
+) -> None:
+    """Serve a model until Ctrl-C or SIGTERM.
+
+    Args:
+        model: a run, a step of a run, a Hugging Face folder or a GGUF file.
+        host: address to listen on; others than this machine's own can be reached from elsewhere.
+        name: by which clients ask for the model; its own where not given.
+        adapter: NAME=PATH of adapters beside it, which clients ask for by these names.
+        template: for conversations, where the tokenizer has none or another is wanted.
+        api_key_file: a key a line.
+
+    Raises:
+        JinguError: what is wrong with the model or the settings.
+    """
+    try:
+        from jingu.serve.run import run
+        from jingu.serve.service import ServeSettings
+    except ImportError as error:
+        raise JinguError(
+            f"a package is missing that the server needs ({error.name}).", fix="pip install 'jingu[serve]'"
+        ) from error
+    loopback = _is_loopback(host)
+    settings = ServeSettings(
+        host=host,
+        port=port,
+        queue=queue,
+        timeout=timeout,
+        grace=grace,
+        keys=(*(api_key or ()), *_keys(api_key_file)),
+        origins=tuple(cors or ()),
+        # A page of another site could else reach the server by a name that leads to this machine.
+        hosts=("localhost", "127.0.0.1", "[::1]", host, *(allow_host or ())) if loopback else (),
+        log_prompts=log_prompts,
+        pooling=pooling,
+    )
+    adapters = dict(_adapter(each) for each in adapter or ())
+    loaded = load(model, precision, device, adapters)
+    spoken: Template | None = None
+    if template is not None or loaded.template is not None:
+        spoken = find_template(template or "auto", loaded.tokenizer)
+    engine = Engine(loaded, EngineSettings(max_batch=max_batch))
+    run(engine, loaded, settings, name or loaded.name, tuple(adapters), spoken)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _keys(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise JinguError(f"the file of API keys cannot be read ({error}).", where=file) from error
+    if not keys:
+        raise JinguError("the file of API keys has none.", where=file, fix="Write a key a line.")
+    return keys
+
+
+def _adapter(given: str) -> tuple[str, Path]:
+    name, _, path = given.partition("=")
+    if not name or not path:
+        raise JinguError(f"{given} does not say an adapter.", where="--adapter", fix="Write NAME=PATH.")
+    return name, Path(path).expanduser()
