@@ -1,11 +1,13 @@
 """Saving while training goes on: tensors are copied to shared memory, and a process of its own writes the copy.
 
-The copy is made before `save` returns, so what lands on the disk is the step that it claims to be, whatever training
-does to its tensors meanwhile. The memory is used again for each save, so there is one copy, and one save at a time.
+The copy, too, is made while training goes on: between two steps of the optimizer nothing changes the tensors, and a
+step of the optimizer waits for what is not copied by then. So what lands on the disk is the step that it claims to be.
+The memory is used again for each save, so there is one copy, and one save at a time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -14,8 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -44,8 +47,18 @@ class Outcome:
 class BackgroundSaver:
     """Saves the same tensors again and again; every rank has one."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
         """Take the memory for a copy of what this rank writes of `tensors`, and start the process that writes.
+
+        Args:
+            optimizer: whose steps change the tensors, and wait for the copy; None: who changes them calls `settle`.
 
         Raises:
             CheckpointError: tensors that cannot be stored.
@@ -72,6 +85,12 @@ class BackgroundSaver:
         self._pending: Path | None = None
         self._said = b""
         self._process = self._start()
+        self._copying: threading.Thread | None = None
+        self._on_card: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+        self._free = threading.Event()
+        self._free.set()
+        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(lambda *_: self.settle())
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -95,7 +114,9 @@ class BackgroundSaver:
         keep: Keep,
         copy_to: str | None = None,
     ) -> None:
-        """Copy the tensors, and have the copy written. No save may be under way: `wait` first.
+        """Have the tensors copied, and the copy written. No save may be under way: `poll` first.
+
+        The tensors must not change before `settle` returns, which the optimizer's next step sees to.
 
         Args:
             folder, tensors, state: as for `jingu.checkpoint.store.save`.
@@ -109,17 +130,55 @@ class BackgroundSaver:
         blocks = held_blocks(tensors, self._rank, self._ranks)
         if _layout(blocks) != self._layout:
             raise ValueError("the tensors to save, or their layout, are no longer what they were")
-        by_name = {block.name: block.local for block in blocks}
-        torch._foreach_copy_(self._places, [by_name[name] for name in self._written], non_blocking=self._pinned)
-        if self._pinned:
-            torch.cuda.synchronize()
         if self._process.poll() is not None:
             self._process, self._said = self._start(), b""
         self._pending = folder.absolute()
         request: dict[str, Any] = {"folder": str(self._pending)}
         if self._rank == 0:
             request |= {"state": state, "step": step, "keep": asdict(keep), "copy_to": copy_to}
-        _tell(self._process, request)
+        by_name = {block.name: block.local for block in blocks}
+        pairs = [(place, by_name[name]) for place, name in zip(self._places, self._written, strict=True)]
+        self._on_card = self._copy_from_card([pair for pair in pairs if pair[1].is_cuda])
+        self._free.clear()
+        self._copying = threading.Thread(target=self._copy, args=([p for p in pairs if not p[1].is_cuda], request))
+        self._copying.start()
+
+    def _copy_from_card(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Have a card copy beside what it computes; the event that says when it has."""
+        if not pairs:
+            return None
+        beside = torch.cuda.Stream(pairs[0][1].device)
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            torch._foreach_copy_([to for to, _ in pairs], [tensor for _, tensor in pairs], non_blocking=self._pinned)
+        return beside.record_event()
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], request: dict[str, Any]) -> None:
+        """In a thread: copy what is in main memory, and ask for the writing when all is copied.
+
+        One thread fills the memory's bandwidth; those of PyTorch would stand in the way of training's.
+        """
+        try:
+            for to, tensor in pairs:
+                if tensor.is_contiguous():
+                    ctypes.memmove(to.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                else:
+                    to.copy_(tensor)
+            self._free.set()
+            if self._on_card is not None:
+                self._on_card.synchronize()
+            _tell(self._process, request)
+        except BaseException as error:
+            self._error = error
+            self._free.set()
+
+    def settle(self) -> None:
+        """Return when the tensors may change: they are copied, or a card will have before what it is told next."""
+        self._free.wait()
+        if self._on_card is not None:
+            torch.cuda.current_stream().wait_event(self._on_card)
+        if self._error is not None:
+            raise self._error
 
     @property
     def busy(self) -> bool:
@@ -133,6 +192,9 @@ class BackgroundSaver:
             seconds: how long to wait for it; None: until it has ended.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
+        if self._copying is not None and (seconds is None or self._error is not None):
+            self._copying.join()
+            self.settle()
         assert self._process.stdout is not None
         while self._pending is not None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -157,6 +219,10 @@ class BackgroundSaver:
     def close(self) -> None:
         """End the process, also where it is in the middle of a save, and give the memory back."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        if self._hook is not None:
+            self._hook.remove()
+        if self._copying is not None:
+            self._copying.join()
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from jingu.model.families import FAMILIES
 from jingu.model.families.family import exported_config
 from jingu.model.families.names import SAME, Entry, entries, their_shape, to_theirs
 from jingu.model.spec import ModelSpec
+from jingu.runtime.device import one_thread
 from jingu.runtime.files import new_folder
 from jingu.text.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ def export_hf(
                 shutil.copyfile(tokenizer_folder / name, folder / name)
         if not (folder / "tokenizer.json").is_file():
             Tokenizer.load(tokenizer_folder).save(folder)
-        with _one_thread():
+        with one_thread():  # casts and checks keep up with the disk
             broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
         if broken:
             raise JinguError(
@@ -102,17 +102,6 @@ def export_hf(
                 fix="Nothing was written. Take an earlier checkpoint, or another dtype where the weights are too large "
                 "for this one.",
             )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Casts and checks keep up with the disk on one thread; to share out pieces so small takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _write_weights(

@@ -14,7 +14,10 @@ Nothing here needs torch: the process that writes in the background starts at on
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
+import mmap
 import os
 import shutil
 import time
@@ -74,15 +77,18 @@ def _note_name(partial: Path, rank: int) -> Path:
 # Writing
 
 
-def write_part(partial: Path, plan: Manifest, data: Data, rank: int) -> None:
+def write_part(partial: Path, plan: Manifest, data: Data, rank: int, direct: bool = False) -> None:
     """Write one rank's shard file as planned, and the JSON file that tells the first rank about it.
+
+    Args:
+        direct: past the file system's cache, where it can: slower, and next to no work for the processor.
 
     Raises:
         OSError: as the disk will have it. What was written is taken back.
     """
     shard = partial / shard_name(rank, plan.ranks)
     try:
-        part = _write_shard(shard, plan, data)
+        part = _write_shard(shard, plan, data, direct)
         unseen = partial / f".part-{rank:05d}.json"
         write_bytes(unseen, part.to_bytes())
         unseen.rename(_part_name(partial, rank))  # the first rank looks for it, and finds it whole
@@ -93,13 +99,13 @@ def write_part(partial: Path, plan: Manifest, data: Data, rank: int) -> None:
         raise
 
 
-def _write_shard(path: Path, plan: Manifest, data: Data) -> Manifest:
+def _write_shard(path: Path, plan: Manifest, data: Data, direct: bool) -> Manifest:
     planned = sorted(
         ((piece.bytes, name, stored.dtype, piece) for name, stored in plan.tensors.items() for piece in stored.pieces),
         key=lambda item: item[:2],
     )
     written: dict[str, list[Piece]] = {name: [] for name in plan.tensors}
-    with _Writer(path) as out:
+    with _Writer(path, direct) as out:
         out.write(header_of((dtype, piece) for _, _, dtype, piece in planned))
         for _, name, _, piece in planned:
             digest = xxhash.xxh3_128()
@@ -209,10 +215,12 @@ def sync_folder(folder: Path) -> None:
 class _Writer:
     """A new file, hashed while it is written and on disk when it is closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, direct: bool = False) -> None:
+        """`direct`: past the file system's cache, where it can: what is written then passes through one block."""
         self._file = path.open("xb", buffering=0)
         self._digest = xxhash.xxh3_128()
-        self._bytes = 0
+        self._bytes = self._held = 0
+        self._aligned = memoryview(mmap.mmap(-1, CHUNK) if direct and self._pass_the_cache(True) else b"")
 
     def __enter__(self) -> _Writer:
         return self
@@ -220,15 +228,45 @@ class _Writer:
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         try:
             if kind is None:
+                if self._held:
+                    self._pass_the_cache(False)  # which takes whole blocks only
+                    write_all(self._file, self._aligned[: self._held])
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
+
+    def _pass_the_cache(self, on: bool) -> bool:
+        flag, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+        except OSError:
+            return False
+        return bool(flag)
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         self._digest.update(view)
         self._bytes += len(view)
-        write_all(self._file, view)
+        if not self._aligned:
+            write_all(self._file, view)
+            return
+        while len(view):
+            part = view[: CHUNK - self._held]
+            self._aligned[self._held : self._held + len(part)] = part
+            self._held, view = self._held + len(part), view[len(part) :]
+            if self._held == CHUNK:
+                self._write_block()
+
+    def _write_block(self) -> None:
+        place, self._held = self._file.tell(), 0
+        try:
+            write_all(self._file, self._aligned)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._pass_the_cache(False)  # some file systems say only now that they cannot
+            self._file.seek(place)
+            write_all(self._file, self._aligned)
 
     @property
     def record(self) -> FileRecord:

@@ -152,6 +152,7 @@ def reading(path: Path, record: FileRecord) -> Iterator[int]:
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing.", where=path.parent) from None
     try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
         yield descriptor
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from error

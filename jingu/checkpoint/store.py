@@ -6,7 +6,6 @@ of them while training goes on. `jingu.checkpoint.files` tells what is on disk.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +39,11 @@ from jingu.checkpoint.shards import (
     rows_of,
 )
 from jingu.checkpoint.slices import overlap, slice_of
+from jingu.runtime.device import one_thread
 
 Agree = Callable[[bool], bool]
 READERS = 4
-"""Threads that read at most; a tensor's pieces are read side by side."""
+"""Threads that read pieces side by side: more than there may be cores, since they wait for the disk in turn."""
 
 
 class MismatchError(CheckpointError):
@@ -224,7 +224,7 @@ def load_blocks(folder: Path, manifest: Manifest, blocks: Iterable[Held]) -> Non
         for piece in stored.pieces:
             if piece.file in inside:
                 inside[piece.file].append((stored.dtype, piece))
-    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
+    with one_thread(), ThreadPoolExecutor(READERS) as pool:
         for name in sorted(work):
             with reading(folder / name, manifest.files[name]) as descriptor:
                 check_header(descriptor, inside[name], manifest.files[name], folder / name)

@@ -64,7 +64,7 @@ def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> di
     try:
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            write_part(partial, plan, data, rank)
+            write_part(partial, plan, data, rank, direct=True)
         except Exception as error:
             own = cause_of(error)
             leave_note(partial, rank, error)

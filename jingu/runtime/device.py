@@ -7,7 +7,8 @@ import resource
 import shutil
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -45,6 +46,17 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
         if time.perf_counter() > end and trial > 1:
             break
     return best
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch work with one thread on CPU while inside: pieces that small take longer to share out than to do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def keep_freed_memory() -> None:

@@ -38,11 +38,18 @@ NONE = -1
 class Keeper:
     """Saves a run as `checkpoint` of its configuration has it. Every rank has one, and all take the same steps."""
 
-    def __init__(self, run: Run, ranks: Ranks, tensors: Callable[[], dict[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        ranks: Ranks,
+        tensors: Callable[[], dict[str, Tensor]],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         """Prepare for the saves to come: take the memory that those in the background need.
 
         Args:
             tensors: gives what is to be saved, by logical name.
+            optimizer: whose steps change them.
         """
         self._run, self._ranks, self._tensors = run, ranks, tensors
         self._settings = settings = run.config.checkpoint
@@ -53,7 +60,7 @@ class Keeper:
         if settings.background and often and run.config.parallel.offload.type == "disk":
             say("Checkpoints are written while training waits: what is offloaded to disk is not copied to memory.")
         elif settings.background and often:
-            self._saver = BackgroundSaver(tensors(), rank=ranks.rank, ranks=ranks.world)
+            self._saver = BackgroundSaver(tensors(), optimizer, rank=ranks.rank, ranks=ranks.world)
             say(f"Checkpoints are written in the background, from a copy of {self._saver.bytes / 1e6:,.1f} MB a rank.")
 
     def wishes(self) -> tuple[bool, bool]:

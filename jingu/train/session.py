@@ -109,7 +109,7 @@ def train_run(
         "tokens_per_step": plan.tokens_per_step,
     }
     with (
-        Keeper(run, ranks, lambda: checkpoint_tensors(model, optimizer)) as keeper,
+        Keeper(run, ranks, lambda: checkpoint_tensors(model, optimizer), optimizer) as keeper,
         _metrics(run, ranks, progress, start) as metrics,
     ):
         loop = Loop(

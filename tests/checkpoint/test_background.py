@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -77,6 +78,7 @@ def test_what_lands_is_the_step_it_claims(saver, tensors, tmp_path):
         pause(saver)
         saver.save(folder, tensors, {"step": step}, step, Keep(10))
         assert saver.busy and saver.poll() is None
+        saver.settle()
         train(tensors)
         assert not folder.exists()
         resume(saver)
@@ -86,6 +88,35 @@ def test_what_lands_is_the_step_it_claims(saver, tensors, tmp_path):
         assert read_state(folder) == {"step": step}
     assert all_steps(tmp_path) == [1, 2, 3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+
+
+def test_a_step_of_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
+    """The copy begins only when the optimizer has come to its next step."""
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+    def step() -> None:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    def tensors() -> dict[str, Tensor]:
+        return {"weight": weight, **optimizer.state[weight]}
+
+    step()
+    saver, at_its_step = BackgroundSaver(tensors(), optimizer), threading.Event()
+    copy, settle = saver._copy, saver.settle
+    monkeypatch.setattr(saver, "_copy", lambda *arguments: (at_its_step.wait(60), copy(*arguments)))
+    monkeypatch.setattr(saver, "settle", lambda: at_its_step.set() or settle())
+    for number in (1, 2):
+        at_its_step.clear()
+        expected = copies(tensors())
+        saver.save(step_folder(tmp_path, number), tensors(), {}, number, Keep(2))
+        assert not saver._free.is_set()
+        step()
+        assert not any(torch.equal(expected[name], tensor) for name, tensor in tensors().items())
+        assert saver.poll(None).problem is None
+        assert_holds(step_folder(tmp_path, number), expected)
+    saver.close()
 
 
 def test_it_clears_away_what_is_not_kept(saver, tensors, tmp_path):
