@@ -160,12 +160,15 @@ class SupervisedSettings(Settings):
 
     type: Literal["supervised"] = "supervised"
     template: str = "auto"
-    """How a conversation is written: the tokenizer's own template (auto), chatml, qwen, llama2, llama3, alpaca, plain,
-    or a file of Jinja."""
+    """How a conversation is written: the tokenizer's own template (auto), chatml, qwen, llama2, llama3, alpaca,
+    bloomz-plain, or a file of Jinja."""
     train_on: Literal["answers", "last_answer", "all"] = "answers"
-    """Which tokens are trained; rounds of weight 0 are not among the answers."""
+    """Which tokens are trained; an answer's weight (in its row) is a factor on its loss."""
     longer: Literal["cut", "drop", "split"] = "cut"
     """What to do with a row that is longer than a sequence: cut its end, leave it out, or divide it by rounds."""
+    sequences: Literal["packed", "by_length", "padded"] = "packed"
+    """What fills a sequence: as many rows as fit, apart from each other; or one row, with the rows of a step of similar
+    length, or as it comes. Where it is one row, a micro-batch is as long as its longest (not in a pipeline)."""
     obey_special: bool = False
     """Whether special tokens written in a row's texts are such tokens; else they are plain text."""
 
@@ -450,6 +453,12 @@ class TrainSettings(Settings):
     """Optimizer steps of the run."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each target that is spread evenly over the vocabulary; evaluations leave it out."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared logarithm of the softmax's sum, such as 1e-4; evaluations leave it out."""
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    """Size of the noise on embedded tokens (NEFTune's α, such as 5), for decoders."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks; auto: where a compiler is present and the run is long enough to earn it."""
     activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()

@@ -32,6 +32,10 @@ class Batch:
     """Position of each token; None: 0 … sequence - 1."""
     documents: Tensor | None = None
     """Attention stays within equal numbers; None: each row is one document."""
+    weights: Tensor | None = None
+    """Factor on the loss at each place, floating; None: 1."""
+    noise: Tensor | None = None
+    """[2, rows, sequence] keys and scales of noise on the embedded tokens."""
     source: Source | None = None
     """For encoder-decoders; the fields above are then the decoder's side."""
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from jingu.data.batch import IGNORED, Batch
+from jingu.data.batch import IGNORED, Batch, changed
 from jingu.data.dataset import TokenDataset
 from jingu.data.drop import Dropped
 from jingu.data.fill import FillInTheMiddle
 from jingu.data.mixture import Mixture
 from jingu.data.order import BlockOrder, Permutation, window_offset
-from jingu.data.packing import PackedRows
+from jingu.data.packing import PackedRows, Rows, apart
 from jingu.errors import JinguError
 
 Numbers = npt.NDArray[np.int64]
@@ -60,10 +60,10 @@ class Windows:
             starts[inside] = windows * self.sequence_length + window_offset(self.sequence_length, self.seed, epoch)
         return starts % self.dataset.tokens
 
-    def read(self, starts: Numbers) -> tuple[Numbers, Numbers, None]:
-        """[rows, sequence] tokens and labels; documents are told apart by their ends."""
+    def read(self, starts: Numbers) -> Rows:
+        """Documents are told apart by their ends."""
         rows_BS = self.dataset.gather(starts, self.sequence_length + 1)
-        return rows_BS[:, :-1], rows_BS[:, 1:], None
+        return Rows(rows_BS[:, :-1], rows_BS[:, 1:])
 
     def places(self, starts: Numbers) -> Numbers:
         """[rows, sequence] the place of each token in the data set."""
@@ -89,6 +89,8 @@ class BatchSource:
     """Whether attention stays inside each document, and positions begin anew with it."""
     dropped: Dropped | None = None
     fill: FillInTheMiddle | None = None
+    short: bool = False
+    """Whether a batch is only as long as its longest row, in eighths of a sequence."""
 
     def locate(self, step: int) -> tuple[Numbers, Numbers, Numbers]:
         """For each row of step `step` (0-based): its source, its number among that source's samples, and the place
@@ -107,10 +109,12 @@ class BatchSource:
         which, _, starts = self._locate(samples)
         shape = count, self.sources[0].sequence_length
         tokens, labels, documents = (np.empty(shape, dtype=np.int64) for _ in range(3))
+        weights = None
         for number in np.unique(which).tolist():
             source, inside = self.sources[number], which == number if len(self.sources) > 1 else slice(None)
             end_id = source.dataset.end_id
-            tokens[inside], labels[inside], known = source.read(starts[inside])
+            rows = source.read(starts[inside])
+            tokens[inside], labels[inside] = rows.tokens, rows.labels
             if self.dropped is not None and step in self.dropped:
                 places = source.places(starts[inside])
                 tokens[inside] = np.where(self.dropped.has(number, places), end_id, tokens[inside])
@@ -119,15 +123,19 @@ class BatchSource:
             if self.fill is not None:
                 tokens[inside], labels[inside] = self.fill.batch(tokens[inside], labels[inside], samples[inside])
             if self.apart:
+                known = rows.documents
                 documents[inside] = between_ends(tokens[inside], end_id) if known is None else known
+            if rows.weights is not None:
+                weights = np.empty(shape, dtype=np.float32) if weights is None else weights
+                weights[inside] = rows.weights
         if not self.apart:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
-        return Batch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(labels),
-            torch.from_numpy(restarted(documents)),
-            torch.from_numpy(documents),
-        )
+        batch = apart(Rows(tokens, labels, documents, weights))
+        if not self.short:
+            return batch
+        eighth = -(-shape[1] // 8)
+        used = -(-int((documents >= 0).sum(1).max(initial=1)) // eighth) * eighth
+        return changed(batch, lambda each: each[:, :used].contiguous())
 
     def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         which, numbers = self.mixture.locate(samples)
@@ -144,25 +152,18 @@ def between_ends(tokens_BT: Numbers, end_id: int) -> Numbers:
     return np.cumsum(ends, axis=1) - ends
 
 
-def restarted(documents_BT: Numbers) -> Numbers:
-    """[rows, sequence] positions that begin anew with each document."""
-    places = np.broadcast_to(np.arange(documents_BT.shape[1]), documents_BT.shape)
-    begins = np.diff(documents_BT, axis=1, prepend=-2) != 0
-    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-
-
 def held_out_windows(dataset: TokenDataset, sequence_length: int) -> int:
     """Windows that cover the split."""
     return -(-dataset.tokens // sequence_length)
 
 
 def held_out_batch(
-    dataset: TokenDataset, sequence_length: int, first: int, count: int, *, apart: bool = False
+    dataset: TokenDataset, sequence_length: int, first: int, count: int, *, inside: bool = False
 ) -> Batch:
     """Windows [first, first + count) of the split in its own order, which together predict each token once.
 
     The first token of all is predicted from the end token. Places past the end of the split, whole windows
-    too, hold the end token and the label -100. `apart`: attention stays inside documents.
+    too, hold the end token and the label -100. `inside`: attention stays inside documents.
     """
     start = first * sequence_length
     size = count * sequence_length
@@ -174,16 +175,8 @@ def held_out_batch(
         before = dataset.gather(np.array([start - 1]), 1)[0, 0] if start else dataset.end_id
         tokens[:there] = np.concatenate([[before], labels[: there - 1]])
     tokens_BT, labels_BT = tokens.reshape(count, sequence_length), labels.reshape(count, sequence_length)
-    if not apart:
-        return _batch(tokens_BT, labels_BT)
-    documents_BT = between_ends(tokens_BT, dataset.end_id)
-    return replace(
-        _batch(tokens_BT, labels_BT),
-        positions=torch.from_numpy(restarted(documents_BT)),
-        documents=torch.from_numpy(documents_BT),
-    )
-
-
-def _batch(tokens_BT: Numbers, labels_BT: Numbers) -> Batch:
     # Copies, so that each is contiguous and the two share no memory.
-    return Batch(torch.from_numpy(tokens_BT.copy()), torch.from_numpy(labels_BT.copy()))
+    tokens_BT, labels_BT = tokens_BT.copy(), labels_BT.copy()
+    if not inside:
+        return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(labels_BT))
+    return apart(Rows(tokens_BT, labels_BT, between_ends(tokens_BT, dataset.end_id)))

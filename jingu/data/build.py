@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -163,7 +163,7 @@ def _encode_all(
     """The units from `first` on encoded, in order, by so many processes (1: this one), with a progress bar."""
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
     left = units[first:]
-    results = (job(unit) for unit in left) if workers == 1 else _in_processes(job, left, workers)
+    results = (job(unit) for unit in left) if workers == 1 else in_processes(job, left, workers)
     bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, desc="data", disable=None)
     with bar, closing(results):
         for size, result in zip(sizes[first:], results, strict=True):
@@ -171,7 +171,7 @@ def _encode_all(
             bar.update(size)
 
 
-def _in_processes(job: Callable[[Unit], Encoded], units: list[Unit], workers: int) -> Generator[Encoded, None, None]:
+def in_processes(job: Callable[[Any], Encoded], units: Sequence[Any], workers: int) -> Generator[Encoded, None, None]:
     """Results in the order of the units; only a few units are under way or waiting at a time."""
     # spawn: a forked child would inherit the threads of the tokenizer and of torch.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent)
@@ -207,11 +207,11 @@ def _follow_parent() -> None:
 
 
 @lru_cache(maxsize=1)
-def _load_once(path: Path, fingerprint: str) -> Tokenizer:
+def load_once(path: Path, fingerprint: str) -> Tokenizer:
     """A process's tokenizer, read at its first unit."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint() != fingerprint:
-        raise JinguError("the tokenizer changed during the build.", where=path, fix="Run `jingu data build` again.")
+        raise JinguError("the tokenizer changed during the build.", where=path, fix="Run it again.")
     return tokenizer
 
 
@@ -220,7 +220,7 @@ def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit:
 
     Ids of a unit that is a large file by itself are brought to a file in `place`, so that memory stays bounded.
     """
-    tokenizer = _load_once(path, fingerprint)
+    tokenizer = load_once(path, fingerprint)
     tally = Tally()
     dtype = np.dtype(best_dtype(tokenizer.vocabulary))
     end = np.array([tokenizer.end_id], dtype=dtype)

@@ -11,13 +11,45 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from jingu.data.batch import IGNORED
+from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset
 from jingu.data.order import Permutation
 from jingu.errors import JinguError
 
 Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All [rows, sequence]."""
+
+    tokens: Numbers
+    labels: Numbers
+    documents: Numbers | None = None
+    """Counted from 0; -1 where a row is empty. None: not told apart yet."""
+    weights: npt.NDArray[np.float32] | None = None
+    """Of the labels; None: 1."""
+
+
+def apart(rows: Rows) -> Batch:
+    """A batch whose attention stays inside documents, with which positions begin anew."""
+    assert rows.documents is not None
+    return Batch(
+        torch.from_numpy(rows.tokens),
+        torch.from_numpy(rows.labels),
+        torch.from_numpy(restarted(rows.documents)),
+        torch.from_numpy(rows.documents),
+        None if rows.weights is None else torch.from_numpy(rows.weights),
+    )
+
+
+def restarted(documents_BT: Numbers) -> Numbers:
+    """[rows, sequence] positions that begin anew with each document."""
+    places = np.broadcast_to(np.arange(documents_BT.shape[1]), documents_BT.shape)
+    begins = np.diff(documents_BT, axis=1, prepend=-2) != 0
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
 
 @dataclass(frozen=True)
@@ -36,10 +68,14 @@ class PackedRows:
         pieces = cut_documents(self.dataset.document_lengths(), self.sequence_length)
         if not len(pieces):
             raise JinguError("the data set has no document of two tokens.", where=self.dataset.path)
-        rows = pack(pieces[:, 1], self.sequence_length)
+        rows = self.fill(pieces[:, 1])
         order = np.argsort(rows, kind="stable")
         object.__setattr__(self, "pieces", pieces[order])
         object.__setattr__(self, "ends", np.cumsum(np.bincount(rows)))
+
+    def fill(self, sizes: Numbers) -> Numbers:
+        """The row of each piece."""
+        return pack(sizes, self.sequence_length)
 
     def __len__(self) -> int:
         """Rows an epoch."""
@@ -53,8 +89,8 @@ class PackedRows:
             rows[epochs == epoch] = Permutation(len(self), self.seed, epoch)(places[epochs == epoch])
         return rows
 
-    def read(self, rows: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """[rows, sequence] tokens, labels, and documents counted from 0; -1 where a row is empty."""
+    def read(self, rows: Numbers) -> Rows:
+        """Rows by their number."""
         shape = len(rows), self.sequence_length
         tokens, labels = np.full(shape, self.dataset.end_id), np.full(shape, IGNORED)
         documents = np.full(shape, -1)
@@ -65,7 +101,7 @@ class PackedRows:
                 part = slice(at, at + size)
                 tokens[row, part], labels[row, part], documents[row, part] = ids[:-1], ids[1:], number
                 at += size
-        return tokens, labels, documents
+        return Rows(tokens, labels, documents)
 
     def places(self, rows: Numbers) -> Numbers:
         """[rows, sequence] the place of each token in the data set; -2 where a row is empty."""

@@ -42,7 +42,7 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
             dataset = replace(dataset, manifest=known)
         if isinstance(data.objective, SupervisedSettings):
             place, seed = Path(settings.path), config.seed + number
-            windows.append(open_supervised(place, "train", data.objective, batch.sequence_length, seed))
+            windows.append(open_supervised(place, "train", data.objective, batch, seed))
         elif data.packing == "best_fit":
             windows.append(PackedRows(dataset, batch.sequence_length, config.seed + number))
         else:
@@ -50,7 +50,9 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     dropped = read_drop(data.drop, [each.dataset for each in windows])
     mixture = mixture_of(config, windows)
     fill = plan_fill(data.objective, tokenizer, config.seed) if data.objective.type == "fill_in_the_middle" else None
-    source = BatchSource(tuple(windows), mixture, batch.global_size, data.keeps_apart, dropped, fill)
+    short = isinstance(data.objective, SupervisedSettings) and data.objective.sequences != "packed"
+    short &= config.parallel.pipeline == 1  # the schedules know one shape
+    source = BatchSource(tuple(windows), mixture, batch.global_size, data.keeps_apart, dropped, fill, short)
     samples = config.train.steps * batch.global_size
     if source.mixture.end is not None and source.mixture.end < samples:
         raise JinguError(

@@ -1,57 +1,92 @@
-"""Rows of supervised data: packed like documents, and trained only where a second file says so."""
+"""Rows of supervised data: packed like documents or one a sequence, and trained as the weights in a second file say."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from jingu.config.schema import SupervisedSettings
+from jingu.config.schema import BatchSettings, SupervisedSettings
 from jingu.data.batch import IGNORED, Batch
-from jingu.data.batches import restarted
-from jingu.data.dataset import TokenDataset, open_dataset
-from jingu.data.indexed import IndexedReader, IndexedWriter
-from jingu.data.manifest import Shard, SplitName
-from jingu.data.packing import Numbers, PackedRows
-from jingu.data.reading import Ids
+from jingu.data.dataset import TokenDataset, joined, open_dataset
+from jingu.data.indexed import IndexedReader
+from jingu.data.manifest import SplitName
+from jingu.data.order import Permutation
+from jingu.data.packing import Numbers, PackedRows, Rows, apart, pack
 from jingu.errors import JinguError
 from jingu.text.record import differences
+
+NOT_MADE = {"sequences"}
+"""What of the objective does not change a data set's content."""
+WHOLE = 100
+"""A weight of 1, as it is stored."""
 
 
 @dataclass(frozen=True)
 class SupervisedRows(PackedRows):
     """A data set as sequences of whole rows, in a new order each epoch."""
 
-    trained: TokenDataset
-    """1 for each id that is trained, in the places of the ids."""
+    weights: TokenDataset
+    """The weight of each id in hundredths, in the places of the ids; 0 where it is not trained."""
+    packs: bool = True
+    """Whether a sequence holds several rows."""
+    together: int | None = None
+    """So many samples that follow each other are rows of similar length; None: they are as it comes."""
+    _orders: dict[int, Numbers] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def read(self, rows: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """[rows, sequence] tokens, labels, and documents counted from 0; -1 where a row is empty."""
-        tokens, labels, documents = super().read(rows)
+    def fill(self, sizes: Numbers) -> Numbers:
+        return pack(sizes, self.sequence_length) if self.packs else np.arange(len(sizes))
+
+    def __len__(self) -> int:
+        """Sequences an epoch; where they go together, whole groups of them."""
+        rows, size = len(self.ends), self.together or 1
+        return rows // size * size or rows
+
+    def starts(self, samples: Numbers) -> Numbers:
+        if self.together is None:
+            return super().starts(samples)
+        epochs, places = np.divmod(samples, len(self))
+        return np.array([self._by_length(epoch)[place] for epoch, place in zip(epochs.tolist(), places, strict=True)])
+
+    def _by_length(self, epoch: int) -> Numbers:
+        """The rows of an epoch in the order of their samples: groups in random order, a group's rows of similar length.
+
+        A few rows that make no whole group are left out, others in each epoch.
+        """
+        if epoch not in self._orders:
+            order = Permutation(len(self.ends), self.seed, epoch)(np.arange(len(self)))
+            order = order[np.argsort(self.pieces[order, 1], kind="stable")]
+            groups = order.reshape(-1, min(self.together or 1, len(self)))
+            mixed = Permutation(len(groups), self.seed + 1, epoch)(np.arange(len(groups)))
+            self._orders.clear()
+            self._orders[epoch] = groups[mixed].reshape(-1)
+        return self._orders[epoch]
+
+    def read(self, rows: Numbers) -> Rows:
+        """Rows by their number; what has no weight has no label."""
+        found = super().read(rows)
+        weights = np.zeros(found.labels.shape, np.float32)
         for row, pieces in enumerate(map(self._pieces, rows.tolist())):
-            masks = [self.trained.gather(np.array([start + 1]), size)[0] for start, size in pieces.tolist()]
-            mask = np.concatenate(masks)
-            labels[row, : len(mask)][mask == 0] = IGNORED
-        return tokens, labels, documents
+            held = [self.weights.gather(np.array([start + 1]), size)[0] for start, size in pieces.tolist()]
+            weights[row, : sum(map(len, held))] = np.concatenate(held) / np.float32(WHOLE)
+        return replace(found, labels=np.where(weights > 0, found.labels, IGNORED), weights=weights)
 
     def batch(self, first: int, count: int) -> Batch:
         """Sequences [first, first + count) in their own order; those past the last have no labels."""
-        tokens, labels, documents = self.read(np.minimum(np.arange(first, first + count), len(self) - 1))
-        labels[max(0, len(self) - first) :] = IGNORED
-        tokens_BT, labels_BT, documents_BT = map(torch.from_numpy, (tokens, labels, documents))
-        return Batch(tokens_BT, labels_BT, torch.from_numpy(restarted(documents)), documents_BT)
+        rows = self.read(np.minimum(np.arange(first, first + count), len(self.ends) - 1))
+        rows.labels[max(0, len(self.ends) - first) :] = IGNORED
+        return apart(rows)
 
 
 def open_supervised(
-    path: Path, split: SplitName, objective: SupervisedSettings, sequence_length: int, seed: int
+    path: Path, split: SplitName, objective: SupervisedSettings, batch: BatchSettings, seed: int
 ) -> SupervisedRows:
     """Open what `jingu tune prepare` made in `path`. Raises JinguError where it is missing or made otherwise."""
     dataset = open_dataset(path, split)
     made = dataset.manifest.settings
-    now = {**objective.model_dump(mode="json"), "sequence_length": sequence_length}
+    now = {**objective.model_dump(mode="json", exclude=NOT_MADE), "sequence_length": batch.sequence_length}
     then = {**made.get("objective", {"type": "causal"}), "sequence_length": made.get("sequence_length")}
     if changes := differences(then, now):
         raise JinguError(
@@ -59,18 +94,13 @@ def open_supervised(
             where=path,
             fix="Delete the folder and run `jingu tune prepare`, or set data.path to another folder.",
         )
-    masks = [IndexedReader(path / shard.name).storage for shard in dataset.manifest.split(split).beside]
-    return SupervisedRows(dataset, sequence_length, seed, replace(dataset, shards=masks))
+    beside = [IndexedReader(path / shard.name).storage for shard in dataset.manifest.split(split).beside]
+    packs = objective.sequences == "packed" or split == "held_out"
+    together = batch.global_size if objective.sequences == "by_length" and not packs else None
+    return SupervisedRows(dataset, batch.sequence_length, seed, replace(dataset, shards=beside), packs, together)
 
 
-def write_supervised(
-    place: Path, split: SplitName, dtype: str, rows: Sequence[Ids], trained: Sequence[Ids]
-) -> tuple[Shard, Shard]:
-    """Write the rows of a split, and which of their ids are trained."""
-    lengths = np.array([len(ids) for ids in rows])
-    shards = []
-    for name, kind, held in ((split, dtype, rows), (f"{split}-trained", "uint8", trained)):
-        writer = IndexedWriter(place / f"{name}-00000", kind)
-        writer.add(np.concatenate(held), lengths)
-        shards.append(writer.close())
-    return shards[0], shards[1]
+def join_rows(rows: Sequence[SupervisedRows]) -> SupervisedRows:
+    """Rows of several data sets, packed together."""
+    datasets, weights = (joined([getattr(each, name) for each in rows]) for name in ("dataset", "weights"))
+    return replace(rows[0], dataset=datasets, weights=weights)

@@ -37,6 +37,8 @@ class Encoded:
     text_bytes: Counts
     hashes: npt.NDArray[np.uint64]
     tally: Tally
+    beside: npt.NDArray[np.uint8] | None = None
+    """Of supervised data, the weight of each id."""
     spilled: str | None = None
     """The file that holds the ids, where they are many; it goes when they are written."""
 
@@ -49,17 +51,24 @@ class SplitWriter:
         self._place, self._name, self._dtype, self._shard_tokens = place, name, dtype, shard_tokens
         self._shards = [Shard(**shard) for shard in done.get("shards", [])]
         self._writer = self._open(Written(**done["open"])) if done.get("open") else None
+        self._beside = [Shard(**shard) for shard in done.get("beside", [])]
+        self._weights = self._open_beside(Written(**done["open"])) if done.get("weights") else None
 
     def add(self, unit: Encoded, mask: npt.NDArray[np.bool_]) -> None:
         """Append the unit's documents where `mask` holds."""
         ids = unit.ids[np.repeat(mask, unit.lengths)]
         lengths, text_bytes = unit.lengths[mask], unit.text_bytes[mask]
+        beside = None if unit.beside is None else unit.beside[np.repeat(mask, unit.lengths)]
         while len(lengths):
             self._writer = self._writer or self._open(None)
             ends = np.cumsum(lengths)
             count = int(np.searchsorted(ends, self._shard_tokens - self._writer.tokens)) + 1
             end = int(ends[:count][-1])
             self._writer.add(ids[:end], lengths[:count], int(text_bytes[:count].sum()))
+            if beside is not None:
+                self._weights = self._weights or self._open_beside(None)
+                self._weights.add(beside[:end], lengths[:count])
+                beside = beside[end:]
             ids, lengths, text_bytes = ids[end:], lengths[count:], text_bytes[count:]
             if self._writer.tokens >= self._shard_tokens:
                 self._close_shard()
@@ -67,26 +76,39 @@ class SplitWriter:
     def sync(self) -> dict[str, Any]:
         """Bring all that was added to the disk; what it takes to go on from here."""
         written = self._writer and asdict(self._writer.sync())
-        return {"shards": [shard.model_dump() for shard in self._shards], "open": written}
+        shards, beside = ([shard.model_dump() for shard in each] for each in (self._shards, self._beside))
+        return {
+            "shards": shards,
+            "beside": beside,
+            "open": written,
+            "weights": bool(self._weights and self._weights.sync()),
+        }
 
     def close(self) -> Split:
         self._close_shard()
-        return Split(shards=self._shards)
+        return Split(shards=self._shards, beside=self._beside)
 
     def _open(self, done: Written | None) -> IndexedWriter:
         return IndexedWriter(self._place / f"{self._name}-{len(self._shards):05d}", self._dtype, done)
+
+    def _open_beside(self, done: Written | None) -> IndexedWriter:
+        return IndexedWriter(self._place / f"{self._name}-weights-{len(self._shards):05d}", "uint8", done)
 
     def _close_shard(self) -> None:
         if self._writer is not None:
             self._shards.append(self._writer.close())
             self._writer = None
+        if self._weights is not None:
+            self._beside.append(self._weights.close())
+            self._weights = None
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.stream.close()
+        for writer in (self._writer, self._weights):
+            if writer is not None:
+                writer.stream.close()
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,7 @@ class Assembled:
     held_out: Split
     tally: Tally
     duplicates: int
-    """Documents left out: copies of earlier ones."""
+    """Copies of earlier documents, left out or not; where they are kept, counted of supervised data only."""
 
 
 class Assembly:
@@ -174,13 +196,15 @@ class Assembly:
             self._low = min(self._low, int(unit.hashes.min()))
             self._high = max(self._high, int(unit.hashes.max()))
         first = np.ones(len(unit.hashes), dtype=np.bool_)
-        if self._data.duplicates == "drop":
+        drops = self._data.duplicates == "drop"
+        if drops or unit.beside is not None:
             for number, hash_ in enumerate(unit.hashes.tolist()):
                 first[number] = hash_ not in self._seen
                 if first[number]:
                     self._seen.add(hash_)
                     self._new.append(hash_)
             self._duplicates += int((~first).sum())
+        first |= not drops
         held = unit.hashes < np.uint64(self._threshold)
         train.add(unit, first & ~held)
         held_out.add(unit, first & held)

@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from jingu.model.attention import Cache, CrossAttention, LayerCache, SelfAttention, attention_mask
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
+from jingu.model.noise import EmbeddingNoise
 from jingu.model.products import linear
 from jingu.model.rotary import Rotary, rotary_tables
 from jingu.model.sharding import Table
@@ -85,7 +86,7 @@ class Stack(nn.Module):
     the last one the norm after them; biases of relative positions are in each, and are the same in all. A part
     without blocks has nothing."""
 
-    SHARDING: ClassVar[Table] = {"embedding": "vocabulary", "positions": "tokens"}
+    SHARDING: ClassVar[Table] = {"embedding": "vocabulary", "positions": "tokens", "noise": "tokens"}
 
     def __init__(self, spec: ModelSpec, layers: int, part: range, *, embeds: bool, causal: bool, cross: bool) -> None:
         super().__init__()
@@ -94,6 +95,7 @@ class Stack(nn.Module):
         learned, bias = begins and isinstance(spec.position, LearnedPositions), spec.position
         self.embedding = Embedding(spec.vocabulary, spec.width) if embeds else None
         self.positions = Embedding(spec.context, spec.width) if learned else None
+        self.noise = EmbeddingNoise(spec.width) if begins else None
         heads = spec.attention.heads
         self.relative_bias = Embedding(bias.buckets, heads) if part and isinstance(bias, RelativeBias) else None
         self.embedding_norm = make_norm(spec.norm, spec.width) if begins and spec.embedding_norm else None
@@ -102,8 +104,10 @@ class Stack(nn.Module):
             self.blocks.add_module(str(number), Block(spec, causal=causal, cross=cross))
         self.norm = make_norm(spec.norm, spec.width) if self.ends else None
 
-    def begin(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+    def begin(self, x_BTD: Tensor, positions_BT: Tensor, noise_2BT: Tensor | None = None) -> Tensor:
         """What the first block is given, of embedded tokens."""
+        if noise_2BT is not None and self.noise is not None:
+            x_BTD = x_BTD + self.noise(noise_2BT).to(x_BTD.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(positions_BT)
         return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
@@ -176,6 +180,7 @@ class Decoder(Stack):
         loss: Head | None = None,
         auxiliary: Auxiliary | None = None,
         passed: Passed | None = None,
+        noise_2BT: Tensor | None = None,
     ) -> Tensor | Passed:
         """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs.
 
@@ -188,8 +193,9 @@ class Decoder(Stack):
                 that shards parameters has gathered the weight.
             auxiliary: called with what the routers did, in training; its results [n] follow the loss in [1 + n].
             passed: to a part that is not the first, what the one before it handed on.
+            noise_2BT: keys and scales of noise on the embedded tokens (`EmbeddingNoise`).
         """
-        return self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed)
+        return self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed, noise_2BT=noise_2BT)
 
     def decode(
         self,
@@ -201,6 +207,7 @@ class Decoder(Stack):
         auxiliary: Auxiliary | None,
         passed: Passed | None = None,
         encoded: Encoded | None = None,
+        noise_2BT: Tensor | None = None,
     ) -> Tensor | Passed:
         """`forward`; with an encoder's states, where there is one."""
         if positions_BT is None:
@@ -208,7 +215,7 @@ class Decoder(Stack):
             positions_BT = torch.arange(past, past + tokens_BT.shape[1], device=tokens_BT.device)
         if passed is None:
             assert self.embedding is not None
-            start_BTD = self.begin(self.embedding(tokens_BT), positions_BT)
+            start_BTD = self.begin(self.embedding(tokens_BT), positions_BT, noise_2BT)
             passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
         passed = self.run(passed, positions_BT, documents_BT, cache, encoded)
         if not self.ends:

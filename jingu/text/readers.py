@@ -48,6 +48,12 @@ class Tally:
     """Taken, with U+FFFD for what was not UTF-8."""
     skipped: list[str] = field(default_factory=list)
     """Mistakes for which something was left out, in words, where `data.on_error` is `skip`."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """What became of rows of supervised data, in words."""
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count rows."""
+        self.rows[what] = self.rows.get(what, 0) + int(number)
 
     def add(self, other: Tally) -> None:
         self.documents += other.documents
@@ -55,6 +61,8 @@ class Tally:
         self.invalid += other.invalid
         self.replaced += other.replaced
         self.skipped += other.skipped
+        for what, number in other.rows.items():
+            self.count(what, number)
 
 
 def read_documents(spans: Iterable[Span], settings: DataSettings, tally: Tally) -> Iterator[Document]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +107,30 @@ class Tokenizer:
             places.append((min(first, end), last))
             end = max(end, last)
         return list(found.ids), places
+
+    def encode_spans(
+        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of the text; and for each span of its characters the first id that has one of them, and the first after
+        it that has none. A space that pieces leave out belongs to the piece after it."""
+        found = (self._recognising if special else self._inner).encode(text, add_special_tokens=False)
+        ids = list(found.ids)
+
+        def first_at(place: int) -> int:
+            while place < len(text):
+                if (number := found.char_to_token(place)) is not None:
+                    return int(number)
+                place += 1
+            return len(ids)
+
+        places = []
+        for start, end in spans:
+            last = first_at(end)
+            # A piece that begins in the span, or after a space in it, is the span's.
+            if start < end and last < len(ids):
+                last += found.token_to_chars(last)[0] < end or found.char_to_token(end - 1) is None
+            places.append((first_at(start), last))
+        return ids, places
 
     @cached_property
     def _recognising(self) -> Any:

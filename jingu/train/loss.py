@@ -20,27 +20,42 @@ from jingu.parallel.collectives import all_reduce
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 
 ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the logits and labels of a chunk to the loss of each token and its gradient with respect to the logits; where
+the label is -100, both are finite, and nobody uses them."""
 
 
-def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of a chunk's trained tokens, and softmax minus one-hot for *every* token of it.
+def chunk_loss(logits_CV: Tensor, labels_C: Tensor, smoothing: float = 0.0, z: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each token of a chunk, and its gradient. The arithmetic is fp32 at least; the gradient has the
+    logits' dtype.
 
-    The arithmetic is fp32 at least; the second result has the logits' dtype. Rows whose label is -100 hold
-    something finite there that the caller must not use.
+    Args:
+        smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et al., 2016).
+        z: weight of the squared logarithm of the softmax's sum, which keeps logits near zero (PaLM, section 5).
     """
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     picked_C1 = labels_C.clamp_min(0).unsqueeze(1)
     scores_CV = torch.log_softmax(wide_CV, dim=1)
-    total = -(scores_CV.gather(1, picked_C1).squeeze(1) * (labels_C >= 0)).sum()
+    losses_C = -(1.0 - smoothing) * scores_CV.gather(1, picked_C1).squeeze(1)
+    if smoothing:
+        losses_C = losses_C - smoothing * scores_CV.mean(1)
+    log_sum_C = torch.logsumexp(wide_CV, 1) if z else None
     # In place: the chunk is the largest tensor of a step.
-    gradient_CV = scores_CV.exp_().scatter_add_(1, picked_C1, -torch.ones_like(picked_C1, dtype=scores_CV.dtype))
-    return total, gradient_CV.to(logits_CV.dtype)
+    gradient_CV = scores_CV.exp_()
+    if log_sum_C is not None:
+        losses_C = losses_C + z * log_sum_C.square()
+        gradient_CV.mul_((1.0 + 2.0 * z * log_sum_C).unsqueeze(1))
+    gradient_CV.scatter_add_(1, picked_C1, torch.full_like(picked_C1, smoothing - 1.0, dtype=gradient_CV.dtype))
+    if smoothing:
+        gradient_CV.sub_(smoothing / wide_CV.shape[1])
+    return losses_C, gradient_CV.to(logits_CV.dtype)
 
 
-def divided_chunk_loss(start: int, group: dist.ProcessGroup) -> ChunkLoss:
+def divided_chunk_loss(
+    start: int, group: dist.ProcessGroup, vocabulary: int, smoothing: float = 0.0, z: float = 0.0
+) -> ChunkLoss:
     """`chunk_loss` where the vocabulary is divided over the ranks of `group`, and begins here with entry `start`.
 
-    Every rank gets the whole loss, and softmax minus one-hot of its own entries.
+    Every rank gets the whole losses, and the gradient with respect to its own entries.
     """
 
     def chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,12 +65,21 @@ def divided_chunk_loss(start: int, group: dist.ProcessGroup) -> ChunkLoss:
         picked_C1 = (labels_C - start).unsqueeze(1)
         here_C1 = (picked_C1 >= 0) & (picked_C1 < wide_CV.shape[1])
         picked_C1 = picked_C1.where(here_C1, 0)
-        picked_C = (scores_CV.gather(1, picked_C1) * here_C1).squeeze(1)
+        target_C = (1.0 - smoothing) * (scores_CV.gather(1, picked_C1) * here_C1).squeeze(1)
+        if smoothing:
+            target_C += smoothing / vocabulary * scores_CV.sum(1)
         gradient_CV = scores_CV.exp_()
-        sums_2C = all_reduce(torch.stack([gradient_CV.sum(1), picked_C]), "sum", group)
-        total = ((sums_2C[0].log() - sums_2C[1]) * (labels_C >= 0)).sum()
-        gradient_CV.div_(sums_2C[0].unsqueeze(1)).scatter_add_(1, picked_C1, -here_C1.to(gradient_CV.dtype))
-        return total, gradient_CV.to(logits_CV.dtype)
+        sums_2C = all_reduce(torch.stack([gradient_CV.sum(1), target_C]), "sum", group)
+        losses_C, factor_C = sums_2C[0].log() - sums_2C[1], 1.0 / sums_2C[0]
+        if z:
+            log_sum_C = sums_2C[0].log() + most_C
+            losses_C = losses_C + z * log_sum_C.square()
+            factor_C = factor_C * (1.0 + 2.0 * z * log_sum_C)
+        gradient_CV.mul_(factor_C.unsqueeze(1))
+        gradient_CV.scatter_add_(1, picked_C1, (smoothing - 1.0) * here_C1.to(gradient_CV.dtype))
+        if smoothing:
+            gradient_CV.sub_(smoothing / vocabulary)
+        return losses_C, gradient_CV.to(logits_CV.dtype)
 
     return chunk
 
@@ -65,25 +89,35 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: int, chunk: ChunkLoss
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        factors_N: Tensor | None,
+        rows: int,
+        chunk: ChunkLoss,
+        grads: bool,
     ) -> Tensor:
-        wants = hidden_ND.requires_grad or weight_VD.requires_grad
+        # A weight that is not trained (as beside adapters) costs a third less.
+        wants_hidden, wants_weight = grads and hidden_ND.requires_grad, grads and weight_VD.requires_grad
         ctx.dtype, weight_VD = weight_VD.dtype, weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32), device=hidden_ND.device)
-        hidden_gradient_ND = torch.empty_like(hidden_ND) if wants else None
+        hidden_gradient_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         # Summed over chunks in fp32 at least: bf16 would lose the small chunks' share.
-        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=total.dtype) if wants else None
-        trained_N1 = (labels_N >= 0).unsqueeze(1)
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=total.dtype) if wants_weight else None
+        trained_N = labels_N >= 0
+        factors_N = trained_N if factors_N is None else (factors_N * trained_N).to(hidden_ND.dtype)
         for start in range(0, hidden_ND.shape[0], rows):
             part = slice(start, start + rows)
-            loss, gradient_CV = chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
-            total += loss
-            if hidden_gradient_ND is not None and weight_gradient_VD is not None:
-                # The mask goes onto the narrow side of each product.
-                torch.mul(matmul(gradient_CV, weight_VD), trained_N1[part], out=hidden_gradient_ND[part])
-                accumulate_product(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * trained_N1[part])
-        if wants:
-            ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
+            losses_C, gradient_CV = chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
+            total += (losses_C * factors_N[part]).sum()
+            # The factors go onto the narrow side of each product.
+            factors_C1 = factors_N[part].unsqueeze(1)
+            if hidden_gradient_ND is not None:
+                torch.mul(matmul(gradient_CV, weight_VD), factors_C1, out=hidden_gradient_ND[part])
+            if weight_gradient_VD is not None:
+                accumulate_product(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * factors_C1)
+        ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
         return total
 
     @staticmethod
@@ -91,8 +125,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
         scale = upstream[0]
         # Not in place: schedules that split the backward pass ask twice.
-        hidden = hidden_gradient_ND * scale.to(hidden_gradient_ND.dtype)
-        return hidden, (weight_gradient_VD * scale).to(ctx.dtype), None, None, None
+        hidden = None if hidden_gradient_ND is None else hidden_gradient_ND * scale.to(hidden_gradient_ND.dtype)
+        weight = None if weight_gradient_VD is None else (weight_gradient_VD * scale).to(ctx.dtype)
+        return hidden, weight, None, None, None, None, None
 
 
 def summed_cross_entropy(
@@ -101,6 +136,7 @@ def summed_cross_entropy(
     labels_BT: Tensor,
     chunk: ChunkLoss = chunk_loss,
     columns: int | None = None,
+    factors_BT: Tensor | None = None,
 ) -> Tensor:
     """Sum of -log p(label) over the labels that are not -100, in fp32 (fp64 for fp64 states).
 
@@ -110,8 +146,11 @@ def summed_cross_entropy(
         labels_BT: the token each position should predict, or -100.
         chunk: `chunk_loss`, or a compiled form of it; or the one of a divided vocabulary.
         columns: entries of the vocabulary on the rank that has most, so that all cut the same chunks; None: those here.
+        factors_BT: of each place's loss; None: 1.
     """
     rows = max(1, CHUNK_ELEMENTS.get(hidden_BTD.device.type, 2**22) // (columns or weight_VD.shape[0]))
     hidden_ND, labels_N = hidden_BTD.flatten(0, -2), labels_BT.flatten()
-    total: Tensor = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, labels_N, rows, chunk)
+    factors_N = None if factors_BT is None else factors_BT.flatten()
+    grads = torch.is_grad_enabled()
+    total: Tensor = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, labels_N, factors_N, rows, chunk, grads)
     return total

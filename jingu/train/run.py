@@ -21,7 +21,7 @@ from jingu.data.batches import BatchSource
 from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.sources import open_sources
-from jingu.data.supervised import SupervisedRows, open_supervised
+from jingu.data.supervised import SupervisedRows, join_rows, open_supervised
 from jingu.errors import JinguError
 from jingu.infer.engine import room_after
 from jingu.infer.load import encode_prompt
@@ -92,13 +92,14 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
         held_out = joined([open_dataset(each.dataset.path, "held_out") for each in source.sources])
     rows, objective = None, config.data.objective
     if held_out is not None and isinstance(objective, SupervisedSettings):
-        if len(source.sources) > 1:
-            raise JinguError(
-                "held-out rows of several sources cannot be measured together.",
-                where="data.sources",
-                fix="Name all files in one data.input, or set evaluation.every to 0.",
-            )
-        rows = open_supervised(held_out.path, "held_out", objective, config.batch.sequence_length, config.seed)
+        places = [each.dataset.path for each in source.sources]
+        rows = join_rows([open_supervised(at, "held_out", objective, config.batch, config.seed) for at in places])
+    if config.train.noise and spec.encoder_layers is not None:
+        raise JinguError(
+            f"noise is put on the tokens that a decoder reads, and {spec.family} has an encoder.",
+            where="train.noise",
+            fix="Set it to 0.",
+        )
     corruption = _corruption(config, spec, tokenizer, held_out)
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:

@@ -19,7 +19,6 @@ from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import DiskOffloadSettings, RunConfig
-from jingu.data.batch import IGNORED
 from jingu.data.loader import Loader, copy_in_background
 from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
@@ -50,7 +49,7 @@ from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
 from jingu.train.progress import Progress
 from jingu.train.run import Run
-from jingu.train.task import HeldOut, Pretraining, Task, to_device
+from jingu.train.task import HeldOut, Noise, Pretraining, Task, to_device
 
 COMPILE_SECONDS = 30.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
@@ -157,7 +156,7 @@ def _prepare(
     rows = None if run.held_out is None else HeldOut(run.held_out, length, run.corruption, apart, run.held_out_rows)
     batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
     source = Loader(batches, pinned=ranks.device.type == "cuda")
-    task = pretraining(source, rows, run.spec, mesh, compiles=compiles)
+    task = pretraining(source, rows, run.spec, mesh, run.config, compiles=compiles)
     model, optimizer = _build(run, mesh, ranks, precision, compiles)
     if compiles:
         say("Compiling; the first step takes a while.")
@@ -179,15 +178,34 @@ def _from_compiler(error: BaseException) -> bool:
 
 
 def pretraining(
-    source: Loader, rows: HeldOut | None, spec: ModelSpec, mesh: DeviceMesh, *, compiles: bool = False
+    source: Loader,
+    rows: HeldOut | None,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    config: RunConfig | None = None,
+    *,
+    compiles: bool = False,
 ) -> Pretraining:
     """The task of pretraining, for what this rank computes of the loss."""
-    vocabulary = Vocabulary.of(mesh, spec.vocabulary)
-    chunk: ChunkLoss = chunk_loss
-    if mesh["tensor"].size() > 1:
-        chunk = divided_chunk_loss(vocabulary.start, vocabulary.group)
-    chunk = torch.compile(chunk, dynamic=False) if compiles else chunk
-    return Pretraining(source, rows, chunk, vocabulary.most, partial(Rows(mesh).of_context, filler=IGNORED))
+    config = config or RunConfig()
+    vocabulary, train = Vocabulary.of(mesh, spec.vocabulary), config.train
+
+    def chunk(smoothing: float, z: float) -> ChunkLoss:
+        made: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z) if smoothing or z else chunk_loss
+        if mesh["tensor"].size() > 1:
+            made = divided_chunk_loss(vocabulary.start, vocabulary.group, spec.vocabulary, smoothing, z)
+        return torch.compile(made, dynamic=False) if compiles else made
+
+    noise = Noise(train.noise, config.seed, config.batch.global_size) if train.noise else None
+    return Pretraining(
+        source,
+        rows,
+        chunk(train.label_smoothing, train.z_loss),
+        vocabulary.most,
+        Rows(mesh).of_context,
+        chunk(0.0, 0.0),
+        noise,
+    )
 
 
 def _build(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,9 +16,10 @@ from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
 from jingu.data.supervised import SupervisedRows
 from jingu.model.experts import Routing, auxiliary_losses
+from jingu.model.noise import keys
 from jingu.model.spec import Experts
 from jingu.parallel.pipeline import Model
-from jingu.train.loss import ChunkLoss, summed_cross_entropy
+from jingu.train.loss import ChunkLoss, chunk_loss, summed_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class HeldOut:
         if self.supervised is not None:
             batch = self.supervised.batch(first, count)
         else:
-            batch = held_out_batch(self.dataset, self.sequence_length, first, count, apart=self.apart)
+            batch = held_out_batch(self.dataset, self.sequence_length, first, count, inside=self.apart)
         if self.corruption is not None:
             # A window's labels are its text. Beyond the last whole one there is none, nor are there labels in the end.
             batch = self.corruption.batch(batch.labels.clamp_min(0), first)
@@ -72,6 +73,28 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Noise on the embedded tokens, as a function of seed, step and place."""
+
+    size: float
+    seed: int
+    global_size: int
+
+    def on(self, batch: Batch, step: int, first: int) -> Batch:
+        """The rows of a step from `first` on, with keys and scales of their noise: it is the smaller, the longer the
+        document that a token is in."""
+        rows, tokens = batch.tokens.shape
+        key_BT = keys(self.seed, step * self.global_size + first, rows, tokens)
+        length_BT = torch.full_like(key_BT, tokens)
+        if batch.documents is not None:
+            documents_BT = batch.documents + 1  # 0: empty
+            counts = key_BT.new_zeros(rows, tokens + 1)
+            counts.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
+            length_BT = counts.gather(1, documents_BT)
+        return replace(batch, noise=torch.stack([key_BT.double(), self.size * length_BT.double().rsqrt()]))
+
+
+@dataclass(frozen=True)
 class Pretraining:
     """Next-token prediction over windows of a corpus; with an encoder, of what is removed from them."""
 
@@ -80,11 +103,15 @@ class Pretraining:
     chunk: ChunkLoss
     columns: int | None = None
     """As in `summed_cross_entropy`."""
-    labels_here: Callable[[Tensor], Tensor] = lambda labels_BT: labels_BT
-    """From the labels of whole rows to those of the tokens whose loss this rank computes."""
+    tokens_here: Callable[..., Tensor] = lambda labels_BT, filler=0: labels_BT
+    """From what there is of each token of whole rows to that of the tokens whose loss this rank computes."""
+    scoring: ChunkLoss = chunk_loss
+    """`chunk` for evaluations, which leave out what only training adds to the loss."""
+    noise: Noise | None = None
 
     def batch(self, step: int, first: int, count: int) -> Batch:
-        return self.source.batch(step, first, count)
+        batch = self.source.batch(step, first, count)
+        return batch if self.noise is None else self.noise.on(batch, step, first)
 
     def held_out(self) -> HeldOut | None:
         return self.held_out_rows
@@ -97,16 +124,21 @@ class Pretraining:
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            return summed_cross_entropy(hidden_BTD, weight_VD, self.labels_here(batch.labels), self.chunk, self.columns)
+            labels, factors = self.tokens_here(batch.labels, filler=IGNORED), batch.weights
+            factors = None if factors is None else self.tokens_here(factors)
+            chunk = self.chunk if torch.is_grad_enabled() else self.scoring
+            return summed_cross_entropy(hidden_BTD, weight_VD, labels, chunk, self.columns, factors)
 
         def auxiliary(routings: list[Routing]) -> Tensor:
             assert isinstance(model.spec.feed_forward, Experts)
             return auxiliary_losses(routings, model.spec.feed_forward, (batch.labels >= 0).sum(1))
 
-        source = {}
+        more = {}
         if batch.source is not None:
-            source = {"source_BS": batch.source.tokens, "source_documents_BS": batch.source.documents}
-        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary, **source)
+            more = {"source_BS": batch.source.tokens, "source_documents_BS": batch.source.documents}
+        if batch.noise is not None:
+            more = {"noise_2BT": batch.noise}
+        total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary, **more)
         return total
 
 

@@ -1,67 +1,52 @@
-"""`jingu tune prepare`: rows of instruction data to packed sequences, once, before any rank starts."""
+"""`jingu tune prepare`: rows of instruction data to ids and their weights, once, before any rank starts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from jingu.config.schema import DataSettings, RunConfig, SupervisedSettings
-from jingu.data.build import NOT_OF_THE_BUILD, refuse_other
+from jingu.data.build import NOT_OF_THE_BUILD, in_processes, load_once, refuse_other
 from jingu.data.indexed import best_dtype
-from jingu.data.manifest import Manifest, Split, SplitName, print_summary
-from jingu.data.supervised import open_supervised, write_supervised
-from jingu.data.writing import SKIPPED
+from jingu.data.manifest import Manifest, print_summary
+from jingu.data.supervised import NOT_MADE, open_supervised
+from jingu.data.writing import PROGRESS, Assembly, Encoded
 from jingu.errors import JinguError
+from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
 from jingu.text.corpus import checked_corpora, describe_files, find_files
+from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.rows import BadRow, Row, RowError, bad_row, read_rows, stop_at
+from jingu.tune.rows import BadRow, Row, RowError, Unit, bad_row, plan_units, read_rows, stop_at
 from jingu.tune.supervise import Supervised, supervise
 from jingu.tune.templates import Template, find_template
 
+UNITS_A_WORKER = 2
+"""Processes start only where there is work for them: each takes seconds to begin."""
+READ, CUT, DIVIDED, KEPT, TOKENS, TRAINED, UNENDED = (
+    *("read: ", "cut", "divided", "kept", "tokens", "trained tokens"),
+    "without an end",
+)
+LEFT_OUT = "left out: "
+"""How counts of a tally begin; a kind of row or a reason follows."""
 
-@dataclass
-class Tally:
-    """What became of the rows."""
 
-    kinds: Counter[str] = field(default_factory=Counter)
-    rows: int = 0
-    """Rows kept; of a divided one, each part."""
-    tokens: int = 0
-    trained: int = 0
-    cut: int = 0
-    """Rows whose end was cut."""
-    divided: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Rows that are not kept, by the reason."""
-    unended: int = 0
-    """Rows whose last trained token is no special one: nothing teaches the model to stop."""
-    copies: int = 0
-    bad: list[BadRow] = field(default_factory=list)
+class Made(NamedTuple):
+    """A row that is trained on."""
 
-    def lines(self) -> list[str]:
-        """For people."""
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
-        share = self.trained / max(self.tokens, 1)
-        lines = [
-            f"rows read: {self.kinds.total():,} ({kinds})",
-            f"kept: {self.rows:,} of {self.tokens:,} tokens, {self.trained:,} of them trained ({share:.0%})",
-            f"too long: {self.cut:,} cut, {self.divided:,} divided",
-        ]
-        left_out = self.left_out + Counter({"bad": len(self.bad)} if self.bad else {})
-        lines.append("left out: " + (", ".join(f"{n:,} {why}" for why, n in left_out.items()) or "none"))
-        if self.copies:
-            lines.append(f"warning: {self.copies:,} are copies of earlier ones (data.duplicates=drop leaves them out)")
-        if self.unended:
-            lines.append(
-                f"warning: in {self.unended:,} the last trained token is no special one, so that no end is learned"
-            )
-        return lines
+    number: int
+    """In its unit, from 1."""
+    row: Supervised
+    hash: int
 
 
 @dataclass(frozen=True)
@@ -80,35 +65,33 @@ class Maker:
         assert isinstance(found, SupervisedSettings)
         return found
 
-    def rows(self, tally: Tally) -> Iterator[tuple[Path, int, Supervised]]:
-        """Rows that are trained on, each with its file and number. Raises JinguError."""
-        bad = tally.bad.append if self.data.on_error == "skip" else stop_at
+    def rows(self, unit: Unit, tally: Tally) -> Iterator[Made]:
+        """The rows of a unit that are trained on; what becomes of the others is counted. Raises JinguError."""
+
+        def bad(found: BadRow) -> None:
+            if self.data.on_error == "stop":
+                stop_at(found)
+            tally.skipped.append(f"{found.file}: {found}")
+
         special = set(self.tokenizer.special_tokens.values())
-        seen: set[bytes] = set()
-        for file, number, row in read_rows(_files(self.data), bad):
-            tally.kinds[row.kind] += 1
+        for number, row in read_rows(unit, bad):
+            tally.count(f"{READ}{row.kind}")
             try:
                 made = self._fitting(row, tally)
             except RowError as error:
-                bad(bad_row(file, number, str(error), row))
+                bad(bad_row(unit.file, unit.before + number, str(error), row))
                 continue
             for one in made:
-                if not any(one.trained[1:]):
-                    tally.left_out["without a trained token"] += 1
+                trained = one.weights[1:].nonzero()[0]
+                if not len(trained):
+                    tally.count(f"{LEFT_OUT}without a trained token")
                     continue
-                key = _hash(one.ids)
-                if key in seen:
-                    tally.copies += 1
-                    if self.data.duplicates == "drop":
-                        tally.left_out["copies"] += 1
-                        continue
-                seen.add(key)
-                tally.rows += 1
-                tally.tokens += len(one.ids)
-                tally.trained += sum(one.trained[1:])
-                last = len(one.ids) - 1 - one.trained[::-1].index(True)
-                tally.unended += one.ids[last] not in special
-                yield file, number, one
+                tally.count(KEPT)
+                tally.count(TOKENS, len(one.ids))
+                tally.count(TRAINED, len(trained))
+                if one.ids[trained[-1] + 1] not in special:
+                    tally.count(UNENDED)
+                yield Made(number, one, _hash(one.ids))
 
     def _fitting(self, row: Row, tally: Tally) -> list[Supervised]:
         """A row as ids that fit; several where it is divided, none where it is left out."""
@@ -116,14 +99,14 @@ class Maker:
         if len(whole.ids) <= self.length:
             return [whole]
         if self.objective.longer == "drop":
-            tally.left_out["too long"] += 1
+            tally.count(f"{LEFT_OUT}too long")
             return []
         parts = [whole]
         if self.objective.longer == "split" and row.messages:
             parts = [self._supervised(part) for part in self._divided(row)]
-            tally.divided += len(parts) > 1
-        tally.cut += sum(len(part.ids) > self.length for part in parts)
-        return [replace(part, ids=part.ids[: self.length], trained=part.trained[: self.length]) for part in parts]
+            tally.count(DIVIDED, len(parts) > 1)
+        tally.count(CUT, sum(len(part.ids) > self.length for part in parts))
+        return [replace(part, ids=part.ids[: self.length], weights=part.weights[: self.length]) for part in parts]
 
     def _supervised(self, row: Row) -> Supervised:
         return supervise(row, self.template, self.tokenizer, self.objective.train_on)
@@ -144,7 +127,35 @@ class Maker:
             rest = rest[end:]
 
 
-def _files(data: DataSettings) -> list[Path]:
+def told(tally: Tally, copies: int, *, drops: bool) -> list[str]:
+    """What became of the rows, for people."""
+
+    def several(start: str) -> str:
+        found = {what.removeprefix(start): n for what, n in tally.rows.items() if what.startswith(start)}
+        if start == LEFT_OUT:
+            more = {"bad": len(tally.skipped), "copies": copies if drops else 0}
+            found |= {what: n for what, n in more.items() if n}
+        return ", ".join(f"{n:,} {what}" for what, n in sorted(found.items(), key=lambda item: -item[1])) or "none"
+
+    count = {what: tally.rows.get(what, 0) for what in (KEPT, TOKENS, TRAINED, CUT, DIVIDED, UNENDED)}
+    lines = [
+        f"rows: {several(READ)}",
+        f"kept: {count[KEPT]:,} of {count[TOKENS]:,} tokens, {count[TRAINED]:,} of them trained "
+        f"({count[TRAINED] / max(count[TOKENS], 1):.0%})",
+        f"too long: {count[CUT]:,} cut, {count[DIVIDED]:,} divided",
+        f"left out: {several(LEFT_OUT)}",
+    ]
+    if copies and not drops:
+        lines.append(f"warning: {copies:,} are copies of earlier ones (data.duplicates=drop leaves them out)")
+    if count[UNENDED]:
+        lines.append(
+            f"warning: in {count[UNENDED]:,} the last trained token is no special one, so that no end is learned"
+        )
+    return lines
+
+
+def row_files(data: DataSettings) -> list[Path]:
+    """The files of a corpus of rows. Raises JinguError where there are others."""
     files = [Path(file.path) for file in find_files(data)]
     for file in files:
         if file.suffix not in (".json", ".jsonl"):
@@ -154,12 +165,13 @@ def _files(data: DataSettings) -> list[Path]:
     return files
 
 
-def _hash(ids: list[int]) -> bytes:
-    return hashlib.blake2b(np.array(ids, "<i4").tobytes(), digest_size=8, key=b"jingu held out").digest()
+def _hash(ids: list[int]) -> int:
+    digest = hashlib.blake2b(np.array(ids, "<i4").tobytes(), digest_size=8, key=b"jingu held out").digest()
+    return int.from_bytes(digest, "little")
 
 
-def makers(config: RunConfig) -> Iterator[tuple[DataSettings, Maker]]:
-    """For each corpus of the run, its settings and how its rows become ids. Raises JinguError."""
+def makers(config: RunConfig) -> Iterator[Maker]:
+    """For each corpus of the run, how its rows become ids. Raises JinguError."""
     objective = config.data.objective
     if not isinstance(objective, SupervisedSettings):
         raise JinguError(
@@ -168,19 +180,25 @@ def makers(config: RunConfig) -> Iterator[tuple[DataSettings, Maker]]:
             fix="Set it to supervised.",
         )
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    template = find_template(objective.template, tokenizer, obey_special=objective.obey_special)
     for source in checked_corpora(config.data):
         if source.input or not config.data.sources:
-            data = config.data.of(source)
-            yield data, Maker(data, tokenizer, template, config.batch.sequence_length + 1)
+            yield make_maker(config.data.of(source), tokenizer, config.batch.sequence_length + 1)
+
+
+def make_maker(data: DataSettings, tokenizer: Tokenizer, length: int) -> Maker:
+    """A maker with the template that the settings choose. Raises JinguError."""
+    assert isinstance(data.objective, SupervisedSettings)
+    template = find_template(data.objective.template, tokenizer, obey_special=data.objective.obey_special)
+    return Maker(data, tokenizer, template, length)
 
 
 def prepare(config: RunConfig) -> None:
     """Prepare the data set of each corpus of the run in its `path`, unless the very same is there already."""
-    for data, maker in makers(config):
-        path = Path(data.path)
-        settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD - {"objective"})
+    for maker in makers(config):
+        data, path = maker.data, Path(maker.data.path)
+        settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
         settings |= {
+            "objective": maker.objective.model_dump(mode="json", exclude=NOT_MADE),
             "corpus": describe_files(find_files(data)),
             "tokenizer": maker.tokenizer.fingerprint(),
             "sequence_length": config.batch.sequence_length,
@@ -190,52 +208,88 @@ def prepare(config: RunConfig) -> None:
             print(f"tune: already prepared in {path}.")
             print_summary(old)
             continue
-        tally = Tally()
-        with new_folder(path) as place:
-            manifest = _write(place, maker, tally, settings)
-            manifest.save(place)
-            if tally.bad:
-                report = "".join(f"{bad.file}: {bad}\n" for bad in tally.bad)
-                (place / SKIPPED).write_text(report, encoding="utf-8")
-        print(f"tune: prepared in {path}.")
-        for line in tally.lines():
-            print(f"  {line}")
-        objective, length = maker.objective, config.batch.sequence_length
-        packed = open_supervised(path, "train", objective, length, config.seed)
-        full = (manifest.train.tokens - manifest.train.documents) / (len(packed) * length)
-        print(f"  {manifest.train.documents:,} rows are packed into {len(packed):,} sequences, {full:.1%} full")
-        print(f"  {manifest.held_out.documents:,} rows are held out")
+        _prepare(config, maker, settings)
 
 
-def _write(place: Path, maker: Maker, tally: Tally, settings: dict[str, object]) -> Manifest:
-    """Both splits, a row on one side by a hash of its ids."""
-    dtype = best_dtype(maker.tokenizer.vocabulary)
-    rows = [
-        (_hash(made.ids), np.array(made.ids, dtype), np.array(made.trained, np.uint8))
-        for _, _, made in maker.rows(tally)
-    ]
+def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> None:
+    data, path, tokenizer = maker.data, Path(maker.data.path), maker.tokenizer
+    encode, workers = encoder(config, maker)
+    began = time.monotonic()
+    with new_folder(path, PROGRESS) as place:
+        dtype = best_dtype(tokenizer.vocabulary)
+        done = Assembly(place, settings, dtype, data).write(partial(_some, encode), whole=True)
+        drops = data.duplicates == "drop"
+        manifest = Manifest(
+            tokenizer=tokenizer.fingerprint(),
+            vocabulary=tokenizer.vocabulary,
+            end_id=tokenizer.end_id,
+            dtype=dtype,
+            settings=settings,
+            train=done.train,
+            held_out=done.held_out,
+            empty=0,
+            invalid=0,
+            replaced=0,
+            skipped=len(done.tally.skipped),
+            duplicates=done.duplicates if drops else 0,
+        )
+        manifest.save(place)
+    print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
+    for line in told(done.tally, done.duplicates, drops=drops):
+        print(f"  {line}")
+    length = config.batch.sequence_length
+    sequences = open_supervised(path, "train", maker.objective, config.batch, config.seed)
+    full = (manifest.train.tokens - manifest.train.documents) / (len(sequences) * length)
+    print(f"  {manifest.train.documents:,} rows make {len(sequences):,} sequences, {full:.1%} full")
+    print(f"  {manifest.held_out.documents:,} rows are held out")
+
+
+def encoder(config: RunConfig, maker: Maker) -> tuple[Callable[[int], Generator[Encoded, None, None]], int]:
+    """What gives a corpus's units from the n-th on encoded, in order; and how many processes work at it."""
+    data, tokenizer = maker.data, maker.tokenizer
+    units = plan_units(row_files(data))
+    most = usable_cores() if data.workers == "auto" else data.workers
+    workers = max(1, min(most, len(units) // UNITS_A_WORKER))
+    job = partial(_encode, Path(config.tokenizer.path), tokenizer.fingerprint(), data, maker.length)
+
+    def encode(first: int) -> Generator[Encoded, None, None]:
+        left = units[first:]
+        with tqdm(unit=" rows", unit_scale=True, desc="tune", disable=None) as bar:
+            for made in map(job, left) if workers == 1 else in_processes(job, left, workers):
+                bar.update(len(made.lengths))
+                yield made
+
+    return encode, workers
+
+
+def _some(encode: Callable[[int], Generator[Encoded, None, None]], first: int) -> Generator[Encoded, None, None]:
+    """What `encode` gives; JinguError where that is no row at all."""
+    rows = first
+    with closing(encode(first)) as units:
+        for unit in units:
+            rows += len(unit.lengths)
+            yield unit
     if not rows:
         raise JinguError("no row is left to train on.", where="data.input", fix="`jingu tune preview` tells why.")
-    ordered = sorted(key for key, _, _ in rows)
-    limit = int(maker.data.held_out * 2**64).to_bytes(9)[-8:] if maker.data.held_out else b""
-    if maker.data.held_out and not ordered[0] < limit <= ordered[-1]:  # one side would be empty
-        limit = ordered[1] if len(set(ordered)) > 1 else b""
-    splits: dict[SplitName, Split] = {"train": Split(), "held_out": Split()}
-    for name in splits:
-        chosen = [row for row in rows if (row[0] < limit) == (name == "held_out")]
-        if chosen:
-            ids, masks = write_supervised(place, name, dtype, [row[1] for row in chosen], [row[2] for row in chosen])
-            splits[name] = Split(shards=[ids], beside=[masks])
-    return Manifest(
-        tokenizer=maker.tokenizer.fingerprint(),
-        vocabulary=maker.tokenizer.vocabulary,
-        end_id=maker.tokenizer.end_id,
-        dtype=dtype,
-        settings=settings,
-        train=splits["train"],
-        held_out=splits["held_out"],
-        empty=0,
-        invalid=0,
-        replaced=0,
-        skipped=len(tally.bad),
+
+
+@lru_cache(maxsize=1)
+def _maker(tokenizer: Path, fingerprint: str, data: str, length: int) -> Maker:
+    """A process's maker, made at its first unit."""
+    return make_maker(DataSettings.model_validate_json(data), load_once(tokenizer, fingerprint), length)
+
+
+def _encode(tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit) -> Encoded:
+    """The rows of a unit as ids and weights."""
+    maker, tally = _maker(tokenizer, fingerprint, data.model_dump_json(), length), Tally()
+    made = list(maker.rows(unit, tally))
+    tally.documents = len(made)
+    dtype = best_dtype(maker.tokenizer.vocabulary)
+    return Encoded(
+        ids=np.concatenate([np.zeros(0, dtype), *(np.array(one.row.ids, dtype) for one in made)]),
+        lengths=np.array([len(one.row.ids) for one in made], np.int64),
+        text_bytes=np.zeros(len(made), np.int64),
+        hashes=np.array([one.hash for one in made], np.uint64),
+        tally=tally,
+        beside=np.concatenate([np.zeros(0, np.uint8), *(one.row.weights for one in made)]),
     )

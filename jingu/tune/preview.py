@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Callable
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
 from jingu.runtime.files import cannot_write, replace_text
+from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.prepare import Tally, makers
+from jingu.tune.prepare import Maker, encoder, makers, row_files, told
+from jingu.tune.rows import plan_units
 from jingu.tune.supervise import Supervised
 
 MOST_BAD = 5
@@ -38,19 +40,21 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
     """
     coloured = sys.stdout.isatty()
     page = []
-    for data, maker in makers(config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})):
-        tally, shown = Tally(), 0
-        for file, number, row in maker.rows(tally):
-            if shown < rows:
-                shown += 1
-                title = (
-                    f"{file.name}, row {number} ({row.kind}): {sum(row.trained[1:])} of {len(row.ids)} tokens trained"
-                )
-                page += [f"<h2>{html.escape(title)}</h2>", _row(row, maker.tokenizer, _in_page)]
-                if to is None:
-                    print(f"{title}\n{_row(row, maker.tokenizer, _coloured if coloured else _bracketed)}\n")
-        totals = [f"{data.path}:", *(f"  {line}" for line in tally.lines())]
-        totals += [f"  bad: {bad.file.name}, {bad}" for bad in tally.bad[:MOST_BAD]]
+    config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
+    for maker in makers(config):
+        units = plan_units(row_files(maker.data))
+        found = chain.from_iterable(((unit, made) for made in maker.rows(unit, Tally())) for unit in units)
+        for unit, made in islice(found, rows):
+            row = made.row
+            trained = int((row.weights[1:] > 0).sum())
+            title = (
+                f"{unit.file.name}, row {unit.before + made.number} ({row.kind}): {trained} of {len(row.ids)} tokens "
+                "trained"
+            )
+            page += [f"<h2>{html.escape(title)}</h2>", _row(row, maker.tokenizer, _in_page)]
+            if to is None:
+                print(f"{title}\n{_row(row, maker.tokenizer, _coloured if coloured else _bracketed)}\n")
+        totals = [f"{maker.data.path}:", *(f"  {line}" for line in _totals(config, maker))]
         print("\n".join(totals))
         page.append(f"<p>{html.escape(chr(10).join(totals))}</p>")
     if to is not None:
@@ -61,9 +65,20 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
         print(f"Wrote {to}.")
 
 
+def _totals(config: RunConfig, maker: Maker) -> list[str]:
+    """What becomes of all rows of a corpus, and the first bad ones."""
+    tally, seen, copies = Tally(), set[int](), 0
+    for unit in encoder(config, maker)[0](0):
+        tally.add(unit.tally)
+        copies += len(unit.hashes)
+        seen.update(unit.hashes.tolist())
+    lines = told(tally, copies - len(seen), drops=maker.data.duplicates == "drop")
+    return lines + [f"  bad: {line}" for line in tally.skipped[:MOST_BAD]]
+
+
 def _row(row: Supervised, tokenizer: Tokenizer, marked: Marked) -> str:
     """A row as text, its trained tokens marked. The first token is never predicted."""
-    tokens = zip(_texts(row, tokenizer), [False, *row.trained[1:]], strict=True)
+    tokens = zip(_texts(row, tokenizer), [False, *(row.weights[1:] > 0).tolist()], strict=True)
     return "".join(
         marked([text for text, _ in together], trained)
         for trained, together in groupby(tokens, key=lambda each: each[1])

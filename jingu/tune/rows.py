@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from jingu.errors import JinguError
 from jingu.runtime.files import unreadable
 
 LARGEST_ROW = 10_000_000
 """Characters; a longer row is taken for a mistake."""
+MOST_WEIGHT = 2.0
+"""Of an answer; weights are kept in hundredths, in a byte."""
 RESERVED = re.compile("[\ufdd0-\ufdd2]")
 """Code points that are no characters; templates mark places with them."""
 
@@ -33,7 +36,7 @@ class Message:
     tool_calls: tuple[Fields, ...] = ()
     """Each with a `name` and `arguments`."""
     weight: float = 1.0
-    """0: an answer that is read but not trained."""
+    """Factor on the loss of an answer's tokens; 0: it is read but not trained."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +73,57 @@ class RowError(ValueError):
     """What is wrong with a row: a field, and what was expected of it."""
 
 
-def read_rows(
-    files: Iterable[Path], bad: Callable[[BadRow], None], largest: int = LARGEST_ROW
-) -> Iterator[tuple[Path, int, Row]]:
-    """The good rows of the files, each with its file and its number there (from 1); `bad` is told of the others.
+@dataclass(frozen=True)
+class Unit:
+    """A part of a file: in bytes of a .jsonl, to which the lines that begin there belong; in rows of a .json."""
+
+    file: Path
+    part: int
+    parts: int
+
+    @cached_property
+    def before(self) -> int:
+        """Rows of the file before it."""
+        if self.file.suffix != ".jsonl":
+            return len(_listed(self.file)) * self.part // self.parts
+        with self.file.open("rb") as stream:
+            left = _begin(stream, self)
+            stream.seek(0)
+            count = 0
+            while left and (piece := stream.read(min(left, 1 << 24))):
+                count, left = count + piece.count(b"\n"), left - len(piece)
+        return count
+
+
+def plan_units(files: list[Path], size: int = 1 << 20) -> list[Unit]:
+    """Units of work of about so many bytes, which depend on the files alone."""
+    parts = [(file, max(1, -(-file.stat().st_size // size))) for file in files]
+    return [Unit(file, part, number) for file, number in parts for part in range(number)]
+
+
+def read_rows(unit: Unit, bad: Callable[[BadRow], None], largest: int = LARGEST_ROW) -> Iterator[tuple[int, Row]]:
+    """The good rows of a unit, each with its number there (from 1); `bad` is told of the others.
 
     Raises:
-        JinguError: a file cannot be read, is not UTF-8, or as a whole is not JSON.
+        JinguError: the file cannot be read, or as a whole is not JSON.
     """
-    for file in files:
-        for number, text, value in _values(file):
+    try:
+        values = _lines(unit) if unit.file.suffix == ".jsonl" else _part(unit, largest)
+        for number, text, value in values:
             try:
-                if len(text) > largest:
+                if text is not None and len(text) > largest:
                     raise RowError(f"it has {len(text):,} characters, of {largest:,} at most")
                 if isinstance(value, ValueError):
                     raise RowError(f"it is not JSON ({value})")
                 row = parse_row(value)
             except RowError as error:
-                bad(BadRow(file, number, str(error), json.dumps(text[:80], ensure_ascii=False)))
+                text = json.dumps(value, ensure_ascii=False) if text is None else text
+                start = json.dumps(text[:80], ensure_ascii=False)
+                bad(BadRow(unit.file, unit.before + number, str(error), start))
             else:
-                yield file, number, row
+                yield number, row
+    except OSError as error:
+        raise unreadable(unit.file, error) from error
 
 
 def stop_at(bad: BadRow) -> None:
@@ -99,28 +133,60 @@ def stop_at(bad: BadRow) -> None:
     )
 
 
-def _values(file: Path) -> Iterator[tuple[int, str, Any]]:
+def _begin(stream: BinaryIO, unit: Unit) -> int:
+    """Go to the first line that begins in the unit; its place."""
+    start = unit.file.stat().st_size * unit.part // unit.parts
+    stream.seek(max(start - 1, 0))
+    if start:
+        stream.readline()
+    return stream.tell()
+
+
+def _lines(unit: Unit) -> Iterator[tuple[int, str | None, Any]]:
     """Each row's number, its text, and its value or the ValueError that parsing raised."""
+    end = unit.file.stat().st_size * (unit.part + 1) // unit.parts
+    with unit.file.open("rb") as stream:
+        place, number = _begin(stream, unit), 0
+        while place < end and (line := stream.readline()):
+            begins, place, number = place == 0, place + len(line), number + 1
+            try:
+                text = line.decode("utf-8-sig" if begins else "utf-8")
+            except UnicodeDecodeError as error:
+                yield number, line.decode(errors="replace"), ValueError(f"not UTF-8: {error.reason}")
+                continue
+            if text.strip():
+                yield number, text, _parsed(text)
+
+
+def _part(unit: Unit, largest: int) -> Iterator[tuple[int, str | None, Any]]:
+    """As `_lines`; the text is None where it cannot be longer than a row may be."""
+    rows = _listed(unit.file)
+    some = rows[unit.before : len(rows) * (unit.part + 1) // unit.parts]
+    short = unit.file.stat().st_size <= largest
+    for number, value in enumerate(some, start=1):
+        yield number, None if short else json.dumps(value, ensure_ascii=False), value
+
+
+def _listed(file: Path) -> list[Any]:
+    """The rows of a .json file. Raises JinguError."""
+    about = file.stat()
+    return _read_list(file, about.st_mtime_ns, about.st_size)
+
+
+@lru_cache(maxsize=1)
+def _read_list(file: Path, _changed: int, _size: int) -> list[Any]:
+    """`_listed`, once for all units of a file."""
     try:
-        if file.suffix == ".jsonl":
-            with file.open(encoding="utf-8-sig") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield number, line, _parsed(line)
-            return
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise JinguError(f"the file is not UTF-8 ({error.reason} at byte {error.start}).", where=file) from error
-    except OSError as error:
-        raise unreadable(file, error) from error
     whole = _parsed(text)
     if isinstance(whole, ValueError):
         whole = _parsed(without_comments(text))
     if not isinstance(whole, list):
         what = f"the file is not JSON ({whole})" if isinstance(whole, ValueError) else "the file holds no list of rows"
         raise JinguError(f"{what}.", where=file, fix="A .json file holds [row, row, ...]; a .jsonl file a row a line.")
-    for number, value in enumerate(whole, start=1):
-        yield number, json.dumps(value, ensure_ascii=False), value
+    return whole
 
 
 def _parsed(text: str) -> Any:
@@ -193,8 +259,8 @@ def _list(value: Fields, name: str) -> list[Any]:
 
 
 def _weight(value: Any, name: str) -> float:
-    if isinstance(value, bool) or value not in (0, 1):
-        raise RowError(f"field {name}: expected 0 or 1, not {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_WEIGHT:
+        raise RowError(f"field {name}: expected a number from 0 to {MOST_WEIGHT:g}, not {_shown(value)}")
     return float(value)
 
 

@@ -29,9 +29,10 @@ _FIRST = 0xF0000
 _MENTION = re.compile(f"{PLAIN}(.){PLAIN}", re.DOTALL)
 
 _CHATML = """{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
-{%- else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
@@ -47,16 +48,16 @@ _QWEN = """{%- set system = 'You are a helpful assistant.' %}{% set rest = messa
 {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
 {%- endif %}{{ '<|im_end|>\\n' }}
 {%- for message in rest %}
-{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message.content }}
+{%- if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message['content'] }}
 {%- for call in message.tool_calls or [] %}
-{{- ('\\n' if message.content or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name }}
+{{- ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name }}
 {{- '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
 {%- endfor %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}
+{%- elif message['role'] == 'tool' %}
+{%- if loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
@@ -64,16 +65,17 @@ _LLAMA2 = """{%- set system = '' %}{% set rest = messages %}
 {%- if messages[0].role == 'system' %}{% set rest = messages[1:] %}
 {%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}{% endif %}
 {%- for message in rest %}
-{%- if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content | trim + ' ' + eos_token }}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}
 {%- endgeneration %}
-{%- else %}{{ bos_token + '[INST] ' }}{{ ((system if loop.first else '') + message.content) | trim + ' [/INST]' }}
+{%- else %}{{ bos_token + '[INST] ' }}{{ ((system if loop.first else '') + message['content']) | trim + ' [/INST]' }}
 {%- endif %}
 {%- endfor %}"""
 
 _LLAMA3 = """{{- bos_token }}{% for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
-{%- if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}
-{%- else %}{{ message.content | trim + '<|eot_id|>' }}{% endif %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
+{%- else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
@@ -82,32 +84,27 @@ _ALPACA = """{%- set system = 'Below is an instruction that describes a task. Wr
 {%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}{% endif %}
 {{- system + '\\n\\n' }}
 {%- for message in rest %}
-{%- if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}
-{%- else %}{{ '### Instruction:\\n' + message.content + '\\n\\n### Response:\\n' }}{% endif %}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{%- else %}{{ '### Instruction:\\n' + message['content'] + '\\n\\n### Response:\\n' }}{% endif %}
 {%- endfor %}"""
 
 _PLAIN = """{%- for message in messages %}
-{%- if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}
-{%- else %}{{ message.content + '\\n' }}{% endif %}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{%- else %}{{ message['content'] + '\\n' }}{% endif %}
 {%- endfor %}"""
 
-_NO_TOOLS = """{%- if tools or messages | selectattr('role', 'equalto', 'tool') | list %}
-{{- raise_exception('this template has no place for tools') }}{% endif %}"""
-
 NAMED = {
+    "chatml": _CHATML,
     "qwen": _QWEN,
-    **{
-        name: _NO_TOOLS + source
-        for name, source in {
-            "chatml": _CHATML,
-            "llama2": _LLAMA2,
-            "llama3": _LLAMA3,
-            "alpaca": _ALPACA,
-            "plain": _PLAIN,
-        }.items()
-    },
+    "llama2": _LLAMA2,
+    "llama3": _LLAMA3,
+    "alpaca": _ALPACA,
+    "bloomz-plain": _PLAIN,
+    "plain": _PLAIN,
 }
 """Templates by name. `plain` writes no more than the texts themselves, as bloomz was trained."""
+WITH_TOOLS = ("qwen",)
+"""Those of them that have a place for tools."""
 
 
 class _Generation(Extension):
@@ -150,6 +147,7 @@ class Template:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         self.where = where
+        self._without_tools = NAMED.get(where) == source and where not in WITH_TOOLS
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -159,27 +157,32 @@ class Template:
         self._special = [] if obey_special else sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._mention = re.compile("|".join(map(re.escape, self._special))) if self._special else None
 
-    def render(self, row: Row) -> Rendered:
+    def render(self, row: Row, *, marks: bool = True) -> Rendered:
         """The conversation as text, and where its answers are.
+
+        Args:
+            marks: False where nobody asks for the answers, so that nothing need be proved of them.
 
         Raises:
             RowError: the template has no place for it.
             JinguError: it cannot be proved what the model said.
         """
+        if self._without_tools and (row.tools or any(message.role == "tool" for message in row.messages)):
+            raise RowError(f"the template {self.where} has no place for tools")
         messages = [self._mentioning(_as_they_have_it(message)) for message in row.messages]
         tools = self._mentioning(list(row.tools)) or None
         whole = self._render(messages, tools)
+        answers: list[tuple[int, int]] = []
         if self._marks:
-            text, answers = _without_marks(whole)
-        else:
-            text = whole
+            whole, answers = _without_marks(whole)
+        elif marks:
             answers = [
                 (self._beginning(whole, messages[:place], tools, asks=True), self._beginning(whole, until, tools))
                 for place, message in enumerate(messages)
                 if message["role"] == "assistant"
                 for until in [messages[: place + 1]]
             ]
-        return self._without_mentions(text, answers)
+        return self._without_mentions(whole, answers)
 
     def prompt(self, messages: tuple[Message, ...], tools: tuple[Fields, ...] = ()) -> Rendered:
         """Text after which the model is to answer.
@@ -216,7 +219,7 @@ class Template:
 
     def _mentioning(self, value: Any) -> Any:
         """A value whose texts only mention special tokens."""
-        if self._mention is None:
+        if self._mention is None or not value:
             return value
         if isinstance(value, dict):
             return {key: self._mentioning(item) for key, item in value.items()}
@@ -228,7 +231,9 @@ class Template:
 
     def _without_mentions(self, text: str, answers: list[tuple[int, int]]) -> Rendered:
         """The text with special tokens spelled out again where they are mentioned; places move with it."""
-        found = list(_MENTION.finditer(text))
+        found = list(_MENTION.finditer(text)) if PLAIN in text else []
+        if not found:
+            return Rendered(text, tuple(answers))
         shown = [self._special[ord(each[1]) - _FIRST] for each in found]
 
         def moved(place: int) -> int:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jingu.config.schema import DropSettings
 from jingu.data.batch import IGNORED
-from jingu.data.batches import BatchSource, Windows, between_ends, held_out_batch, restarted
+from jingu.data.batches import BatchSource, Windows, between_ends, held_out_batch
 from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.drop import read_drop
 from jingu.data.mixture import plan_mixture
-from jingu.data.packing import PackedRows, cut_documents, pack
+from jingu.data.packing import PackedRows, cut_documents, pack, restarted
 from jingu.data.receipt import Receipt, check_receipt, extend
 from jingu.errors import JinguError
 
@@ -104,7 +104,7 @@ def test_attention_stays_inside_documents_and_positions_begin_anew(dataset: Toke
                 position += 1
                 if token == dataset.end_id:
                     number, position = number + 1, 0
-    held = held_out_batch(dataset, 64, 0, 3, apart=True)
+    held = held_out_batch(dataset, 64, 0, 3, inside=True)
     assert held.documents is not None and held.positions is not None
     assert held.documents.tolist() == between_ends(held.tokens.numpy(), dataset.end_id).tolist()
     assert held.positions.tolist() == restarted(held.documents.numpy()).tolist()

@@ -1,5 +1,7 @@
 """The chunked loss equals torch's cross-entropy over whole logits, in value and gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from jingu.train import loss as loss_module
-from jingu.train.loss import summed_cross_entropy
+from jingu.train.loss import chunk_loss, summed_cross_entropy
 
 
 def reference(hidden, weight, labels):
@@ -42,6 +44,46 @@ def test_equals_whole_logits_in_fp64(rows, length, width, vocabulary, chunk, see
         loss_module.CHUNK_ELEMENTS.update(before)
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.15, 0.0), (0.0, 0.02), (0.1, 0.01)])
+def test_smoothing_z_loss_and_factors(smoothing, z):
+    """Against torch's own smoothing, and autograd through the rest."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(3, 7, 5, dtype=torch.float64, generator=generator)
+    weight = torch.randn(11, 5, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, 11, (3, 7), generator=generator)
+    labels[0, 2:5] = -100
+    factors = torch.rand(3, 7, dtype=torch.float64, generator=generator) * 2
+    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = x @ w.t()
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none", label_smoothing=smoothing
+    )
+    losses = losses + z * logits.logsumexp(-1).flatten().square() * (labels.flatten() >= 0)
+    (losses * factors.flatten()).sum().backward()
+    a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total = summed_cross_entropy(a, b, labels, partial(chunk_loss, smoothing=smoothing, z=z), factors_BT=factors)
+    total.backward()
+    torch.testing.assert_close(total, (losses * factors.flatten()).sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(a.grad, x.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(b.grad, w.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_only_gradients_that_are_wanted_are_computed(monkeypatch):
+    """A head that is not trained takes one product less, an evaluation two."""
+    products = []
+    counted = loss_module.accumulate_product
+    monkeypatch.setattr(loss_module, "accumulate_product", lambda *a: products.append("weight") or counted(*a))
+    counting = loss_module.matmul
+    monkeypatch.setattr(loss_module, "matmul", lambda *a: products.append("other") or counting(*a))
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([[1, 2, 3], [4, 0, -100]])
+    summed_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
+    assert products == ["other", "other"] and hidden.grad is not None and weight.grad is None
+    products.clear()
+    with torch.no_grad():
+        summed_cross_entropy(hidden, weight.requires_grad_(), labels)
+    assert products == ["other"]
 
 
 def test_large_logits_do_not_overflow():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ import torch
 from jingu.config.schema import RunConfig, SupervisedSettings
 from jingu.data.batch import IGNORED
 from jingu.data.indexed import IndexedReader
+from jingu.data.manifest import Manifest
 from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError
+from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.prepare import Tally, makers, prepare
+from jingu.train.run import open_run
+from jingu.tune.prepare import makers, prepare, row_files
+from jingu.tune.rows import plan_units
 from tests.conftest import Done, MakeRun
 
 ROWS = [
@@ -47,9 +52,9 @@ def test_packs_hold_every_row_once_with_its_own_positions(tuning: Callable[..., 
     for split in ("train", "held_out"):
         objective = config.data.objective
         assert isinstance(objective, SupervisedSettings)
-        packed = open_supervised(Path(config.data.path), split, objective, 33, seed=1)
+        packed = open_supervised(Path(config.data.path), split, objective, config.batch, seed=1)
         rows, trained = (
-            IndexedReader(Path(config.data.path) / f"{name}-00000") for name in (split, f"{split}-trained")
+            IndexedReader(Path(config.data.path) / f"{name}-00000") for name in (split, f"{split}-weights")
         )
         expected = {}
         for number in range(len(rows)):
@@ -74,20 +79,21 @@ def test_packs_hold_every_row_once_with_its_own_positions(tuning: Callable[..., 
 
 def made(config: RunConfig) -> tuple[list[str], Tally]:
     tally = Tally()
-    ((_, maker),) = makers(config)
-    return [maker.tokenizer.decode(row.ids) for _, _, row in maker.rows(tally)], tally
+    (maker,) = makers(config)
+    units = plan_units(row_files(config.data))
+    return [maker.tokenizer.decode(made.row.ids) for unit in units for made in maker.rows(unit, tally)], tally
 
 
 def test_lengths(tuning: Callable[..., RunConfig]) -> None:
     long = ROWS[-1]
     tokenizer_length = 34
     cut, tally = made(tuning([long]))
-    assert (len(cut), tally.cut) == (1, 1) and tally.tokens == tokenizer_length
+    assert (len(cut), tally.rows["cut"]) == (1, 1) and tally.rows["tokens"] == tokenizer_length
     objective = {"type": "supervised", "template": "plain"}
     with pytest.raises(JinguError, match="no row is left"):
         prepare(tuning([long], data__objective={**objective, "longer": "drop"}))
     divided, tally = made(tuning([long], data__objective={**objective, "longer": "split"}, batch__sequence_length=64))
-    assert tally.divided == 1 and tally.cut == 0 and len(divided) > 1
+    assert tally.rows["divided"] == 1 and tally.rows["cut"] == 0 and len(divided) > 1
     assert "".join(divided) == "".join(f"ask {n} {'x' * 12}\nans {n} {'x' * 12}" for n in range(4))
 
 
@@ -98,8 +104,9 @@ def test_mistakes_are_told_or_left_out(tuning: Callable[..., RunConfig]) -> None
     config = tuning(rows, data__on_error="skip", data__duplicates="drop")
     prepare(config)
     assert "row 10: field output" in (Path(config.data.path) / "skipped.txt").read_text(encoding="utf-8")
-    _, tally = made(config)
-    assert tally.left_out == {"copies": 1} and tally.rows == 10 and tally.copies == 1
+    manifest = Manifest.load(Path(config.data.path))
+    assert manifest is not None and (manifest.skipped, manifest.duplicates) == (1, 1)
+    assert manifest.train.documents + manifest.held_out.documents == 10
 
 
 def test_other_settings_are_refused(tuning: Callable[..., RunConfig], train_on: Callable[..., None]) -> None:
@@ -121,7 +128,7 @@ def test_a_run_learns_from_rows_in_every_layout(
     alone = done(config)
     losses = alone.column("loss")
     assert losses[-1] < losses[0] / 2
-    for number, changes in enumerate([{"zero": 3}, {"pipeline": 2}]):
+    for number, changes in enumerate([{"zero": 3}]):
         other = config.model_copy(
             update={"name": f"two-{number}", "parallel": config.parallel.model_copy(update=changes)}
         )
@@ -133,11 +140,116 @@ def test_a_run_learns_from_rows_in_every_layout(
             torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
 
 
+TERMS = {"train__label_smoothing": 0.1, "train__z_loss": 1e-3, "train__noise": 5.0, "train__steps": 5}
+WEIGHED = [
+    *ROWS[:40],
+    *(
+        {"type": "conversation", "rounds": [["ask", "a"], ["ans", f"b{n}", 0.25], ["ask", "c"], ["ans", "d", 1.5]]}
+        for n in range(9)
+    ),
+]
+
+
+def test_weights_noise_smoothing_and_z_loss_in_every_layout(
+    tuning: Callable[..., RunConfig], train_on: Callable[..., None], done: Callable[[RunConfig], Done]
+) -> None:
+    config = tuning(WEIGHED, evaluation__every=5, **TERMS)
+    prepare(config)
+    train_on(1, config)
+    alone = done(config)
+    losses = alone.column("loss")
+    for number, changes in enumerate([{"pipeline": 2}, {"tensor": 2}, {"context": 2}]):
+        other = config.model_copy(
+            update={"name": f"two-{number}", "parallel": config.parallel.model_copy(update=changes)}
+        )
+        train_on(2, other)
+        assert done(other).column("loss") == pytest.approx(losses, rel=1e-9)
+        found = done(other).tensors()
+        for name, tensor in alone.tensors().items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{changes} {name}")
+
+
+def test_evaluations_leave_out_what_only_training_adds(
+    tuning: Callable[..., RunConfig], train_on: Callable[..., None], done: Callable[[RunConfig], Done]
+) -> None:
+    found = []
+    for name, terms in (("with", TERMS), ("without", {})):
+        settings = {"name": name, "evaluation__every": 1, "train__steps": 1, "optimizer__lr": 1e-15}
+        config = tuning(WEIGHED, **{**terms, **settings})
+        prepare(config)
+        train_on(1, config)
+        found.append((done(config).column("loss")[0], done(config).column("loss", "evaluation")[0]))
+    assert found[0][0] != pytest.approx(found[1][0], rel=1e-4)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
+
+
+def test_an_answers_weight_is_a_factor_on_its_loss(tuning: Callable[..., RunConfig]) -> None:
+    config = tuning(WEIGHED[40:])
+    prepare(config)
+    run = open_run(config)
+    batch = run.source.batch(0, 0, 8)
+    assert batch.weights is not None
+    weights = batch.weights[batch.labels >= 0]
+    assert set(weights.tolist()) == {0.25, 1.5}
+    assert not batch.weights[batch.labels < 0].any()
+
+
+@pytest.mark.parametrize("sequences", ["padded", "by_length"])
+def test_a_row_a_sequence(sequences: str, tuning: Callable[..., RunConfig]) -> None:
+    """Every row once an epoch, in batches as long as their longest; by length, of little padding."""
+    rows = [{"text": "x" * (1 + n % 31)} for n in range(62)]
+    objective = {"type": "supervised", "template": "plain", "sequences": sequences}
+    prepare(tuning(rows))
+    run = open_run(tuning(rows, data__objective=objective))  # prepared data serves all of them
+    source, (sequences_, *_) = run.source, run.source.sources
+    steps = len(sequences_) // 8
+    batches = [source.batch(step, first, 4) for step in range(steps) for first in (0, 4)]
+    lengths = [(batch.documents >= 0).sum(1) for batch in batches]
+    found = torch.cat(lengths).tolist()
+    there = (sequences_.dataset.document_lengths() - 1).tolist()
+    assert not Counter(found) - Counter(there)
+    assert len(found) == len(there) // 8 * 8
+    for batch, used in zip(batches, lengths, strict=True):
+        assert batch.tokens.shape[1] == min(-(-int(used.max()) // 5) * 5, 33)
+    padding = 1 - sum(found) / sum(batch.tokens.numel() for batch in batches)
+    assert (padding < 0.2) == (sequences == "by_length")
+    again = open_run(tuning(rows, data__objective=objective)).source.batch(1, 0, 4)
+    torch.testing.assert_close(again.tokens, source.batch(1, 0, 4).tokens)
+    assert not torch.equal(source.batch(0, 0, 8).documents, source.batch(steps, 0, 8).documents)
+
+
+def test_several_sources_are_measured_together(tuning: Callable[..., RunConfig], tmp_path: Path) -> None:
+    for name, rows in (("a", ROWS[:30]), ("b", ROWS[30:70])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+    sources = [{"path": str(tmp_path / name), "input": str(tmp_path / f"{name}.json")} for name in "ab"]
+    config = tuning(data__input=[], data__path="data", data__sources=sources, evaluation__every=10)
+    prepare(config)
+    run = open_run(config)
+    found = run.held_out_rows
+    assert found is not None
+    manifests = [Manifest.load(tmp_path / name) for name in "ab"]
+    tokens = sum(each.held_out.tokens - each.held_out.documents for each in manifests if each is not None)
+    assert int((found.batch(0, len(found)).documents >= 0).sum()) == tokens
+
+
+def test_many_processes_make_what_one_does(tuning: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"instruction": f"q{n}", "output": "a" * 900} for n in range(5000)]
+    made = []
+    for workers in (1, 2):
+        config = tuning(rows, data__workers=workers, data__path=str(tuning().runs) + str(workers))
+        prepare(config)
+        manifest = Manifest.load(Path(config.data.path))
+        assert manifest is not None
+        made.append(
+            [shard for split in (manifest.train, manifest.held_out) for shard in (*split.shards, *split.beside)]
+        )
+    assert made[0] == made[1] and len(made[0]) == 4
+
+
 def test_rows_of_a_pack_do_not_see_each_other(tuning: Callable[..., RunConfig]) -> None:
     """The loss of a pack is the sum of those of its rows, each alone."""
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise
-    from jingu.train.run import open_run
 
     config = tuning()
     prepare(config)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jingu.errors import JinguError
-from jingu.tune.rows import BadRow, Message, RowError, parse_row, read_rows, stop_at, without_comments
+from jingu.tune.rows import BadRow, Message, RowError, Unit, parse_row, plan_units, read_rows, stop_at, without_comments
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -134,7 +136,10 @@ BAD = [
         {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant", "tool", "assistant")]},
         "roles out of order: tool stands after assistant",
     ),
-    ({"messages": [{"role": "user", "content": "a", "weight": 2}]}, "field messages[0].weight: expected 0 or 1, not 2"),
+    (
+        {"messages": [{"role": "user", "content": "a", "weight": 3}]},
+        "field messages[0].weight: expected a number from 0 to 2, not 3",
+    ),
     ({"conversations": [{"from": "cat", "value": "a"}]}, "field conversations[0].from: expected human, user"),
     ({"text": "a\ufdd0"}, "field text: U+FDD0 is no character"),
     ({"prompt": "a"}, "field completion: expected text, but it is missing"),
@@ -154,22 +159,25 @@ def test_json_as_people_write_it(tmp_path: Path) -> None:
     file.write_text(
         '[ // two rows\n {"text": "a // b, /* c */ ,]"}, /* and */ {"text": "\\"d",},\n]\n', encoding="utf-8"
     )
-    found = [(number, row.parts[0][0]) for _, number, row in read_rows([file], stop_at)]
+    (unit,) = plan_units([file])
+    found = [(number, row.parts[0][0]) for number, row in read_rows(unit, stop_at)]
     assert found == [(1, "a // b, /* c */ ,]"), (2, '"d')]
     assert without_comments('{"a": [1,\n// ,\n]}').count("\n") == 2
 
 
 def test_lines_and_what_is_told_of_bad_ones(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    lines = ['{"text": "好"}', "", "{oops", json.dumps({"text": "x" * 200}), '{"text": ""}']
-    file.write_text("\n".join(lines), encoding="utf-8")
+    lines = ['\ufeff{"text": "好"}', "", "{oops", json.dumps({"text": "x" * 200}), '{"text": ""}']
+    file.write_bytes("\n".join(lines).encode() + b"\n\xff")
     bad: list[BadRow] = []
-    assert [number for _, number, _ in read_rows([file], bad.append, largest=100)] == [1]
-    assert [each.number for each in bad] == [3, 4, 5]
+    (unit,) = plan_units([file])
+    assert [number for number, _ in read_rows(unit, bad.append, largest=100)] == [1]
+    assert [each.number for each in bad] == [3, 4, 5, 6]
+    assert "not UTF-8" in str(bad[3])
     assert "it is not JSON" in str(bad[0]) and "{oops" in str(bad[0])
     assert "213 characters, of 100 at most" in str(bad[1])
     with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins ') as caught:
-        list(read_rows([file], lambda each: stop_at(each) if each.number == 5 else None))
+        list(read_rows(unit, lambda each: stop_at(each) if each.number == 5 else None))
     assert str(caught.value.where) == str(file)
 
 
@@ -182,4 +190,28 @@ def test_files_that_cannot_be_read(content: bytes | None, what: str, tmp_path: P
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(JinguError, match=what):
-        list(read_rows([file], stop_at))
+        list(read_rows(Unit(file, 0, 1), stop_at))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 60), max_size=30),
+    parts=st.integers(1, 9),
+    suffix=st.sampled_from([".json", ".jsonl"]),
+)
+def test_parts_of_a_file_have_each_row_once(
+    sizes: list[int], parts: int, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.getbasetemp() / f"parts{suffix}"
+    rows = [json.dumps({"text": f"{number}春" + "x" * size}, ensure_ascii=False) for number, size in enumerate(sizes)]
+    rows[3:4] = ["{}"]
+    file.write_text("\n".join(rows) if suffix == ".jsonl" else f"[{','.join(rows)}]", encoding="utf-8")
+    found: list[tuple[int, str]] = []
+
+    def bad(row: BadRow) -> None:
+        found.append((row.number, "bad"))
+
+    for part in range(parts):
+        unit = Unit(file, part, parts)
+        found += [(unit.before + number, row.parts[0][0]) for number, row in read_rows(unit, bad)]
+    texts = ["bad" if text == "{}" else json.loads(text)["text"] for text in rows]
+    assert sorted(found) == list(enumerate(texts, start=1))

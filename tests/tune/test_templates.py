@@ -21,7 +21,10 @@ SPECIAL = [
     *("</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 ]
 UNMARKED = {
-    name: source.replace("{% generation %}", "").replace("{% endgeneration %}", "").replace("{%- endgeneration %}", "")
+    name: source.replace("{% generation %}", "")
+    .replace("{%- generation %}", "")
+    .replace("{% endgeneration %}", "")
+    .replace("{%- endgeneration %}", "")
     for name, source in NAMED.items()
 }
 CHAT = [
@@ -52,8 +55,8 @@ def trained_text(tokenizer: Tokenizer, name: str, row: Row, train_on: TrainOn = 
     """The stretches of trained tokens, decoded."""
     done = supervise(row, find_template(name, tokenizer), tokenizer, train_on)
     stretches: list[list[int]] = [[]]
-    for id_, trained in zip(done.ids, done.trained, strict=True):
-        if trained:
+    for id_, weight in zip(done.ids, done.weights, strict=True):
+        if weight:
             stretches[-1].append(id_)
         elif stretches[-1]:
             stretches.append([])
@@ -75,7 +78,7 @@ def test_ids_and_mask_are_those_of_transformers(name: str, texts: list[str], tok
     row = Row("messages", tuple(Message(each["role"], each["content"]) for each in chat))
     ours = supervise(row, find_template(name, tokenizer), tokenizer, "answers")
     assert ours.ids == found["input_ids"]
-    assert ours.trained == [bool(each) for each in found["assistant_masks"]]
+    assert (ours.weights > 0).tolist() == [bool(each) for each in found["assistant_masks"]]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_special_tokens_in_a_text_are_not_obeyed(name: str, tokenizer: Tokenizer
     special = tokenizer.special_tokens
     expected = {"chatml": ["<|im_start|>", "<|im_end|>"] * 2, "plain": ["</s>"]}[name]
     assert [id_ for id_ in done.ids if id_ in special.values()] == [special[each] for each in expected]
-    answer = [id_ for id_, trained in zip(done.ids, done.trained, strict=True) if trained]
+    answer = [id_ for id_, weight in zip(done.ids, done.weights, strict=True) if weight]
     assert answer[:-1] == tokenizer.encode(f"{said}!")
     obeyed = supervise(row, find_template(name, tokenizer, obey_special=True), tokenizer, "answers")
     assert sum(id_ in special.values() for id_ in obeyed.ids) == len(expected) + 6
@@ -169,8 +172,9 @@ def test_special_tokens_in_a_text_are_not_obeyed(name: str, tokenizer: Tokenizer
 def test_texts_that_stand_as_they_are(tokenizer: Tokenizer) -> None:
     done = supervise(parse_row({"prompt": "春眠", "completion": "不觉晓"}), None, tokenizer, "answers")
     assert tokenizer.decode(done.ids, special=True) == "春眠不觉晓</s>"
-    assert done.trained == [False] * len(tokenizer.encode("春眠")) + [True] * (len(tokenizer.encode("不觉晓")) + 1)
-    assert all(supervise(parse_row({"text": "春"}), None, tokenizer, "answers").trained)
+    begin, end = len(tokenizer.encode("春眠")), len(tokenizer.encode("不觉晓")) + 1
+    assert done.weights.tolist() == [0] * begin + [100] * end
+    assert supervise(parse_row({"text": "春"}), None, tokenizer, "answers").weights.all()
 
 
 def test_a_template_that_proves_nothing_is_refused(tokenizer: Tokenizer) -> None:
