@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import tempfile
@@ -126,6 +127,7 @@ def _serve(pipe: Connection) -> None:
                 answer = (True, _find(address)(rank, world, *arguments, **keywords))
             finally:
                 dist.destroy_process_group()
+                gc.collect()  # models refer to groups in circles, and each one left has threads that never rest
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
