@@ -342,7 +342,26 @@ class BatchSettings(Settings):
     """Sequences a forward pass on one rank; auto: the largest divisor that keeps to 8,192 tokens."""
 
 
-class AdamWSettings(Settings):
+class GroupSettings(Settings):
+    """Parameters that are trained otherwise than the rest."""
+
+    match: Annotated[str, Field(min_length=1)] = "*"
+    """Pattern of their names, such as `embedding.*` or `blocks.0.*`; of the groups one is in, the last counts."""
+    rate: Annotated[float, Field(ge=0)] = 1.0
+    """Their learning rate, as a multiple of the schedule's."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Their decay; null: the optimizer's."""
+
+
+class OptimizerBase(Settings):
+    """What every optimizer has."""
+
+    type: str
+    groups: list[GroupSettings] = []
+    """Parameters that have another rate or decay."""
+
+
+class AdamWSettings(OptimizerBase):
     """AdamW (Loshchilov and Hutter, 2019)."""
 
     type: Literal["adamw"] = "adamw"
@@ -358,7 +377,7 @@ class AdamWSettings(Settings):
     """Decoupled decay a unit of learning rate; never on norms and biases."""
 
 
-class LionSettings(Settings):
+class LionSettings(OptimizerBase):
     """Lion (Chen et al., 2023): the sign of an interpolated momentum."""
 
     type: Literal["lion"] = "lion"
@@ -372,7 +391,44 @@ class LionSettings(Settings):
     """Decoupled decay a unit of learning rate; never on norms and biases."""
 
 
-Optimizer = Annotated[AdamWSettings | LionSettings, Discriminator("type"), _type_or("adamw")]
+class AdafactorSettings(OptimizerBase):
+    """Adafactor (Shazeer and Stern, 2018): of a matrix's second moment only its rows and columns are kept, and steps
+    are relative to the size of the weights."""
+
+    type: Literal["adafactor"] = "adafactor"
+    lr: Annotated[float, Field(gt=0)] = 1e-2
+    """Peak learning rate, relative to the weights; a step never goes further than 1 / √step."""
+    power: Annotated[float, Field(gt=0)] = 0.8
+    """Step t gives the second moment a share of t ^ -power."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Root mean square above which an update is scaled down."""
+    floor: Annotated[float, Field(gt=0)] = 1e-3
+    """Least root mean square that weights are taken to have."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay a unit of learning rate; never on norms and biases."""
+
+
+class MuonSettings(OptimizerBase):
+    """Muon (Jordan, 2024): the momentum of a block's matrices made orthogonal; AdamW for all other parameters."""
+
+    type: Literal["muon"] = "muon"
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate of both; Muon's steps are of the size of AdamW's (Liu et al., 2025)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the momentum, which is Nesterov's."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay a unit of learning rate; never on norms and biases."""
+
+
+Optimizer = Annotated[
+    AdamWSettings | LionSettings | AdafactorSettings | MuonSettings, Discriminator("type"), _type_or("adamw")
+]
 
 
 def in_steps(length: int | float, steps: int) -> int:

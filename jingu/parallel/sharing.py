@@ -7,7 +7,7 @@ sees only the second division. Checkpoints, first weights and norms see whole te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -55,6 +55,31 @@ class Part:
         """Number of ranks that hold the same part."""
         return prod(self.mesh.size(axis) for axis, dim in enumerate(self.dims) if dim is None)
 
+    @property
+    def sharing_axes(self) -> list[int]:
+        """The axes whose ranks hold other parts."""
+        return [axis for axis in self.order if self.mesh.size(axis) > 1]
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that hold the whole between them."""
+        return prod(self.mesh.size(axis) for axis in self.sharing_axes)
+
+    @property
+    def place(self) -> int:
+        """This rank's place among them."""
+        place = 0
+        for axis in self.sharing_axes:
+            place = place * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return place
+
+    def whole(self, held: Tensor) -> Tensor:
+        """The whole tensor on every rank, from the parts that they hold."""
+        whole = held.new_zeros(self.shape)
+        self.cut(whole).copy_(held)
+        add_up([(self, whole)])
+        return whole
+
     def cut(self, whole: Tensor, *, zero: bool = True) -> Tensor:
         """This rank's part of the whole tensor, or what ZeRO has not divided yet."""
         for axis in self.order if zero else self.order[:-1]:
@@ -81,11 +106,11 @@ class Sharing:
     experts: DeviceMesh | None = None
     """The axes `expert_fsdp` and `expert`, where a mixture's experts are shared."""
 
-    def logical(self, name: str, held: Tensor) -> Tensor:
-        """The whole of parameter `name`, or of what an optimizer keeps for it, as a DTensor over the ranks of its
-        stage of the pipeline."""
+    def logical(self, name: str, held: Tensor, *, whole: bool = False) -> Tensor:
+        """The whole of parameter `name`, or of what an optimizer keeps for it (on every rank, where it is `whole`), as
+        a DTensor over the ranks of its stage of the pipeline."""
         part = self.parts[name]
-        if held.dim():
+        if held.dim() and not whole:
             return part.logical(held)
         return DTensor.from_local(held, part.mesh, [Replicate()] * part.mesh.ndim, run_check=False)
 
@@ -142,6 +167,23 @@ def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_up(tensors: Sequence[tuple[Part | None, Tensor]]) -> None:
+    """Add up tensors over the ranks that hold the whole of a parameter between them, in place; all that go the same
+    way at once."""
+    buckets: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for part, tensor in tensors:
+        if part is not None and part.sharing_axes:
+            device = part.mesh.device_type
+            buckets.setdefault(tuple(part.mesh.get_group(axis) for axis in part.sharing_axes), []).append(tensor)
+    for groups, held in buckets.items():
+        # What is offloaded travels from where the ranks compute.
+        flat = torch.cat([tensor.flatten() for tensor in held]).to(device)
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        for tensor, total in zip(held, flat.split([tensor.numel() for tensor in held]), strict=True):
+            tensor.copy_(total.view_as(tensor))
 
 
 def plan_sharing(model: nn.Module, mesh: DeviceMesh, kv_heads: int, expert: int) -> Sharing:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jingu.config.schema import AdamWSettings, LionSettings, Optimizer
+from jingu.config.schema import AdafactorSettings, LionSettings, MuonSettings, Optimizer
+from jingu.errors import JinguError
 from jingu.parallel.offload import Disk, stream_steps
 from jingu.parallel.sharing import local
+from jingu.train.matrices import Adafactor, Muon
 
 
 class Lion(torch.optim.Optimizer):
@@ -45,30 +48,60 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = N
         disk: where its state lies; it then takes its steps a layer at a time.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    by_kind: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    sharing = getattr(model, "sharing", None)
+    parts = {} if sharing is None else {parameter: sharing.parts[name] for name, parameter in trained.items()}
+    by_kind: dict[tuple[str, float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
-        by_kind.setdefault((_layer(name) if disk else "", parameter.dim() >= 2), []).append(parameter)
+        rate, decay = _rate_and_decay(settings, name, parameter)
+        matrices = isinstance(settings, MuonSettings) and parameter.dim() > 1 and "blocks." in name
+        by_kind.setdefault((_layer(name) if disk else "", rate, decay, matrices), []).append(parameter)
     groups = [
-        {"params": held, "weight_decay": settings.weight_decay if decays else 0.0, "layer": layer}
-        for (layer, decays), held in by_kind.items()
+        {"params": held, "weight_decay": decay, "rate": rate, "layer": layer, "matrices": matrices}
+        for (layer, rate, decay, matrices), held in by_kind.items()
     ]
-    betas = (settings.beta1, settings.beta2)
     optimizer: torch.optim.Optimizer
     if isinstance(settings, LionSettings):
-        optimizer = Lion(groups, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
-        slots = ["exp_avg"]
+        optimizer = Lion(groups, settings.lr, (settings.beta1, settings.beta2), settings.weight_decay)
+    elif isinstance(settings, AdafactorSettings):
+        optimizer = Adafactor(groups, settings.lr, settings.power, settings.clip, settings.floor, parts)
+    elif isinstance(settings, MuonSettings):
+        betas = (settings.beta1, settings.beta2)
+        optimizer = Muon(groups, settings.lr, settings.momentum, betas, settings.epsilon, parts)
     else:
-        assert isinstance(settings, AdamWSettings)
+        betas = (settings.beta1, settings.beta2)
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.epsilon, fused=True)
-        slots = ["exp_avg", "exp_avg_sq"]
-    for parameter in trained.values():
-        state = optimizer.state[parameter]
-        if isinstance(optimizer, torch.optim.AdamW):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state.update({slot: disk.zeros_like(parameter) if disk else torch.zeros_like(parameter) for slot in slots})
+    for group in optimizer.param_groups:
+        slots = [] if isinstance(optimizer, Adafactor) else ["exp_avg"]
+        if isinstance(optimizer, torch.optim.AdamW) or (isinstance(optimizer, Muon) and not group["matrices"]):
+            slots += ["exp_avg_sq"]
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "exp_avg_sq" in slots:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state.update({slot: disk.zeros_like(parameter) if disk else torch.zeros_like(parameter) for slot in slots})
     if disk is not None:
         stream_steps(optimizer, disk)
     return optimizer
+
+
+def _rate_and_decay(settings: Optimizer, name: str, parameter: nn.Parameter) -> tuple[float, float]:
+    """Of a parameter, the multiple of the learning rate and the decay; of the groups that it is in, the last counts."""
+    rate, decay = 1.0, settings.weight_decay if parameter.dim() >= 2 else 0.0
+    for group in settings.groups:
+        if fnmatchcase(name, group.match):
+            rate, decay = group.rate, decay if group.weight_decay is None else group.weight_decay
+    return rate, decay
+
+
+def check_groups(settings: Optimizer, names: Collection[str]) -> None:
+    """JinguError for a group of the settings that has none of the parameters."""
+    for number, group in enumerate(settings.groups):
+        if not any(fnmatchcase(name, group.match) for name in names):
+            raise JinguError(
+                f"no parameter of the model has a name like {group.match}.",
+                where=f"optimizer.groups[{number}].match",
+                fix=f"Names are such as {', '.join(sorted(names)[:3])}; * stands for anything.",
+            )
 
 
 def _layer(name: str) -> str:
@@ -79,9 +112,9 @@ def _layer(name: str) -> str:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group."""
+    """Set the rate of every group to its multiple of this."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["rate"]
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jingu.checkpoint.files import read_state
+from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.config.compare import differences, harmful_differences
@@ -30,6 +31,7 @@ from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.begin import spec_of_run, with_adapters
+from jingu.train.optimizer import check_groups
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
     if held_out is not None and isinstance(objective, SupervisedSettings):
         places = [each.dataset.path for each in source.sources]
         rows = join_rows([open_supervised(at, "held_out", objective, config.batch, config.seed) for at in places])
+    check_groups(config.optimizer, parameter_shapes(spec).keys())
     if config.train.noise and spec.encoder_layers is not None:
         raise JinguError(
             f"noise is put on the tokens that a decoder reads, and {spec.family} has an encoder.",

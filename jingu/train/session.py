@@ -44,6 +44,7 @@ from jingu.train.begin import begin_with
 from jingu.train.keep import Keeper, copies_of, go_back
 from jingu.train.loop import Loop, short, train_loop
 from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
+from jingu.train.matrices import WHOLE
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
@@ -298,7 +299,8 @@ def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[s
         if is_adapter(name) or not adapted
     }
     for key, tensor in named_state(optimizer, model):
-        tensors[f"optimizer/{key}"] = sharing.logical(key.partition("/")[2], tensor)
+        slot, _, name = key.partition("/")
+        tensors[f"optimizer/{key}"] = sharing.logical(name, tensor, whole=slot in WHOLE)
     return tensors
 
 

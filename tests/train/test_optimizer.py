@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from jingu.config.schema import AdamWSettings, LionSettings
-from jingu.train.optimizer import build_optimizer, named_state, set_learning_rate
+from jingu.config.schema import AdafactorSettings, AdamWSettings, GroupSettings, LionSettings, MuonSettings
+from jingu.errors import JinguError
+from jingu.train.matrices import orthogonal
+from jingu.train.optimizer import build_optimizer, check_groups, named_state, set_learning_rate
 
 
 class Small(nn.Module):
@@ -68,12 +70,100 @@ def test_adamw_equals_torch_and_spares_norms_and_biases():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("settings", [AdamWSettings(), LionSettings()], ids=lambda s: s.type)
+def steps(model, optimizer, number=4):
+    for step in range(number):
+        x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.7])
+def test_adafactor_equals_torch(lr):
+    model, copy = small(), small()
+    with torch.no_grad():
+        for net in (model, copy):
+            net.linear.bias.mul_(1e-5)  # below the floor
+    steps(model, build_optimizer(AdafactorSettings(lr=lr, weight_decay=0.1, clip=1.0), model))
+    groups = [
+        {"params": [copy.linear.weight], "weight_decay": 0.1},
+        {"params": [copy.linear.bias, copy.norm.weight, copy.norm.bias], "weight_decay": 0.0},
+    ]
+    steps(copy, torch.optim.Adafactor(groups, lr=lr, d=1.0))
+    for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Small()])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_muon_equals_torch_for_matrices_and_adamw_for_the_rest(dtype):
+    """torch's iterates in bf16 whatever the dtype; ours in fp64 where that is it."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Blocks().to(dtype))
+    model, copy = models
+    ours = build_optimizer(MuonSettings(lr=0.01, weight_decay=0.3, beta2=0.9), model)
+    block = copy.blocks[0]
+    theirs = [
+        torch.optim.Muon([block.linear.weight], lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([block.linear.bias, *block.norm.parameters()], lr=0.01, weight_decay=0.0, betas=(0.9, 0.9)),
+    ]
+    for number in range(3):
+        x = torch.randn(7, 3, dtype=dtype, generator=torch.Generator().manual_seed(number))
+        for net, optimizers in ((model, [ours]), (copy, theirs)):
+            net.zero_grad()
+            net(x).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for mine, others in zip(model.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(mine, others, rtol=0.0, atol=2e-4)
+
+
+def test_what_is_orthogonal():
+    """Singular values near one, of matrices tall, wide, and several at once."""
+    for shape in ((5, 9), (9, 5), (3, 4, 6)):
+        matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        values = torch.linalg.svdvals(orthogonal(matrix))
+        assert values.min() > 0.3 and values.max() < 1.3
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        assert (orthogonal(matrix) - u @ v).abs().max() < 0.35
+
+
+def test_groups_by_name():
+    model = small(torch.float32)
+    groups = [
+        GroupSettings(match="*", rate=0.5),
+        GroupSettings(match="norm.*", rate=2.0, weight_decay=0.2),
+        GroupSettings(match="linear.bias", rate=0.0),
+    ]
+    optimizer = build_optimizer(AdamWSettings(weight_decay=0.1, groups=groups), model)
+    set_learning_rate(optimizer, 0.1)
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert found[id(model.linear.weight)] == (0.05, 0.1)
+    assert found[id(model.norm.bias)] == (0.2, 0.2)
+    assert found[id(model.linear.bias)] == (0.0, 0.0)
+    check_groups(AdamWSettings(groups=groups), ["norm.weight", "linear.bias"])
+    with pytest.raises(JinguError, match=r"no parameter of the model has a name like norm\.\*"):
+        check_groups(AdamWSettings(groups=groups), ["linear.bias", "linear.weight"])
+
+
+@pytest.mark.parametrize(
+    "settings", [AdamWSettings(), LionSettings(), AdafactorSettings(), MuonSettings()], ids=lambda s: s.type
+)
 def test_state_is_there_before_the_first_step_and_goes_by_name(settings):
     model = small(torch.float32)
     optimizer = build_optimizer(settings, model)
     names = [name for name, _ in named_state(optimizer, model)]
-    assert "exp_avg/linear.weight" in names
+    assert {"exp_avg/linear.weight", "row_var/linear.weight"} & set(names)
     model(torch.randn(2, 3)).backward()
     optimizer.step()
     assert [name for name, _ in named_state(optimizer, model)] == names

@@ -1,0 +1,72 @@
+"""Optimizers that look at whole matrices give the same numbers in every layout, and go on where they were."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.checkpoint.resume import step_folder
+from jingu.config.schema import RunConfig
+from tests.conftest import Done, MakeRun
+
+MIXTURE = {"model.family": "mixtral", "model.experts": {"number": 4, "active": 2}}
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(2, {"parallel.zero": 3}), (2, {"parallel.tensor": 2}), (2, {"parallel.pipeline": 2})],
+        pytest.param(
+            [
+                (4, {"parallel.tensor": 2, "parallel.zero": 2}),
+                (2, {"parallel.zero": 0}),
+                (2, {"parallel.offload": {"type": "disk"}}),
+                (8, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.zero": 3}),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["two", "many"],
+)
+def test_the_same_numbers_in_every_layout(
+    kind: str,
+    cases: list[tuple[int, dict[str, Any]]],
+    tiny_run: MakeRun,
+    train_on: Callable[..., None],
+    done: Callable[[RunConfig], Done],
+) -> None:
+    settings = {"train.steps": 5, "optimizer": {"type": kind, "groups": [{"match": "*.down.*", "rate": 0.5}]}}
+    config = tiny_run(settings)
+    train_on(1, config)
+    alone = done(config)
+    for number, (ranks, layout) in enumerate(cases):
+        other = tiny_run({**settings, **layout}, name=f"layout-{number}")
+        train_on(ranks, other)
+        assert done(other).column("loss") == pytest.approx(alone.column("loss"), rel=1e-9)
+        found = done(other).tensors()
+        for name, tensor in alone.tensors().items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_experts_and_the_way_back(
+    kind: str, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done]
+) -> None:
+    """Saved by one rank, and gone on with by two that share the experts."""
+    settings = {**MIXTURE, "train.steps": 4, "optimizer": {"type": kind}, "checkpoint.every": 2}
+    config = tiny_run(settings)
+    train_on(1, config)
+    alone = done(config)
+    losses, weights = alone.column("loss"), alone.tensors()
+    shutil.rmtree(step_folder(Path(config.runs) / config.name / "checkpoints", 4))
+    train_on(2, tiny_run({**settings, "parallel.zero": 3, "parallel.expert": 2}))
+    assert done(config).column("loss") == pytest.approx(losses, rel=1e-9)
+    found = done(config).tensors()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
