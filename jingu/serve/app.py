@@ -107,5 +107,5 @@ async def _not_valid(request: HttpRequest, error: Exception) -> Response:
         return failure(ServeError(400, "send the body with Content-Type: application/json"), request.url.path)
     place = ".".join(str(each) for each in first["loc"][1:])
     words = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
-    shown = f"`{place}`: {words}" if place else words
+    shown = f"{f'`{place}`' if place else 'the body'}: {words}"
     return failure(ServeError(400, shown, field=place.partition(".")[0] or None), request.url.path)

@@ -17,13 +17,13 @@ from jingu.serve.answers import EventStream, event, whole
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import invalid
 from jingu.serve.openai import REASONS, engine_request, usage
-from jingu.serve.schema import ChatMessage, ChatRequest, ResponseFormat
+from jingu.serve.schema import ChatMessage, ChatRequest, ResponseFormat, StrictRoute
 from jingu.serve.service import Choice, Served, Service, gathered, off_loop
 from jingu.serve.tools import Calls, forced, offered
 from jingu.tune.rows import RESERVED, Fields, Message, Role, RowError
 from jingu.tune.supervise import encode
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",

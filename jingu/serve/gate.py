@@ -21,6 +21,8 @@ from jingu.serve.errors import ServeError
 from jingu.serve.service import ServeSettings
 
 LOGGER = logging.getLogger("jingu.serve")
+HEADER_BYTES = 32_768
+"""Of a request, at most."""
 OPEN_PATHS = ("/health", "/chat")
 """Nobody is asked for a key there: they tell nothing of the model."""
 
@@ -31,7 +33,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app = app
         self._settings = settings
-        self._keys = [_digest(key) for key in settings.keys]
+        self._keys = [_digest(key.encode()) for key in settings.keys]
         self._hosts = {host.lower() for host in settings.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +72,8 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+            raise ServeError(431, "the headers are too large")
         if self._hosts:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
@@ -79,8 +83,8 @@ class Gate:
             return
         if scope["path"] in OPEN_PATHS or scope["path"].startswith("/chat/"):
             return
-        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        sent = _digest(key.strip()) if scheme.lower() == "bearer" else b""
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        sent = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
         # All keys are compared, so that time tells nothing.
         if not sum(hmac.compare_digest(sent, each) for each in self._keys):
             raise ServeError(
@@ -113,9 +117,9 @@ class Gate:
         return limited
 
 
-def _digest(key: str) -> bytes:
+def _digest(key: bytes) -> bytes:
     """All keys become equally long."""
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key).digest()
 
 
 class JsonLines(logging.Formatter):

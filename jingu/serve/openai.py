@@ -19,10 +19,10 @@ from jingu.infer.sampling import Sampling
 from jingu.serve.answers import EventStream, Json, event, whole
 from jingu.serve.driver import Account, Ticket
 from jingu.serve.errors import ServeError, invalid
-from jingu.serve.schema import CompletionRequest, EmbeddingRequest, Sampled
+from jingu.serve.schema import CompletionRequest, EmbeddingRequest, Sampled, StrictRoute
 from jingu.serve.service import Choice, Served, Service, gathered, seed_or_chance, temperature_or_greedy
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
 REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
 _MOST_INPUTS = 256
 

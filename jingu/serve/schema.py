@@ -1,13 +1,41 @@
 """What requests look like, as pydantic checks it and the OpenAPI description tells it.
 
 Unknown fields are refused: what is not understood is not ignored. Nothing is converted: text is no number.
+JSON is read strictly, too: no NaN, no halves of surrogate pairs, no endless nesting.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal
 
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import from_json
+
+
+class StrictRoute(APIRoute):
+    """A route whose bodies are read as JSON by pydantic."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
 
 
 class Body(BaseModel):

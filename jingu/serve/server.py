@@ -20,9 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jingu.serve.answers import dump
 from jingu.serve.driver import Driver
 from jingu.serve.errors import ServeError
+from jingu.serve.gate import HEADER_BYTES
 from jingu.serve.service import ServeSettings
 
-_HEADER_BYTES = 32_768
 _DRAIN_SECONDS = 1.0
 
 
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=_HEADER_BYTES,
+                h11_max_incomplete_event_size=HEADER_BYTES,
                 timeout_graceful_shutdown=int(settings.grace) + 5,
             )
         )

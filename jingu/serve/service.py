@@ -16,6 +16,7 @@ from fastapi import Request as HttpRequest
 from jingu.infer.engine import room_after
 from jingu.infer.load import Loaded
 from jingu.infer.request import Event, Finish, Request, Token
+from jingu.serve.answers import unless_gone
 from jingu.serve.driver import Driver, Ticket
 from jingu.serve.errors import ServeError
 from jingu.serve.metrics import Metrics
@@ -128,7 +129,7 @@ class Service:
 
     async def submit(self, http: HttpRequest, requests: Sequence[Request]) -> Ticket:
         """As `Driver.submit`; the ticket ends with an error when its time is over. The log tells of it."""
-        ticket = await self.driver.submit(requests)
+        ticket = await unless_gone(http.receive, self.driver.submit(requests))
         http.state.log["ticket"] = ticket
         if self.settings.log_prompts:
             http.state.log["prompts"] = [self.loaded.tokenizer.decode(list(each.prompt)) for each in requests]

@@ -16,10 +16,10 @@ from jingu.infer.sampling import Sampling
 from jingu.serve.answers import EventStream, Json, event, whole
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import ServeError, invalid
-from jingu.serve.schema import GenerateParameters, GenerateRequest, Grammar, TokenizeRequest
+from jingu.serve.schema import GenerateParameters, GenerateRequest, Grammar, StrictRoute, TokenizeRequest
 from jingu.serve.service import Choice, Served, Service, gathered, off_loop, seed_or_chance, temperature_or_greedy
 
-router = APIRouter(tags=["text-generation-inference"])
+router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
 _REASONS: dict[Finish, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}
 _MOST_STOPS = 16
 

@@ -1,0 +1,362 @@
+"""What goes wrong: clients that leave, wait, or send nonsense; an engine that fails; a server that is full or stops."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jingu.infer.load import Loaded
+from tests.serve.conftest import Running, Serve, Spoken, eventually
+
+LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens": 500}}
+
+
+class Gated:
+    """Lets an engine go on as many steps as it is told."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._open = threading.Event()
+        self.waiting = threading.Event()
+
+    def __call__(self) -> None:
+        self.waiting.set()
+        if not self._open.is_set():
+            self._steps.acquire()
+
+    def let(self, steps: int) -> None:
+        self._steps.release(steps)
+
+    def open(self) -> None:
+        self._open.set()
+        self._steps.release()
+
+
+@pytest.fixture
+def gate() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def gated(serve: Serve, loaded: Loaded, gate: Gated) -> Any:
+    """A server whose engine stands still until it is let go on; it is when the test ends."""
+
+    def start(**settings: Any) -> Running:
+        return serve(Spoken(loaded, before=gate), **settings)
+
+    yield start
+    gate.open()
+
+
+def send(server: Running, path: str, body: object) -> http.client.HTTPConnection:
+    """Ask, and do not wait for the answer."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def raw(server: Running, sent: bytes) -> tuple[int, dict[str, str], Any]:
+    """What the server answers to bytes."""
+    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+        connection.sendall(sent)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        return answer.status, dict(answer.getheaders()), json.loads(answer.read())
+
+
+def logged(server: Running, number: str) -> dict[str, Any]:
+    """The line of the log about a request."""
+    eventually(lambda: any(line.get("id") == number for line in server.lines))
+    return next(line for line in server.lines if line.get("id") == number)
+
+
+def free(server: Running) -> bool:
+    """Whether nothing is under way any more."""
+    driver = server.server._driver
+    return driver.open == 0 and not driver._tickets and not driver._known and not server.engine.busy
+
+
+# Clients
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_who_leaves_cancels(gated: Callable[..., Running], gate: Gated, path: str) -> None:
+    server = gated()
+    connection = send(server, path, LONG)
+    gate.let(3)
+    eventually(lambda: server.engine.live and server.engine.live[1][3] == 3)
+    connection.close()
+    eventually(lambda: server.server._driver.open == 0)
+    gate.let(1)
+    eventually(lambda: server.engine.cancelled == [1])
+    eventually(lambda: free(server))
+    assert any(line.get("status") in (499, 200) and line.get("finish") == "cancelled" for line in server.lines)
+
+
+def test_who_leaves_before_the_engine_has_the_request_costs_nothing(gated: Callable[..., Running], gate: Gated) -> None:
+    server = gated()
+    first = send(server, "/generate", LONG)
+    gate.waiting.wait(20)
+    second = send(server, "/generate", LONG)
+    eventually(lambda: server.server._driver.open == 2)
+    second.close()
+    eventually(lambda: server.server._driver.open == 1)
+    gate.open()
+    assert first.getresponse().status == 200
+    eventually(lambda: free(server))
+    assert server.engine.number == 1  # the engine never saw the other
+
+
+def test_a_full_server_says_when_to_come_again(gated: Callable[..., Running], gate: Gated) -> None:
+    server = gated(queue=2)
+    taken = [send(server, "/generate", LONG) for _ in range(2)]
+    eventually(lambda: server.server._driver.open == 2)
+    status, answer, headers = server.call("/generate", LONG)
+    assert (status, answer["error_type"], headers["retry-after"]) == (429, "overloaded", "1")
+    status, answer, headers = server.call("/v1/completions", {"model": "tiny", "prompt": "a"})
+    assert (status, answer["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "1")
+    status, answer, _ = server.call("/v1/completions", {"model": "tiny", "prompt": ["a"] * 3})
+    assert status == 400 and "several calls" in answer["error"]["message"]
+    gate.open()
+    assert [each.getresponse().status for each in taken] == [200, 200]
+    assert server.call("/generate", LONG)[0] == 200
+
+
+def test_a_request_that_takes_too_long_is_ended(gated: Callable[..., Running], gate: Gated) -> None:
+    server = gated(timeout=0.05)
+    status, answer, _ = server.call("/generate", LONG)
+    assert (status, answer["error_type"]) == (504, "incomplete_generation")
+    assert "0.05 seconds" in answer["error"]
+    stream = send(server, "/v1/completions", {"model": "tiny", "prompt": "a", "stream": True})
+    gate.open()
+    first = stream.getresponse()
+    assert first.status in (200, 504)
+    eventually(lambda: free(server))
+
+
+def test_who_does_not_read_is_left(serve: Serve, loaded: Loaded) -> None:
+    server = serve(Spoken(loaded), patience=0.2)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect((server.host, server.port))
+        words = {"model": "tiny", "prompt": "the weather " * 250, "max_tokens": 1000, "stream": True, "logprobs": 20}
+        body = json.dumps(words).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        eventually(
+            lambda: any(line.get("path") == "/v1/completions" and line["status"] == 200 for line in server.lines)
+        )
+    eventually(lambda: free(server) and not server.server.server_state.connections)
+
+
+def test_who_does_not_send_is_left(serve: Serve, loaded: Loaded) -> None:
+    server = serve(Spoken(loaded), patience=0.2)
+    for sent in (b"", b"POST /generate HTTP/1.1\r\nHost:"):
+        with socket.create_connection((server.host, server.port), timeout=30) as connection:
+            connection.sendall(sent)
+            assert connection.recv(100) == b""
+    head = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    status, _, answer = raw(server, head)
+    assert status == 408 and "0.2 seconds" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "words"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", 431, "headers are too large"),
+        (b"nonsense\r\n\r\n", 400, "not a request of HTTP/1.1"),
+        (b"GET / HTTP/1.1\r\nContent-Length: x\r\nHost: a\r\n\r\n", 400, "not a request of HTTP/1.1"),
+        (b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 3000000\r\n\r\n" + b"a" * 3_000_000, 413, "2,000,000"),
+    ],
+)
+def test_what_is_no_request(serve: Serve, sent: bytes, status: int, words: str) -> None:
+    found, headers, answer = raw(_shared(serve), sent)
+    assert found == status and words in answer["error"]
+    assert headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "the body"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, ""),
+        (b"\xff\xfe", ""),
+        (b'{"inputs": 1e999}', "`inputs`"),
+        (b'{"inputs": "\\ud800"}', ""),
+        (b'{"inputs": "a", "parameters": {"temperature": NaN}}', "not JSON"),
+        (b'{"inputs": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", ""),
+        (b'{"inputs": null}', "`inputs`"),
+        (b"[]", ""),
+        (b'"a"', ""),
+    ],
+)
+def test_nonsense_is_refused_as_json(serve: Serve, body: bytes, words: str) -> None:
+    server = _shared(serve)
+    status, answer, _ = server.call("/generate", body)
+    assert status in (400, 422) and answer["error_type"] == "validation" and words in answer["error"], answer
+    status, answer, _ = server.call("/v1/completions", body)
+    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_the_body_must_say_that_it_is_json(serve: Serve) -> None:
+    server = _shared(serve)
+    body = b'{"inputs": "a"}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        status, answer, _ = server.call("/generate", body, headers={"Content-Type": kind})
+        assert status == 422 and "application/json" in answer["error"]
+
+
+# Who may call
+
+
+def test_keys_are_asked_for(serve: Serve, loaded: Loaded) -> None:
+    server = serve(Spoken(loaded), keys=("one", "钥匙"))
+    for key in (None, "Bearer two", "one", "Bearer ", "Basic one", "Bearer one two"):
+        status, answer, headers = server.call("/v1/models", headers={} if key is None else {"Authorization": key})
+        assert (status, headers["www-authenticate"]) == (401, "Bearer") and answer["error"]["code"] == "invalid_api_key"
+    assert server.call("/generate", LONG)[0] == server.call("/metrics")[0] == server.call("/openapi.json")[0] == 401
+    for key in ("one", "钥匙".encode().decode("latin-1")):
+        assert server.call("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
+    assert server.call("/health")[0] == server.call("/chat")[0] == 200
+
+
+def test_other_names_of_the_host_are_refused(serve: Serve, loaded: Loaded) -> None:
+    server = serve(Spoken(loaded), hosts=("localhost", "127.0.0.1", "[::1]"))
+    for host, status in (("localhost:1", 200), ("[::1]:80", 200), ("127.0.0.1", 200), ("evil.example", 403), ("", 403)):
+        assert server.call("/v1/models", headers={"Host": host})[0] == status, host
+
+
+def test_pages_of_others_may_not_call(serve: Serve, loaded: Loaded) -> None:
+    asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    _, _, headers = serve(Spoken(loaded)).call("/generate", method="OPTIONS", headers=asks)
+    assert "access-control-allow-origin" not in headers
+    opened = serve(Spoken(loaded), origins=("https://page.example",), keys=("one",))
+    status, _, headers = opened.call("/generate", method="OPTIONS", headers=asks)
+    assert (status, headers["access-control-allow-origin"]) == (200, "https://page.example")
+    other = opened.call("/generate", method="OPTIONS", headers={**asks, "Origin": "https://evil.example"})[2]
+    assert "access-control-allow-origin" not in other
+
+
+def test_the_log_has_no_prompts_unless_it_should(serve: Serve, loaded: Loaded) -> None:
+    asked = {"inputs": "the weather", "parameters": {"max_new_tokens": 3}}
+    for wanted in (False, True):
+        server = serve(Spoken(loaded), log_prompts=wanted)
+        number = server.call("/generate", asked)[2]["x-request-id"]
+        server.call("/generate", {"inputs": "the weather", "wish": "the weather"})
+        server.call("/generate", b'{"inputs": "the weather"')
+        line = logged(server, number)
+        assert line["prompt_tokens"] == 2 and line["generated_tokens"] == 3 and line["finish"] in ("length", "end")
+        assert line.get("prompts") == (["the weather"] if wanted else None)
+        assert wanted or "weather" not in json.dumps(server.lines)
+
+
+# The engine
+
+
+class Failing(Spoken):
+    """Fails in the steps that it is told to, and perhaps in forgetting."""
+
+    fail_at: frozenset[int] = frozenset()
+    hopeless = False
+    steps = 0
+
+    def step(self) -> Any:
+        self.steps += 1
+        if self.steps in self.fail_at:
+            raise RuntimeError("a bug with secrets")
+        return super().step()
+
+    def cancel(self, number: int) -> None:
+        if self.hopeless:
+            raise RuntimeError("another")
+        super().cancel(number)
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(serve: Serve, loaded: Loaded) -> None:
+    engine = Failing(loaded)
+    engine.fail_at = frozenset({3})
+    server = serve(engine)
+    status, answer, _ = server.call("/generate", LONG)
+    assert (status, answer["error_type"]) == (500, "generation") and "secrets" not in answer["error"]
+    assert server.call("/generate", LONG)[0] == 200
+    engine.fail_at = frozenset({engine.steps + 3})
+    events = server.events("/v1/completions", {"model": "tiny", "prompt": "the weather is fine", "stream": True})
+    assert events[-1]["error"]["type"] == "server_error"
+    assert server.call("/health")[0] == 200
+    eventually(lambda: free(server))
+
+
+def test_an_engine_that_cannot_go_on_is_told_by_health(serve: Serve, loaded: Loaded) -> None:
+    engine = Failing(loaded)
+    engine.fail_at, engine.hopeless = frozenset({2}), True
+    server = serve(engine)
+    assert server.call("/generate", LONG)[0] == 500
+    status, answer, _ = server.call("/health")
+    assert status == 503 and "failed" in answer["error"]
+    assert server.call("/generate", LONG)[0] == server.call("/metrics")[0] == 503
+    engine.hopeless = False
+    engine.live.clear()
+
+
+def test_a_bug_in_taking_a_request_is_an_error_of_the_server(serve: Serve, loaded: Loaded) -> None:
+    def fail(_: str) -> str:
+        raise ZeroDivisionError("secrets")
+
+    engine = Spoken(loaded, fail)
+    server = serve(engine)
+    status, answer, _ = server.call("/generate", LONG)
+    assert (status, answer["error_type"]) == (500, "generation") and "secrets" not in answer["error"]
+    engine.says = lambda prompt: prompt
+    assert server.call("/generate", LONG)[0] == 200
+
+
+# The end
+
+
+def test_asked_to_stop_it_finishes_what_it_has(gated: Callable[..., Running], gate: Gated) -> None:
+    server = gated(grace=30.0)
+    whole = send(server, "/generate", LONG)
+    stream = send(server, "/generate_stream", LONG)
+    eventually(lambda: server.server._driver.open == 2)
+    gate.let(5)
+    late = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    late.connect()
+    server.server.should_exit = True
+    eventually(lambda: server.server._driver.stopping)
+    with contextlib.suppress(OSError):  # it has been closed, or
+        late.request("POST", "/generate", json.dumps(LONG), {"Content-Type": "application/json"})
+        assert late.getresponse().status == 503
+    gate.open()
+    assert json.loads(whole.getresponse().read())["generated_text"].startswith("the weather is fine.")
+    assert b'"finish_reason":"eos_token"' in stream.getresponse().read()
+
+
+def test_what_does_not_finish_in_time_is_told(gated: Callable[..., Running], gate: Gated) -> None:
+    server = gated(grace=0.2)
+    whole = send(server, "/generate", LONG)
+    stream = send(server, "/v1/completions", {"model": "tiny", "prompt": "the weather is fine", "stream": True})
+    eventually(lambda: server.server._driver.open == 2)
+    gate.let(5)
+    begun = stream.getresponse()
+    server.server.should_exit = True
+    answer = whole.getresponse()
+    assert answer.status == 503 and "stops" in json.loads(answer.read())["error"]
+    last = begun.read().decode().split("data: ")[-1]
+    assert "stops" in json.loads(last)["error"]["message"]
+
+
+def _shared(serve: Serve, held: dict[int, Running] = {}) -> Running:  # noqa: B006
+    """One server for many small tests."""
+    if id(serve) not in held:
+        held[id(serve)] = serve()
+    return held[id(serve)]
