@@ -15,6 +15,10 @@ from jingu.serve.driver import Ticket
 from jingu.serve.errors import ServeError, as_serve_error, told
 
 T = TypeVar("T")
+MAY_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "the answer, whole or as server-sent events", "content": {"text/event-stream": {}}}
+}
+"""What the OpenAPI description says of an answer that can be a stream."""
 
 
 def dump(value: object) -> bytes:

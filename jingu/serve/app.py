@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -56,7 +56,7 @@ def create(service: Service) -> FastAPI:
     app.state.service = service
     for part in (tgi, openai, chat):
         app.include_router(part.router)
-    app.add_api_route("/metrics", _metrics, tags=["metrics"])
+    app.add_api_route("/metrics", _metrics, tags=["metrics"], response_class=PlainTextResponse)
     app.add_route("/", lambda _: RedirectResponse("/chat"))
     for path, page in pages().items():
         app.add_route(path, partial(_page, page))

@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from jingu.infer.request import Constraint, Token
-from jingu.serve.answers import EventStream, event, whole
+from jingu.serve.answers import MAY_STREAM, EventStream, event, whole
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import invalid
 from jingu.serve.openai import REASONS, engine_request, usage
@@ -33,7 +33,7 @@ _ROLES: dict[str, Role] = {
 }
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", responses=MAY_STREAM)
 async def chat_completions(body: ChatRequest, request: HttpRequest, service: Served) -> Response:
     """Answer a conversation."""
     if body.max_tokens is not None and body.max_completion_tokens is not None:

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from jingu.infer.request import Constraint, Finish, Request, Token
 from jingu.infer.sampling import Sampling
-from jingu.serve.answers import EventStream, Json, event, whole
+from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
 from jingu.serve.driver import Account, Ticket
 from jingu.serve.errors import ServeError, invalid
 from jingu.serve.schema import CompletionRequest, EmbeddingRequest, Sampled, StrictRoute
@@ -40,7 +40,7 @@ async def model(model: str, service: Served) -> Response:
     return Json(_model(adapter or service.name, service))
 
 
-@router.post("/completions")
+@router.post("/completions", responses=MAY_STREAM)
 async def completions(body: CompletionRequest, request: HttpRequest, service: Served) -> Response:
     """Continue prompts."""
     if body.suffix:

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from jingu import __version__
 from jingu.infer.request import Constraint, Finish, Request, Token
 from jingu.infer.sampling import Sampling
-from jingu.serve.answers import EventStream, Json, event, whole
+from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import ServeError, invalid
 from jingu.serve.schema import GenerateParameters, GenerateRequest, Grammar, StrictRoute, TokenizeRequest
@@ -24,7 +24,7 @@ _REASONS: dict[Finish, str] = {"end": "eos_token", "stop": "stop_sequence", "len
 _MOST_STOPS = 16
 
 
-@router.post("/")
+@router.post("/", responses=MAY_STREAM)
 async def compatible(body: GenerateRequest, request: HttpRequest, service: Served) -> Response:
     """Generate; as a stream where the body says `stream`."""
     return await _answer(body, request, service, stream=bool(body.stream), listed=True)
@@ -36,7 +36,7 @@ async def generate(body: GenerateRequest, request: HttpRequest, service: Served)
     return await _answer(body, request, service)
 
 
-@router.post("/generate_stream")
+@router.post("/generate_stream", responses=MAY_STREAM)
 async def generate_stream(body: GenerateRequest, request: HttpRequest, service: Served) -> Response:
     """Generate a text, an event a token."""
     return await _answer(body, request, service, stream=True)
@@ -80,7 +80,7 @@ async def info(service: Served) -> Response:
     )
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(service: Served) -> Response:
     """200 while the server can take requests."""
     driver = service.driver
