@@ -99,6 +99,9 @@ _share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
 _MODEL = _place("model", "MODEL", "a run, a step of it, a Hugging Face folder or a GGUF file")
 _CHECKPOINTS = _place("path", "PATH", "a run, or a step of it")
 _PROCESSES = _option("--processes", "N", _whole(1), "ranks on this machine (1 where not given)")
+_EXPERTS = _option(
+    "--experts-resident", "SIZE", str, "keep so much of a mixture's experts in memory, such as 25% or 3GB (all)"
+)
 _CONVERT: tuple[Argument, ...] = (
     _MODEL,
     ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
@@ -215,6 +218,7 @@ VERBS = {
             _option("--seed", "N", _whole(0), "seed of the choice", 0),
             _option("--precision", "TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "fp32, bf16 or fp64", "auto"),
             _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
+            _EXPERTS,
         ),
     ),
     "serve": Verb(

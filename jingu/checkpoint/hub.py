@@ -16,16 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.manifest import MANIFEST, read_manifest
+from jingu.checkpoint.manifest import MANIFEST
 from jingu.checkpoint.resume import complete_steps, step_folder
-from jingu.checkpoint.store import read_tensor
+from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header
 from jingu.config.load import load_config
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES, Family
-from jingu.model.families.names import Entry, entries, read_ours, their_shape
+from jingu.model.families.names import Entry, entries, read_ours, their_shape, to_ours
 from jingu.model.lora import is_adapter, merged
 from jingu.model.spec import ModelSpec
 from jingu.text.formats import tokenizer_file
@@ -45,6 +45,8 @@ class OpenModel:
     Attributes:
         spec: what it is.
         read: one parameter by jingu's name, whole, on CPU, in the dtype it is stored in.
+        read_expert: of a parameter that holds a matrix of each expert, one's, without the rest, and where that is
+            possible without a copy. Any thread may ask.
         tokenizer_folder: where its tokenizer lies; None where it has none.
         end_ids: tokens that end a text, where the model says so; empty: the tokenizer's end token.
         where: the folder or file, for messages.
@@ -56,6 +58,7 @@ class OpenModel:
 
     spec: ModelSpec
     read: Callable[[str], Tensor]
+    read_expert: Callable[[str, int], Tensor]
     tokenizer_folder: Path | None
     end_ids: tuple[int, ...]
     where: Path
@@ -142,16 +145,22 @@ def _open_step(step: Path) -> OpenModel:
             fix="Move it back to runs/NAME/checkpoints/.",
         )
     spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
+    reader = Reader(step)
     stored = {
         name.removeprefix("model/"): torch.Size(tensor.shape)
-        for name, tensor in read_manifest(step / MANIFEST).tensors.items()
+        for name, tensor in reader.manifest.tensors.items()
         if name.startswith("model/")
     }
     shapes = parameter_shapes(spec)
     _compare({name: shape for name, shape in shapes.items() if spec.adapter is None or is_adapter(name)}, stored, step)
     tokenizer = run / "tokenizer"
     return OpenModel(
-        spec, lambda name: read_tensor(step, f"model/{name}"), tokenizer if tokenizer.is_dir() else None, (), step
+        spec,
+        lambda name: reader.read(f"model/{name}"),
+        lambda name, number: reader.read_expert(f"model/{name}", number),
+        tokenizer if tokenizer.is_dir() else None,
+        (),
+        step,
     )
 
 
@@ -160,17 +169,20 @@ def _merged(opened: OpenModel, base: OpenModel) -> OpenModel:
     assert opened.spec.adapter is not None
     held, scale = parameter_shapes(opened.spec), opened.spec.adapter.scale
 
-    def read(name: str) -> Tensor:
-        weight, module = base.read(name), name.removesuffix(".weight")
+    def add(name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        module = name.removesuffix(".weight")
         if not name.endswith(".weight") or f"{module}.lora_a" not in held:
             return weight
-        return merged(weight, opened.read(f"{module}.lora_a"), opened.read(f"{module}.lora_b"), scale)
+        return merged(weight, read(f"{module}.lora_a"), read(f"{module}.lora_b"), scale)
 
     spec = opened.spec.model_copy(update={"adapter": None})
     return replace(
         base,
         spec=spec,
-        read=read,
+        read=lambda name: add(name, base.read(name), opened.read),
+        read_expert=lambda name, number: add(
+            name, base.read_expert(name, number), lambda leaf: opened.read_expert(leaf, number)
+        ),
         tokenizer_folder=opened.tokenizer_folder or base.tokenizer_folder,
         where=opened.where,
     )
@@ -242,8 +254,15 @@ def open_described(
             waiting.update(read_ours(name, holders[name], stored.read, spec, shapes))
         return waiting.pop(name)
 
+    def read_expert(name: str, number: int) -> Tensor:
+        first = holders[name][0]
+        if first.expert is None:
+            return to_ours(first, stored.read(first.theirs), spec, shapes)[name][number]
+        entry = holders[name][number]
+        return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name]
+
     ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
-    return OpenModel(spec, read, None, _end_ids(config), where, stored.dtype, ids)
+    return OpenModel(spec, read, read_expert, None, _end_ids(config), where, stored.dtype, ids)
 
 
 def described_model(path: Path) -> ModelSpec | None:
@@ -257,10 +276,20 @@ def described_model(path: Path) -> ModelSpec | None:
     return _family(config, path / "config.json").spec_from_hf(config)
 
 
-def load_model(opened: OpenModel, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """The model with its weights, cast to `dtype`, ready to compute."""
+def load_model(
+    opened: OpenModel,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    prepare: Callable[[Decoder], object] = lambda model: None,
+) -> Decoder:
+    """The model with its weights, cast to `dtype`, ready to compute.
+
+    Args:
+        prepare: is given the model before it has memory, and may take parts away that shall have none.
+    """
     with torch.device("meta"):
         model = make_model(opened.spec)
+    prepare(model)
     model.to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

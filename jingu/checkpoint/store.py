@@ -7,8 +7,9 @@ of them while training goes on. `jingu.checkpoint.files` tells what is on disk.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ from jingu.checkpoint.shards import (
     rows_of,
 )
 from jingu.checkpoint.slices import overlap, slice_of
+from jingu.checkpoint.stream import read_at
 from jingu.runtime.device import one_thread
 
 Agree = Callable[[bool], bool]
@@ -179,14 +181,47 @@ def load(
 
 
 def read_tensor(folder: Path, name: str) -> Tensor:
-    """One whole logical tensor, in main memory."""
-    manifest = open_checkpoint(folder)
-    if name not in manifest.tensors:
-        raise CheckpointError(f"there is no tensor {name} in this checkpoint.", where=folder)
-    stored = manifest.tensors[name]
-    tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-    load_blocks(folder, manifest, held_blocks({name: tensor}))
-    return tensor
+    """One whole logical tensor, in main memory. `Reader` reads several."""
+    return Reader(folder).read(name)
+
+
+class Reader:
+    """Tensors of a checkpoint, one at a time; its manifest, and the header of each file, are read and checked once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, open_checkpoint(folder)
+        self._checked: set[str] = set()
+
+    def read(self, name: str) -> Tensor:
+        """One whole logical tensor, in main memory."""
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"there is no tensor {name} in this checkpoint.", where=self.folder)
+        stored = self.manifest.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        load_blocks(self.folder, self.manifest, held_blocks({name: tensor}), self._checked)
+        return tensor
+
+    def read_expert(self, name: str, number: int) -> Tensor:
+        """Matrix `number` of a tensor that has one for each expert, without the rest: mapped where a piece has it
+        whole.
+
+        It is not checked against a checksum: those are of whole pieces.
+        """
+        stored = self.manifest.tensors[name]
+        offset, size = (number, *[0] * len(stored.shape[1:])), torch.Size((1, *stored.shape[1:]))
+        whole = torch.empty(size, dtype=DTYPES[stored.dtype])
+        for piece in distinct(stored).values():
+            shared = overlap(piece.offset, piece.shape, offset, size)
+            if shared is None:
+                continue
+            row = torch.Size((1, *piece.shape[1:]))
+            begin = piece.bytes[0] + (number - piece.offset[0]) * prod(row) * whole.itemsize
+            mapped = read_at(self.folder / piece.file, begin, row, whole.dtype)
+            if row == size:
+                return mapped[0]
+            places = tuple(slice(first, first + extent) for first, extent in zip(piece.offset, row, strict=True))
+            whole[(slice(0, 1), *places[1:])] = mapped
+        return whole[0]
 
 
 def _compare(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, whole: bool) -> None:
@@ -212,22 +247,31 @@ def _compare(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], pr
         raise MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(complaints)}.", where=folder)
 
 
-def load_blocks(folder: Path, manifest: Manifest, blocks: Iterable[Held]) -> None:
-    """Read every stored piece that a block held here overlaps, file by file; pieces of a file side by side."""
+def load_blocks(
+    folder: Path, manifest: Manifest, blocks: Iterable[Held], checked: MutableSet[str] | None = None
+) -> None:
+    """Read every stored piece that a block held here overlaps, file by file; pieces of a file side by side.
+
+    Args:
+        checked: files whose header need not be checked; those that were are added.
+    """
+    checked = set() if checked is None else checked
     work: dict[str, list[tuple[Piece, Held]]] = {}
     for block in blocks:
         for piece in distinct(manifest.tensors[block.name]).values():
             if overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size):
                 work.setdefault(piece.file, []).append((piece, block))
-    inside: dict[str, list[tuple[str, Piece]]] = {name: [] for name in work}
-    for stored in manifest.tensors.values():
+    inside: dict[str, list[tuple[str, Piece]]] = {name: [] for name in work if name not in checked}
+    for stored in manifest.tensors.values() if inside else ():
         for piece in stored.pieces:
             if piece.file in inside:
                 inside[piece.file].append((stored.dtype, piece))
     with one_thread(), ThreadPoolExecutor(READERS) as pool:
         for name in sorted(work):
             with reading(folder / name, manifest.files[name]) as descriptor:
-                check_header(descriptor, inside[name], manifest.files[name], folder / name)
+                if name in inside:
+                    check_header(descriptor, inside[name], manifest.files[name], folder / name)
+                    checked.add(name)
                 pairs = sorted(work[name], key=lambda pair: pair[0].bytes)
                 jobs = [pool.submit(fill_overlap, descriptor, piece, block, folder) for piece, block in pairs]
                 for error in [job.exception() for job in jobs]:

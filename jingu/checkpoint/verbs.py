@@ -21,7 +21,7 @@ from jingu.checkpoint.hub import OpenModel, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.resume import Keep, all_steps, complete_steps, find_latest, step_folder
 from jingu.checkpoint.resume import prune as prune_steps
-from jingu.checkpoint.store import read_tensor
+from jingu.checkpoint.store import Reader
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 
@@ -188,10 +188,11 @@ def diff(first: Path, second: Path) -> None:
     """Print what differs between two checkpoints, tensor by tensor; a run stands for its newest checkpoint."""
     folder_a, folder_b = _locate(first), _locate(second)
     names_a, names_b = names(folder_a), names(folder_b)
+    reader_a, reader_b = Reader(folder_a), Reader(folder_b)
     rows: list[tuple[str, ...]] = []
     equal = 0
     for name in sorted(set(names_a) & set(names_b)):
-        tensor_a, tensor_b = read_tensor(folder_a, name), read_tensor(folder_b, name)
+        tensor_a, tensor_b = reader_a.read(name), reader_b.read(name)
         if (tensor_a.shape, tensor_a.dtype) != (tensor_b.shape, tensor_b.dtype):
             rows.append((name, f"{_kind(tensor_a)} → {_kind(tensor_b)}", "", "", ""))
         elif _same_bytes(tensor_a, tensor_b):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ import torch
 
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
+from jingu.infer.residency import Residency
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import has_fast_bf16
@@ -31,6 +32,7 @@ class Loaded:
         template: the tokenizer's own template for conversations; None: it has none.
         name: of the model, for people.
         beginning: what a prompt begins with, where the model was trained so.
+        residency: its experts, where only some of them are in memory.
     """
 
     model: Model
@@ -41,6 +43,7 @@ class Loaded:
     start_id: int
     name: str
     beginning: tuple[int, ...] = ()
+    residency: Residency | None = None
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Ids of a prompt. To an encoder, the names of sentinels in it stand for them, as they do in the answer."""
@@ -52,12 +55,15 @@ def load(
     precision: Precision = "auto",
     device: Device = "auto",
     adapters: Mapping[str, Path] | None = None,
+    experts_resident: str | None = None,
 ) -> Loaded:
     """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
 
     Args:
         precision: auto computes in bf16 where the device has units for it, else in fp32.
         adapters: name → a run that trained adapters, or a folder of peft's.
+        experts_resident: how much of a mixture's experts is in memory (25%, 3GB), the rest being read from the model's
+            files when it is needed; None: all.
 
     Raises:
         JinguError: what is wrong with it.
@@ -72,13 +78,16 @@ def load(
     tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(_device(device))
     name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
-    model = load_model(opened, _DTYPES[name], place)
+    dtype = _DTYPES[name]
+    residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place)
+    model = load_model(opened, dtype, place, residency.take_over if residency else lambda model: None)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
-    return loaded(
+    made = loaded(
         model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=path.stem,
         beginning=beginning,
     )  # fmt: skip
+    return replace(made, residency=residency)
 
 
 def loaded(

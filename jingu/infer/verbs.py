@@ -27,6 +27,7 @@ def generate(
     stop: Sequence[str] | None = None,
     precision: Precision = "auto",
     device: Device = "auto",
+    experts_resident: str | None = None,
 ) -> None:
     """Print the prompt and its continuation (with an encoder, its answer) as it grows; then, to stderr, the speed.
 
@@ -35,12 +36,13 @@ def generate(
         prompt: empty to begin a new document.
         max_tokens: most tokens to generate.
         precision: auto computes in bf16 where the device has units for it, else in fp32.
+        experts_resident: how much of a mixture's experts is in memory (25%, 3GB); None: all.
 
     Raises:
         JinguError: what is wrong with the model, the prompt or the settings.
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
-    engine = Engine(load(model, precision, device))
+    engine = Engine(load(model, precision, device, experts_resident=experts_resident))
     engine.submit(Request(engine.loaded.encode(prompt), sampling, max_tokens, tuple(stop or ())))
     start = time.perf_counter()
     sys.stdout.write(prompt if engine.loaded.spec.encoder_layers is None else "")
@@ -51,3 +53,5 @@ def generate(
     sys.stdout.write("\n")
     count, seconds = engine.stats().generated_tokens, time.perf_counter() - start
     print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
+    if engine.loaded.residency is not None:
+        print(engine.loaded.residency.stats(), file=sys.stderr)

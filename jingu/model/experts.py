@@ -5,6 +5,8 @@ Shapes: B rows, T tokens, D width, N = B·T tokens, E experts, K experts a token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import ClassVar, NamedTuple
 
@@ -17,6 +19,8 @@ from jingu.model.grouped import TakenRows, grouped_product
 from jingu.model.layers import FeedForwardLayer, Linear, activate
 from jingu.model.products import linear
 from jingu.model.sharding import Table
+
+Product = Callable[[Tensor], Tensor]
 
 
 class Routing(NamedTuple):
@@ -45,6 +49,10 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
         return grouped_product(x_MI, self.weight.to(x_MI.dtype), ends_E)
+
+    def one(self, number: int, x_MI: Tensor) -> Tensor:
+        """What one of the matrices makes of rows that are all its own."""
+        return linear(x_MI, self.weight[number])
 
 
 class ExpertsLayer(nn.Module):
@@ -116,7 +124,13 @@ class ExpertsLayer(nn.Module):
         return y_BTKD.sum(2)
 
     def compute(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """What the experts say to rows sorted by expert, so many for each."""
+        """What the experts say to rows sorted by expert, so many for each.
+
+        To generate on CPUs they speak one after another. What one says to its rows then depends on nothing else, to
+        the last bit: of a longer tensor, other elements are the last ones, which do not fill a vector register.
+        """
+        if not (x_MD.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            return self._in_turn(x_MD, count_E)
         ends_E = count_E.cumsum(0).to(torch.int32)
         hidden_MF = self.up(x_MD, ends_E)
         if self.gate is None:
@@ -125,6 +139,21 @@ class ExpertsLayer(nn.Module):
             hidden_MF = activate(self.gate(x_MD, ends_E), self.spec.activation) * hidden_MF
         y_MD: Tensor = self.down(hidden_MF, ends_E)
         return y_MD
+
+    def _in_turn(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
+        y_MD, begin = torch.empty_like(x_MD), 0
+        for expert, count in enumerate(count_E.tolist()):
+            rows, begin = slice(begin, begin + count), begin + count
+            if count:
+                gate = None if self.gate is None else partial(self.gate.one, expert)
+                y_MD[rows] = self.speak(x_MD[rows], gate, partial(self.up.one, expert), partial(self.down.one, expert))
+        return y_MD
+
+    def speak(self, x_MD: Tensor, gate: Product | None, up: Product, down: Product) -> Tensor:
+        """What an expert of these matrices says."""
+        if gate is None:
+            return down(activate(up(x_MD), self.spec.activation))
+        return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
 
     def _routing(self, logits_BTE: Tensor, count_BE: Tensor, dropped_BTK: Tensor | None) -> Routing:
         return Routing(

@@ -47,6 +47,11 @@ class LoraGrouped(GroupedLinear):
         x_MR = grouped_product(x_MI, self.lora_a.to(x_MI.dtype), ends_E)
         return super().forward(x_MI, ends_E) + self.scale * grouped_product(x_MR, self.lora_b.to(x_MI.dtype), ends_E)
 
+    def one(self, number: int, x_MI: Tensor) -> Tensor:
+        """As `GroupedLinear.one`, with the adapter."""
+        x_MR = linear(x_MI, self.lora_a[number])
+        return super().one(number, x_MI) + self.scale * linear(x_MR, self.lora_b[number])
+
 
 def add_adapters(model: nn.Module, adapter: Lora) -> None:
     """Give the adapter's targets one each, in place; only adapters are then trained."""

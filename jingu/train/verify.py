@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jingu.checkpoint.files import names
 from jingu.checkpoint.resume import step_folder
-from jingu.checkpoint.store import read_tensor
+from jingu.checkpoint.store import Reader
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import ParallelSettings, RunConfig
 from jingu.errors import JinguError
@@ -299,11 +299,12 @@ def _apart(a: float, b: float) -> float:
 def _tensors(kind: str, step: int, folders: Sequence[Path], prefix: str) -> list[Check]:
     """Tensors of two checkpoints, by name."""
     first, second = (set(names(folder, prefix)) for folder in folders)
+    readers = [Reader(folder) for folder in folders]
     found: list[tuple[str, float, float]] = []
     for name in sorted(first | second):
         apart = size = math.inf
         if name in first & second:
-            apart, size = _difference(*(read_tensor(folder, name) for folder in folders))
+            apart, size = _difference(*(reader.read(name) for reader in readers))
         found.append((name.removeprefix(prefix), apart, size))
     floor = FLOOR * max((size for _, _, size in found if size < math.inf), default=0.0)
     return [

@@ -1,0 +1,80 @@
+"""Which experts will be needed, and when: what has been seen, and what routers say ahead of time.
+
+Shapes: L layers in the order of computation, E experts a layer, K experts a token, N tokens of a visit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_PRIOR = 4.0
+"""Tokens that the first guess (every expert alike) counts for."""
+_HALF_LIFE = 64.0
+"""Tokens after which what was seen counts half."""
+_GUESS = 0.5
+"""Share of a router's guesses ahead that are taken to be right before any was seen."""
+_NEVER = 1e9
+
+
+class Foresight:
+    """An estimate of when each expert is needed next, counted in visits of layers.
+
+    Layers are visited one after another and over again; which follows which is learned from the last visit. Each
+    token of a visit is taken to choose an expert with a probability of its own, as often as it has been chosen lately.
+    """
+
+    def __init__(self, layers: int, experts: int, active: int) -> None:
+        self._experts, self._active = experts, active
+        self._share_LE = np.full((layers, experts), active / experts)
+        self._seen_L = np.full(layers, _PRIOR)
+        self._tokens_L = np.zeros(layers)  # logarithm of tokens a visit
+        self._right_LK = np.full((layers, active), _GUESS)
+        self._after = [*range(1, layers), 0]
+        self._last: int | None = None
+        self.distance_LE: Floats = np.zeros((layers, experts))
+        """Visits until each expert is likely to be needed; of those in use now, until they are needed again."""
+
+    def visit(self, layer: int, chosen_E: NDArray[np.int64], tokens: int) -> None:
+        """A layer is being visited by so many tokens, so many of which chose each expert."""
+        if self._last is not None:
+            self._after[self._last] = layer
+        self._last = layer
+        kept = self._seen_L[layer] * 0.5 ** (tokens / _HALF_LIFE)
+        self._share_LE[layer] = (self._share_LE[layer] * kept + chosen_E) / (kept + tokens)
+        self._seen_L[layer] = kept + tokens
+        self._tokens_L[layer] += (np.log(tokens) - self._tokens_L[layer]) / 4
+        ahead_L, cycle = self._ahead(layer)
+        self.distance_LE = ahead_L[:, None] + cycle * (1 / self._likely() - 1)
+
+    def guessed(self, layer: int, right_K: Floats, tokens: int) -> None:
+        """Of the guesses about a layer, the share that was right: of first choices, of second ones, and so on."""
+        self._right_LK[layer] += (right_K - self._right_LK[layer]) * (1 - 0.5 ** (tokens / _HALF_LIFE))
+
+    def foresee(self, layer: int, guesses_KE: NDArray[np.int64]) -> Floats:
+        """How likely each expert [E] of the layer that follows is needed, where so many tokens are guessed to choose
+        it first, second and so on."""
+        right_K = np.clip(self._right_LK[layer], 0.0, 0.99)
+        tokens = guesses_KE.sum() / self._active
+        others = (self._active - right_K.sum()) / max(1, self._experts - self._active)
+        # Of the tokens that are not guessed to choose an expert, each still may.
+        silent_E = np.log1p(-right_K) @ guesses_KE + np.log1p(-others) * (tokens - guesses_KE.sum(0))
+        likely_E = -np.expm1(silent_E)
+        cycle = self._ahead(layer)[1]
+        self.distance_LE[layer] = 1 + (1 - likely_E) * cycle / self._likely()[layer]
+        return likely_E
+
+    def _likely(self) -> Floats:
+        """How likely each expert [L, E] is needed in a visit of its layer."""
+        tokens_L = np.exp(self._tokens_L)
+        likely_LE: Floats = -np.expm1(np.log1p(-np.minimum(self._share_LE, 0.999)) * tokens_L[:, None])
+        return np.maximum(likely_LE, 1e-6)
+
+    def _ahead(self, layer: int) -> tuple[Floats, int]:
+        """Visits until the next one of each layer, and of how many the round consists."""
+        ahead_L, number = np.full(len(self._after), _NEVER), 0
+        while ahead_L[layer := self._after[layer]] == _NEVER:
+            ahead_L[layer] = number = number + 1
+        return ahead_L, number

@@ -1,0 +1,358 @@
+"""Mixtures of experts larger than memory, after InfMoE (Zhang et al., 2021): some experts are resident, the others are
+read from the model's own files when they are needed, and a little before.
+
+What lies resident is a number of slots, each with room for one expert of any layer. Threads fill them while others
+compute. All decisions are taken by the thread that computes; what it says does not depend on them.
+
+Shapes: B rows, T tokens, N = B·T tokens, D width, F inner size of an expert, L layers, E experts, K experts a token,
+M = N·K choices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from jingu.checkpoint.hub import OpenModel
+from jingu.errors import JinguError
+from jingu.infer.foresight import Foresight
+from jingu.model.decoder import Block, Decoder
+from jingu.model.encoder_decoder import all_blocks
+from jingu.model.experts import ExpertsLayer, Routing
+from jingu.model.products import linear
+from jingu.model.spec import Experts
+
+Key = tuple[int, int]
+"""A layer, in the order of computation, and an expert of it."""
+Routed = tuple[Tensor, Tensor, Routing | None]
+
+WHERE = "experts.resident"
+
+LOADERS = 2
+"""Threads that read."""
+LEAST_SLOTS = 2
+"""One to compute with, one to fill meanwhile."""
+SURE = 0.8
+"""How likely an expert must be needed next to be read ahead."""
+
+
+@dataclass(frozen=True)
+class ResidencyStats:
+    """What has been needed and read.
+
+    Attributes:
+        resident_bytes: size of the slots.
+        total_bytes: size of all experts.
+        hits: times that a layer needed an expert which was resident, or being read ahead.
+        misses: times that it was not.
+        read_ahead: experts read because they were foreseen.
+        bytes_moved: read into slots, in the dtype that is computed in.
+        waited_seconds: the computation stood still for them.
+    """
+
+    resident_bytes: int
+    total_bytes: int
+    hits: int
+    misses: int
+    read_ahead: int
+    bytes_moved: int
+    waited_seconds: float
+
+    def __str__(self) -> str:
+        uses = max(1, self.hits + self.misses)
+        return (
+            f"{self.resident_bytes:,} of {self.total_bytes:,} bytes of experts were resident: {self.hits / uses:.0%} "
+            f"of {uses:,} uses found theirs there, {self.bytes_moved:,} bytes were read "
+            f"({self.read_ahead:,} experts ahead), {self.waited_seconds:.1f} s waited for them"
+        )
+
+
+class _Slot:
+    """Room for one expert: its matrices, and what is under way with them."""
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self.parts = parts
+        self.key: Key | None = None
+        self.filling: Future[None] | None = None
+        self.used: torch.cuda.Event | None = None
+        """When the device has done what was last asked of these matrices."""
+
+
+class Residency:
+    """The experts of a model, a bounded number of them in memory."""
+
+    def __init__(self, opened: OpenModel, resident: str, dtype: torch.dtype, device: torch.device) -> None:
+        """
+        Args:
+            resident: how much may be resident: a share of all experts (25%), or bytes (3GB).
+            dtype: that the model computes in.
+
+        Raises:
+            JinguError: the model has no experts, or there is room for too few.
+        """
+        mixture = opened.spec.feed_forward
+        if not isinstance(mixture, Experts):
+            raise JinguError("the model has no mixture of experts.", where=WHERE, fix="Leave the setting out.")
+        layers = opened.spec.layers + (opened.spec.encoder_layers or 0)
+        matrix = {"gate": (mixture.size, opened.spec.width)} if mixture.gated else {}
+        matrix |= {"up": (mixture.size, opened.spec.width), "down": (opened.spec.width, mixture.size)}
+        self._opened, self._shapes = opened, matrix
+        self._expert_bytes = sum(map(prod, matrix.values())) * dtype.itemsize
+        self._experts = layers * mixture.number
+        self._free = [
+            _Slot({part: torch.empty(shape, dtype=dtype, device=device) for part, shape in matrix.items()})
+            for _ in range(self._slots(resident))
+        ]
+        self._bytes = len(self._free) * self._expert_bytes
+        self._where: dict[Key, _Slot] = {}
+        self._settled_LE = np.zeros((layers, mixture.number), dtype=bool)
+        self._foresight = Foresight(layers, mixture.number, mixture.active)
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="experts")
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._blocks: list[tuple[str, Block, ExpertsLayer]] = []
+        self._states: Tensor | None = None
+        self._chosen_NK: Tensor | None = None
+        self._guess: tuple[int, Tensor] | None = None
+        self._hits = self._misses = self._ahead = self._moved = 0
+        self._waited = 0.0
+        self.trace: list[tuple[int, tuple[int, ...]]] | None = None
+        """Set to a list, it is told of every visit of a layer: the experts that it needed, in the order of use."""
+
+    def _slots(self, resident: str) -> int:
+        total = self._experts * self._expert_bytes
+        count = min(self._experts, parse_size(resident, total) // self._expert_bytes)
+        if count < LEAST_SLOTS:
+            raise JinguError(
+                f"{resident} of the {total:,} bytes that the experts have is room for {count} of them, and the least "
+                f"is {LEAST_SLOTS}.",
+                where=WHERE,
+                fix=f"Give {LEAST_SLOTS * self._expert_bytes:,} bytes or more, or "
+                f"{math.ceil(1000 * LEAST_SLOTS / self._experts) / 10}%.",
+            )
+        return count
+
+    def take_over(self, model: Decoder) -> None:
+        """Take the experts' matrices away from a model on the meta device, and let it compute with those here."""
+        names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
+        for number, (_, block) in enumerate(all_blocks(model)):
+            assert isinstance(block, Block) and isinstance(block.feed_forward, ExpertsLayer)
+            mixture = block.feed_forward
+            for part in self._shapes:
+                delattr(mixture, part)
+            mixture.compute = partial(self._compute, number)  # type: ignore[method-assign]
+            mixture.route = partial(self._route, mixture.route)  # type: ignore[method-assign]
+            block.feed_forward_norm.register_forward_pre_hook(self._remember)
+            self._blocks.append((names[block], block, mixture))
+
+    def stats(self) -> ResidencyStats:
+        """What has been needed and read so far."""
+        return ResidencyStats(
+            resident_bytes=self._bytes,
+            total_bytes=self._experts * self._expert_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            read_ahead=self._ahead,
+            bytes_moved=self._moved,
+            waited_seconds=self._waited,
+        )
+
+    # A visit of a layer
+
+    def _remember(self, _norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the states before a block's last norm: the next layer's router is asked about them."""
+        self._states = inputs[0]
+
+    def _route(self, original: Callable[[Tensor], Routed], logits_BTE: Tensor) -> Routed:
+        """`ExpertsLayer.route`; what it chose is compared with what was guessed."""
+        routed = original(logits_BTE)
+        self._chosen_NK = routed[0].flatten(0, -2)
+        return routed
+
+    def _compute(self, layer: int, x_MD: Tensor, count_E: Tensor) -> Tensor:
+        """`ExpertsLayer.compute`, expert by expert: those that are here first, the others as they come."""
+        counts = count_E.tolist()
+        ends = list(accumulate(counts))
+        needed = {expert for expert, count in enumerate(counts) if count}
+        self._note(layer, np.array(counts))
+        absent = [expert for expert in needed if (layer, expert) not in self._where]
+        self._hits, self._misses = self._hits + len(needed) - len(absent), self._misses + len(absent)
+        foreseen = self._foresee(layer + 1)
+        absent, order = self._fetch(layer, absent, needed), list[int]()
+        self._read_ahead(layer, foreseen, needed)
+        y_MD = torch.empty_like(x_MD)
+        while needed:
+            expert = self._next(layer, needed)
+            if expert is None:
+                absent = self._fetch(layer, absent, needed)
+                continue
+            rows = slice(ends[expert] - counts[expert], ends[expert])
+            y_MD[rows] = self._say(layer, self._where[layer, expert], x_MD[rows])
+            needed.remove(expert)
+            order.append(expert)
+            absent = self._fetch(layer, absent, needed)
+        if self.trace is not None:
+            self.trace.append((layer, tuple(order)))
+        return y_MD
+
+    def _note(self, layer: int, counts_E: NDArray[np.int64]) -> None:
+        """Learn from a visit; see what was read meanwhile; forget what was to be read for it, has not begun, and is not
+        needed."""
+        assert self._chosen_NK is not None
+        self._foresight.visit(layer, counts_E, len(self._chosen_NK))
+        if self._guess is not None and self._guess[0] == layer and self._guess[1].shape == self._chosen_NK.shape:
+            right_NK = (self._guess[1].unsqueeze(-1) == self._chosen_NK.unsqueeze(-2)).any(-1)
+            self._foresight.guessed(layer, right_NK.double().mean(0).cpu().numpy(), len(right_NK))
+        self._settle(layer, set())
+        for key, slot in list(self._where.items()):
+            if key[0] == layer and not counts_E[key[1]] and slot.filling is not None and slot.filling.cancel():
+                self._vacate(slot)
+                self._moved, self._ahead = self._moved - self._expert_bytes, self._ahead - 1
+
+    def _say(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
+        """What one expert says to its rows."""
+        matrix = {part: partial(_times, held) for part, held in slot.parts.items()}
+        y_MD = self._blocks[layer][2].speak(x_MD, matrix.get("gate"), matrix["up"], matrix["down"])
+        if self._side is not None:
+            slot.used = torch.cuda.Event()
+            slot.used.record()
+        return y_MD
+
+    def _next(self, layer: int, needed: set[int]) -> int | None:
+        """One of these that is here; where none is yet, the first one to come. None: another came, which was read
+        ahead, and its slot can be had."""
+        here = [expert for expert in needed if self._settled_LE[layer, expert]]
+        if here:
+            return min(here)
+        coming = {key: slot.filling for key, slot in self._where.items() if slot.filling is not None}
+        mine = [coming[layer, expert] for expert in needed if (layer, expert) in coming]
+        start = perf_counter()
+        wait(mine or coming.values(), return_when=FIRST_COMPLETED)
+        self._waited += perf_counter() - start
+        self._settle(layer, needed)
+        return min((expert for expert in needed if self._settled_LE[layer, expert]), default=None)
+
+    # Slots
+
+    def _fetch(self, layer: int, absent: list[int], needed: set[int]) -> list[int]:
+        """Begin to read experts, as long as there are slots to give them; those for which there is none."""
+        for number, expert in enumerate(absent):
+            slot = self._slot(layer, needed)
+            if slot is None:
+                return absent[number:]
+            self._fill(slot, (layer, expert))
+        return []
+
+    def _slot(self, layer: int, needed: set[int], least: float = 0.0) -> _Slot | None:
+        """A slot to fill anew: an empty one, or that of the expert which is likely to be needed last; none where that
+        is in no more than `least` visits, or all are in use."""
+        if not self._free:
+            self._settle(layer, needed)
+            distance_LE = np.where(self._settled_LE, self._foresight.distance_LE, 0.0)
+            distance_LE[layer, list(needed)] = 0.0
+            last, expert = np.unravel_index(distance_LE.argmax(), distance_LE.shape)
+            if distance_LE[last, expert] <= least:
+                return None
+            self._vacate(self._where[int(last), int(expert)])
+        return self._free.pop()
+
+    def _settle(self, layer: int, needed: set[int]) -> None:
+        """See which experts have come. Where one could not be read, raise why if it is needed; else let it be."""
+        for key, slot in list(self._where.items()):
+            if slot.filling is None or not slot.filling.done():
+                continue
+            wrong = slot.filling.exception()
+            if wrong is None:
+                slot.filling = None
+                self._settled_LE[key] = True
+                continue
+            self._vacate(slot)
+            if key[0] == layer and key[1] in needed:
+                raise wrong
+
+    def _vacate(self, slot: _Slot) -> None:
+        assert slot.key is not None
+        del self._where[slot.key]
+        self._settled_LE[slot.key] = False
+        slot.key = slot.filling = None
+        self._free.append(slot)
+
+    def _fill(self, slot: _Slot, key: Key) -> None:
+        slot.key, self._where[key] = key, slot
+        self._moved += self._expert_bytes
+        slot.filling = self._loaders.submit(self._load, slot, key)
+
+    def _load(self, slot: _Slot, key: Key) -> None:
+        """Read an expert into its slot; on a thread of its own."""
+        prefix = f"{self._blocks[key[0]][0]}.feed_forward"
+        with torch.no_grad(), nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            if self._side is not None and slot.used is not None:
+                self._side.wait_event(slot.used)
+            for part, held in slot.parts.items():
+                held.copy_(self._opened.read_expert(f"{prefix}.{part}.weight", key[1]))
+            if self._side is not None:
+                self._side.synchronize()
+
+    # What comes next
+
+    def _foresee(self, layer: int) -> NDArray[np.float64] | None:
+        """How likely each expert of the next layer is needed, by what its router says of the present states."""
+        self._guess = None
+        # From an encoder to a decoder nothing can be foreseen.
+        if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
+            return None
+        _, block, mixture = self._blocks[layer]
+        assert self._states is not None
+        # `forward` itself: a call would have these states remembered as that block's.
+        x_BTD = block.feed_forward_norm.forward(self._states)
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_BTE = linear(x_BTD.to(wide), mixture.router.weight.to(x_BTD.dtype))
+        guess_NK = logits_BTE.topk(mixture.spec.active, dim=-1).indices.flatten(0, -2)
+        self._guess = layer, guess_NK
+        guesses_KE = nn.functional.one_hot(guess_NK, mixture.spec.number).sum(0).cpu().numpy()
+        return self._foresight.foresee(layer, guesses_KE)
+
+    def _read_ahead(self, layer: int, foreseen_E: NDArray[np.float64] | None, needed: set[int]) -> None:
+        """Read what the next layer is almost sure to need."""
+        for expert in () if foreseen_E is None else (-foreseen_E).argsort(kind="stable").tolist():
+            key = (layer + 1, expert)
+            assert foreseen_E is not None
+            if foreseen_E[expert] < SURE:
+                return
+            if key in self._where:
+                continue
+            slot = self._slot(layer, needed, least=1.5)
+            if slot is None:
+                return
+            self._fill(slot, key)
+            self._ahead += 1
+
+
+def _times(weight_OI: Tensor, x_MI: Tensor) -> Tensor:
+    return linear(x_MI, weight_OI)
+
+
+def parse_size(text: str, whole: int) -> int:
+    """Bytes of a share (25%) of the whole, or as said (800MB, 3GB, 1.5GiB, 1000000). Raises JinguError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B|B?)", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) == 0:
+        raise JinguError(f"{text} is no size.", where=WHERE, fix="Give a share, such as 25%, or bytes, such as 3GB.")
+    number, unit = float(found[1]), found[2].upper()
+    if unit == "%":
+        if number > 100:
+            raise JinguError(f"{text} is more than all.", where=WHERE, fix="Give 100% or less.")
+        return int(whole * number / 100)
+    power = "KMGT".find(unit[0]) + 1 if len(unit) > 1 else 0
+    return int(number * (1024 if "I" in unit else 1000) ** power)

@@ -1,0 +1,239 @@
+"""Experts larger than memory: what is said is what a model wholly in memory says, within the bound."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import load_model, open_model
+from jingu.cli import main
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.infer.engine import Engine
+from jingu.infer.foresight import Foresight
+from jingu.infer.load import Loaded, load
+from jingu.infer.request import Request
+from jingu.infer.residency import Residency, parse_size
+from jingu.infer.sampling import Sampling
+from jingu.model.build import spec_from_settings
+from jingu.model.encoder_decoder import make_model
+from jingu.model.initialise import initialise
+from jingu.model.spec import ModelSpec
+from jingu.text.tokenizer import Tokenizer
+
+SPECS: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "family": "mixtral",
+        "width": 24,
+        "heads": 3,
+        "feed_forward": 10,
+        "experts": {"number": 5, "active": 2},
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "width": 20,
+        "heads": 2,
+        "feed_forward": 7,
+        "experts": {"number": 9, "active": 3},
+    },
+    "cpm2": {
+        "family": "cpm2",
+        "encoder_layers": 2,
+        "width": 12,
+        "heads": 2,
+        "feed_forward": 11,
+        "experts": {"number": 6, "active": 1, "router": "random_projection"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("mixtures")
+    tokenizer.save(place / "tokenizer")
+    for name, changes in SPECS.items():
+        spec = spec_from_settings(ModelSettings(layers=3, initial_std=0.4, **changes), tokenizer.vocabulary, 64)
+        model = make_model(spec)
+        initialise(model, spec, 1)
+        export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
+    return {name: place / name for name in SPECS}
+
+
+def said(model: Loaded, prompts: list[tuple[int, ...]]) -> list[Any]:
+    """All that the engine tells of some requests, at once."""
+    engine = Engine(model)
+    for prompt in prompts:
+        engine.submit(Request(prompt, Sampling(temperature=1.0), 9, logprobs=3, ignore_end=True))
+    told = []
+    while engine.busy:
+        told += engine.step()
+    return told
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", SPECS)
+def test_says_the_same_bit_for_bit_within_its_bound(folders: dict[str, Path], family: str, precision: Any) -> None:
+    prompts = [tuple(range(3, 3 + length)) for length in (1, 7, 23)]
+    whole = load(folders[family], precision)
+    expected = said(whole, prompts)
+    assert len({event.token.id for event in expected}) > 5
+    mixture = whole.spec.feed_forward
+    one = 3 * mixture.size * whole.spec.width * (4 if precision == "fp32" else 2)
+    for resident, slots in ((f"{2 * one}", 2), ("34%", None), ("100%", None)):
+        some = load(folders[family], precision, experts_resident=resident)
+        assert some.residency is not None
+        some.residency.trace = []
+        assert said(some, prompts) == expected, resident
+        found = some.residency.stats()
+        assert slots is None or found.resident_bytes == slots * one
+        assert found.resident_bytes <= parse_size(resident, found.total_bytes)
+        uses = sum(len(experts) for _, experts in some.residency.trace)
+        assert found.hits + found.misses == uses
+        assert found.bytes_moved == (found.misses + found.read_ahead) * one
+        if resident == "100%":
+            assert found.bytes_moved <= found.total_bytes
+        else:
+            assert found.misses > 0
+        held = sum(parameter.numel() for parameter in some.model.parameters())
+        assert held * whole.spec.feed_forward.number < 1.4 * mixture.number * sum(
+            parameter.numel() for name, parameter in whole.model.named_parameters() if not expert_matrix(name)
+        )
+
+
+def expert_matrix(name: str) -> bool:
+    return name.endswith(tuple(f"feed_forward.{part}.weight" for part in ("gate", "up", "down")))
+
+
+def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None:
+    """Straight from a step: of pieces that several ranks wrote, and with adapters merged as they are read."""
+    mixture = {
+        "model.family": "mixtral",
+        "model.feed_forward": 10,
+        "model.experts": {"number": 4, "active": 2},
+        "precision.type": "fp32",
+        "train.steps": 2,
+    }
+    base = tiny_run({**mixture, "parallel.tensor": 2}, name="base")
+    adapted = tiny_run(
+        {
+            **mixture,
+            "initialize.from": str(Path(base.runs) / "base"),
+            "tune": {"type": "lora", "rank": 3, "targets": ["blocks.*"]},
+        },
+        name="adapted",
+    )
+    train_on(2, base)
+    train_on(1, adapted)
+    for config in (base, adapted):
+        opened = open_model(done(config).folder)
+        for name, parameter in load_model(opened, torch.float32).named_parameters():
+            for number in (0, len(parameter) - 1) if parameter.dim() == 3 else ():
+                assert torch.equal(opened.read_expert(name, number), parameter[number]), name
+        expected = said(load(done(config).folder, "fp32"), [(5, 6, 7)])
+        assert said(load(done(config).folder, "fp32", experts_resident="25%"), [(5, 6, 7)]) == expected
+
+
+def test_what_cannot_be_read_is_told_and_does_not_stay(folders: dict[str, Path]) -> None:
+    whole, some = load(folders["mixtral"], "fp32"), load(folders["mixtral"], "fp32", experts_resident="25%")
+    tokens_BT, residency = torch.tensor([[4, 5, 6, 7]]), some.residency
+    assert residency is not None
+    read, object_ = residency._opened.read_expert, residency._opened
+
+    def fails(name: str, number: int) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    with torch.no_grad():
+        object.__setattr__(object_, "read_expert", fails)
+        for _ in range(2):
+            with pytest.raises(OSError, match="disk is gone"):
+                some.model(tokens_BT)
+        object.__setattr__(object_, "read_expert", read)
+        assert torch.equal(some.model(tokens_BT), whole.model(tokens_BT))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), slots=st.integers(2, 15), tokens=st.lists(st.integers(1, 20), max_size=12))
+def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: int, tokens: list[int]) -> None:
+    """Any order of visits: the sums that come out are those of the experts asked for."""
+    opened = open_model(folders["mixtral"])
+    assert isinstance(opened.spec, ModelSpec)
+    residency = Residency(opened, f"{slots * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
+    model = load_model(opened, torch.float32, prepare=residency.take_over)
+    plain = load_model(opened, torch.float32)
+    generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+    with torch.no_grad():
+        for count in tokens:
+            layer = dice.randrange(3)
+            x_BTD = torch.randn(1, count, 24, generator=generator)
+            mine, theirs = (made.blocks[layer] for made in (model, plain))
+            mine.feed_forward_norm(x_BTD)
+            assert torch.equal(mine.feed_forward(x_BTD)[0], theirs.feed_forward(x_BTD)[0])
+            assert len(residency._where) + len(residency._free) == slots
+
+
+def test_a_round_of_layers_keeps_what_comes_first() -> None:
+    """Where every expert is needed in every visit, those of the layer just visited are needed last."""
+    foresight = Foresight(layers=4, experts=3, active=3)
+    for _ in range(40):
+        for layer in (1, 2, 3):  # as decoders after an encoder, whose layer 0 was seen once
+            foresight.visit(layer, np.array([5, 5, 5]), 5)
+    order = foresight.distance_LE.mean(1).argsort()
+    assert order.tolist() == [1, 2, 3, 0]
+    foresight.visit(1, np.array([5, 5, 0]), 5)
+    assert foresight.distance_LE[1].argmax() == 2
+
+
+def test_routers_are_believed_as_far_as_they_were_right() -> None:
+    foresight = Foresight(layers=2, experts=8, active=2)
+    guesses_KE = np.eye(8, dtype=np.int64)[[3, 5]]
+    for _ in range(900):
+        foresight.visit(0, np.eye(8, dtype=np.int64)[0] * 2, 1)
+        likely_E = foresight.foresee(1, guesses_KE)
+        foresight.guessed(1, np.array([1.0, 0.25]), 1)
+    assert likely_E[3] == pytest.approx(0.99, abs=1e-6) and likely_E[5] == pytest.approx(0.25, abs=0.01)
+    assert likely_E[[0, 1, 2, 4, 6, 7]] == pytest.approx((2 - 0.99 - 0.25) / 6, abs=0.02)
+    assert foresight.foresee(1, 9 * guesses_KE)[5] == pytest.approx(1 - 0.75**9, abs=0.05)
+
+
+def test_sizes() -> None:
+    assert [parse_size(text, 1000) for text in ("25%", "12.5 %", "100%", "7", "3kB", "1.5GiB", "2MB")] == [
+        250, 125, 1000, 7, 3000, 1610612736, 2000000,
+    ]  # fmt: skip
+    for text in ("", "0", "-3", "101%", "much", "25%%", "1e3", "nan"):
+        with pytest.raises(JinguError, match=r"is (no size|more than all)"):
+            parse_size(text, 1000)
+
+
+def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(JinguError) as error:
+        load(folders["mixtral"], "fp32", experts_resident="2880")
+    assert "2880 of the 43,200 bytes that the experts have is room for 1 of them, and the least is 2." in str(
+        error.value
+    )
+    assert "Give 5,760 bytes or more, or 13.4%." in str(error.value)
+    load(folders["mixtral"], "fp32", experts_resident="13.4%")
+    spec = spec_from_settings(ModelSettings(width=12, heads=2, layers=1), tokenizer.vocabulary, 64)
+    model = make_model(spec)
+    initialise(model, spec, 1)
+    tokenizer.save(tmp_path / "tokenizer")
+    export_hf(spec, model.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "dense")
+    with pytest.raises(JinguError, match="no mixture of experts"):
+        load(tmp_path / "dense", "fp32", experts_resident="25%")
+
+
+def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(folders["mixtral"]), "the ", "--max-tokens", "5", "--precision", "fp32"]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    assert main([*words, "--experts-resident", "25%"]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected and "of 43,200 bytes of experts were resident" in told.err
+    assert main([*words, "--experts-resident", "lots"]) == 2
