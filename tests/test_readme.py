@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
 import re
 import shlex
 import shutil
@@ -104,11 +106,12 @@ def test_both_give_the_same_examples_names_and_links() -> None:
         yaml.safe_load(block) for block in blocks(CHINESE, "yaml")
     ]
     assert blocks(ENGLISH, "console") == blocks(CHINESE, "console")
+    assert blocks(ENGLISH, "shell") == blocks(CHINESE, "shell")
     assert names_in_tree(ENGLISH) == names_in_tree(CHINESE)
     assert sorted(set(spans(ENGLISH))) == sorted(set(spans(CHINESE)))
     links = [sorted(re.findall(r"\]\((?!README)([^)]+)\)", text)) for text in (ENGLISH, CHINESE)]
     assert links[0] == links[1]
-    assert [len(re.findall(r"^## ", text, re.MULTILINE)) for text in (ENGLISH, CHINESE)] == [9, 9]
+    assert [len(re.findall(r"^## ", text, re.MULTILINE)) for text in (ENGLISH, CHINESE)] == [10, 10]
 
 
 def test_tour_has_ten_lines() -> None:
@@ -171,6 +174,27 @@ def test_mistakes_are_told_as_written(after_quickstart: Path, capsys: pytest.Cap
     command, *expected = block.splitlines()
     assert main(shlex.split(command.removeprefix("$ "))[1:]) == 2
     assert capsys.readouterr().err.splitlines() == expected
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_serving_works_as_written(after_quickstart: Path) -> None:
+    """The server in a process of its own, at a port that is free here, and curl as it is written."""
+    (block,) = blocks(ENGLISH, "shell")
+    serve, *asked = [shlex.split(line) for line in block.splitlines()]
+    command = [sys.executable, "-m", *serve, "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    assert server.stdout is not None
+    name, _, address = server.stdout.readline().strip().rpartition(" answers at ")
+    assert name == "quickstart"
+    answers = []
+    for words in asked:
+        here = [word.replace("http://127.0.0.1:8000", address) for word in words]
+        answers.append(subprocess.run(here, capture_output=True, text=True, check=True, timeout=60).stdout)
+    server.terminate()
+    assert server.wait(60) == 0
+    assert isinstance(json.loads(answers[0])["generated_text"], str)
+    assert answers[1].startswith("data: {") and answers[1].endswith("data: [DONE]\n\n")
 
 
 def test_example_file_is_a_whole_run(
