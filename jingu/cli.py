@@ -129,6 +129,7 @@ VERBS = {
         (
             _option("--part", "I/N", _part, "build the I-th of N parts, each by a job; the last joins them"),
             _option("--on-error", "WHAT", _one_of("stop", "skip"), "stop at a mistake in the corpus, or skip it"),
+            _option("--executor", "WHAT", _one_of("processes", "ray"), "processes here, or a Ray cluster", "processes"),
         ),
         run_file=True,
     ),

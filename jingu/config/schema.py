@@ -199,8 +199,10 @@ class DataSettings(Settings):
     """What is a document of a text file: all of it, each line, or each stretch between blank lines."""
     escaped_newlines: bool = False
     """Whether `<n>` in a text file stands for a newline."""
-    largest_document: Positive = 1_000_000_000
+    largest_document: Positive = 100_000_000
     """Bytes; a longer document is a mistake, told before memory runs out."""
+    beginning: bool = True
+    """Whether each document begins with what the tokenizer would have texts begin with (<s> of Llama; mostly none)."""
     on_error: Literal["stop", "skip"] = "stop"
     """What to do about a mistake in the corpus: stop, or leave the document out, counted and listed in skipped.txt."""
     workers: Positive | Literal["auto"] = "auto"

@@ -7,41 +7,46 @@ but the time.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
 from jingu.config.schema import DataSettings, RunConfig, SupervisedSettings
+from jingu.data.cluster import on_ray
 from jingu.data.indexed import best_dtype
-from jingu.data.manifest import Manifest, check_sizes, print_summary
+from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
 from jingu.data.parts import join_parts, part_folder
-from jingu.data.writing import PROGRESS, Assembly, Encoded
+from jingu.data.writing import PROGRESS, Assembly, Encoded, EncodedUnit
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
 from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
-from jingu.text.readers import Span, Tally, read_documents
+from jingu.text.readers import Document, Span, Tally, read_documents
 from jingu.text.record import differences
+from jingu.text.storage import CorpusFile
 from jingu.text.tokenizer import Tokenizer
 
 NOT_OF_THE_BUILD = {
     "path",
     "workers",
     "on_error",
+    "beginning",
     *(
         "sources",
         "stages",
@@ -56,17 +61,24 @@ NOT_OF_THE_BUILD = {
     ),
 }
 """Settings of `data` that do not change a data set's content."""
-SPILL_IDS = 1 << 25
-"""Ids of a unit that are held in memory at most."""
+PART_IDS = 1 << 22
+"""Ids that are held in memory at a time, but for a document's."""
+Executor = Literal["processes", "ray"]
 Unit = tuple[Span, ...]
 
 
-def build(config: RunConfig, part: tuple[int, int] | None = None, on_error: str | None = None) -> None:
+def build(
+    config: RunConfig,
+    part: tuple[int, int] | None = None,
+    on_error: str | None = None,
+    executor: Executor = "processes",
+) -> None:
     """Build the data set of each source of the run in its `path`, unless the very same is there already.
 
     Args:
         part: (i, n) builds the i-th of n parts (from 1), as a job of its own; the last to be done joins them.
         on_error: in place of `data.on_error`.
+        executor: processes of this machine, or tasks on a Ray cluster.
     """
     if isinstance(config.data.objective, SupervisedSettings):
         raise JinguError(
@@ -76,30 +88,48 @@ def build(config: RunConfig, part: tuple[int, int] | None = None, on_error: str 
     corpora = checked_corpora(data)
     for source in corpora:
         if source.input or len(corpora) == 1:
-            build_source(data.of(source), Path(config.tokenizer.path), part)
+            build_source(data.of(source), Path(config.tokenizer.path), part, executor)
 
 
-def build_source(data: DataSettings, tokenizer_path: Path, part: tuple[int, int] | None) -> None:
+@dataclass(frozen=True)
+class Job:
+    """A data set to build, and what decides its content."""
+
+    data: DataSettings
+    path: Path
+    files: list[CorpusFile]
+    settings: dict[str, Any]
+    """What the manifest tells of it."""
+    tokenizer_path: Path
+    tokenizer: Tokenizer
+    executor: Executor
+
+
+def build_source(
+    data: DataSettings, tokenizer_path: Path, part: tuple[int, int] | None, executor: Executor = "processes"
+) -> None:
     """Build one data set, or a part of it."""
     path = Path(data.path)
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
     settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
+    if beginning := tokenizer.beginning if data.beginning else []:
+        settings["beginning"] = beginning
     if (old := Manifest.load(path)) is not None:
         refuse_other(path, old, settings)
         print(f"data: already built in {path}.")
         print_summary(old)
         return
-    units = plan_units(files)
+    units, job = plan_units(files), Job(data, path, files, settings, tokenizer_path, tokenizer, executor)
     if part is None:
-        manifest = _build(path, units, settings, tokenizer_path, tokenizer, data, whole=True)
+        manifest = _build(job, units, whole=True)
     else:
         number, parts = part
         some = units[len(units) * (number - 1) // parts : len(units) * number // parts]
         place = part_folder(path, number, parts)
         if (done := Manifest.load(place)) is None or done.settings != settings:
-            _build(place, some, settings, tokenizer_path, tokenizer, data, whole=False)
+            _build(replace(job, path=place), some, whole=False)
         joined = join_parts(path, parts, settings)
         if joined is None:
             return
@@ -107,31 +137,23 @@ def build_source(data: DataSettings, tokenizer_path: Path, part: tuple[int, int]
     print_summary(manifest)
 
 
-def _build(
-    path: Path,
-    units: list[Unit],
-    settings: dict[str, Any],
-    tokenizer_path: Path,
-    tokenizer: Tokenizer,
-    data: DataSettings,
-    *,
-    whole: bool,
-) -> Manifest:
+def _build(job: Job, units: list[Unit], *, whole: bool) -> Manifest:
+    data, path, tokenizer = job.data, job.path, job.tokenizer
     workers = min(usable_cores() if data.workers == "auto" else data.workers, max(len(units), 1))
     began = time.monotonic()
     with new_folder(path, PROGRESS) as place:
         dtype = best_dtype(tokenizer.vocabulary)
-        assembly = Assembly(place, settings, dtype, data)
+        assembly = Assembly(place, job.settings, dtype, data)
         if assembly.units:
             print(f"data: going on in {path} after {assembly.units:,} of {len(units):,} units of work.")
-        job = partial(_encode, tokenizer_path, tokenizer.fingerprint(), data, place)
-        done = assembly.write(partial(_encode_all, job, units, workers), whole=whole)
+        encode = partial(_encode, job.tokenizer_path.absolute(), tokenizer.fingerprint(), data, place)
+        done = assembly.write(partial(_encode_all, encode, units, workers, job.executor), whole=whole)
         manifest = Manifest(
             tokenizer=tokenizer.fingerprint(),
             vocabulary=tokenizer.vocabulary,
             end_id=tokenizer.end_id,
             dtype=dtype,
-            settings=settings,
+            settings=job.settings,
             train=done.train,
             held_out=done.held_out,
             empty=done.tally.empty,
@@ -140,8 +162,11 @@ def _build(
             skipped=len(done.tally.skipped),
             duplicates=done.duplicates,
         )
+        names = [file.path for file in job.files]
+        (place / FILES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
         manifest.save(place)
-    print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
+    by = "a Ray cluster" if job.executor == "ray" else f"{workers} process(es)"
+    print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {by}.")
     return manifest
 
 
@@ -158,12 +183,15 @@ def refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
 
 
 def _encode_all(
-    job: Callable[[Unit], Encoded], units: list[Unit], workers: int, first: int
-) -> Generator[Encoded, None, None]:
+    job: Callable[[Unit], EncodedUnit], units: list[Unit], workers: int, executor: Executor, first: int
+) -> Generator[EncodedUnit, None, None]:
     """The units from `first` on encoded, in order, by so many processes (1: this one), with a progress bar."""
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
     left = units[first:]
-    results = (job(unit) for unit in left) if workers == 1 else in_processes(job, left, workers)
+    if executor == "ray":
+        results = on_ray(job, left)
+    else:
+        results = (job(unit) for unit in left) if workers == 1 else in_processes(job, left, workers)
     bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, desc="data", disable=None)
     with bar, closing(results):
         for size, result in zip(sizes[first:], results, strict=True):
@@ -171,11 +199,13 @@ def _encode_all(
             bar.update(size)
 
 
-def in_processes(job: Callable[[Any], Encoded], units: Sequence[Any], workers: int) -> Generator[Encoded, None, None]:
+def in_processes(
+    job: Callable[[Any], EncodedUnit], units: Sequence[Any], workers: int
+) -> Generator[EncodedUnit, None, None]:
     """Results in the order of the units; only a few units are under way or waiting at a time."""
     # spawn: a forked child would inherit the threads of the tokenizer and of torch.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent)
-    waiting: deque[Future[Encoded]] = deque()
+    waiting: deque[Future[EncodedUnit]] = deque()
     try:
         for unit in units:
             waiting.append(pool.submit(job, unit))
@@ -215,41 +245,35 @@ def load_once(path: Path, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit: Unit) -> Encoded:
-    """Read and encode the documents of one unit with the tokenizer in `path`; each gets the end token.
+def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit: Unit) -> EncodedUnit:
+    """Read and encode the documents of one unit with the tokenizer in `path`. What does not fit into memory goes to a
+    file in `place`."""
+    tally, name = Tally(), _hash(f"{unit[0].file.path}:{unit[0].start}")
+    parts = _parts(read_documents(unit, data, tally), load_once(path, fingerprint), begins=data.beginning)
+    return EncodedUnit.gathered(parts, tally, place / f"{name:016x}.spill")
 
-    Ids of a unit that is a large file by itself are brought to a file in `place`, so that memory stays bounded.
-    """
-    tokenizer = load_once(path, fingerprint)
-    tally = Tally()
+
+def _parts(documents: Iterator[Document], tokenizer: Tokenizer, *, begins: bool) -> Iterator[Encoded]:
+    """The documents, as many at a time as have about `PART_IDS` ids; each ends with the end token."""
     dtype = np.dtype(best_dtype(tokenizer.vocabulary))
-    end = np.array([tokenizer.end_id], dtype=dtype)
-    parts: list[npt.NDArray[Any]] = [np.zeros(0, dtype)]
-    lengths, text_bytes, hashes, waiting = [], [], [], 0
-    spill = place / f"{_hash(f'{unit[0].file.path}:{unit[0].start}'):016x}.spill"
-    with ExitStack() as stack:
-        stream = None
-        for document in read_documents(unit, data, tally):
-            ids = np.array(tokenizer.encode(document.text), dtype=dtype)
-            parts += [ids, end]
-            lengths.append(len(ids) + 1)
-            text_bytes.append(document.bytes)
-            hashes.append(_hash(document.text))
-            waiting += len(ids) + 1
-            if waiting >= SPILL_IDS:
-                stream = stream or stack.enter_context(spill.open("wb"))
-                np.concatenate(parts).tofile(stream)
-                parts, waiting = [np.zeros(0, dtype)], 0
-        if stream is not None:
-            np.concatenate(parts).tofile(stream)
-    return Encoded(
-        ids=np.concatenate(parts) if stream is None else np.memmap(spill, dtype, "r"),
-        lengths=np.array(lengths, dtype=np.int64),
-        text_bytes=np.array(text_bytes, dtype=np.int64),
-        hashes=np.array(hashes, dtype=np.uint64),
-        tally=tally,
-        spilled=None if stream is None else str(spill),
-    )
+    first, end = np.array(tokenizer.beginning if begins else [], dtype), np.array([tokenizer.end_id], dtype)
+    more = True
+    while more:
+        ids: list[npt.NDArray[Any]] = []
+        rows: list[tuple[int, int, int, int, int]] = []
+        waiting, more = 0, False
+        for document in documents:
+            begun = len(ids)
+            ids += [first, *tokenizer.encode_parts(document.text, dtype), end]
+            length = sum(map(len, ids[begun:]))
+            rows.append((length, document.bytes, _hash(document.text), document.file.number, document.place))
+            waiting += length
+            if more := waiting >= PART_IDS:
+                break
+        if rows:
+            lengths, text_bytes, hashes, files, places = zip(*rows, strict=True)
+            counts = (np.array(lengths), np.array(text_bytes), np.array(hashes, dtype=np.uint64))
+            yield Encoded(np.concatenate(ids), *counts, np.array([files, places]).T)
 
 
 def _hash(text: str) -> int:

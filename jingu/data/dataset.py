@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jingu.data.indexed import IndexedReader
-from jingu.data.manifest import Manifest, Shard, Split, SplitName, check_sizes, damaged
+from jingu.data.manifest import FILES, Manifest, Shard, Split, SplitName, check_sizes, damaged
 from jingu.data.reading import Numbers, Reading, inferred
 from jingu.errors import JinguError
+from jingu.text.readers import place_in_words
 from jingu.text.tokenizer import Tokenizer
 
 UNKNOWN = "unknown"
@@ -58,6 +60,19 @@ class TokenDataset:
             else:
                 high = middle - 1
         return shard, low
+
+    def name(self, shard: int, number: int) -> str:
+        """A document as people name it: SOURCE/SHARD:NUMBER."""
+        return f"{self.path.name}/{self.manifest.split(self.split).shards[shard].name}:{number}"
+
+    def origin(self, shard: int, number: int) -> str:
+        """The file of the corpus that a document comes from, and its place there; empty where that is not known."""
+        beside = self.manifest.split(self.split).beside
+        if not beside or not (self.path / FILES).is_file():
+            return ""
+        numbers = IndexedReader(self.path / beside[shard].name).storage.read(2 * number, 2 * number + 2)
+        file, place = numbers.tolist()
+        return place_in_words(json.loads((self.path / FILES).read_text(encoding="utf-8"))[file], place)
 
     @property
     def end_id(self) -> int:

@@ -56,7 +56,7 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: str, done: Written | None = None) -> None:
         """`done`: go on with a shard that an earlier process brought so far."""
         self._prefix = prefix
-        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
         self._hash = xxhash.xxh3_128()
         done = done or Written()
         self._text_bytes, self.tokens = done.text_bytes, done.tokens
@@ -149,6 +149,7 @@ class IndexedReader:
 
     def __init__(self, prefix: Path, reading: Reading = "mmap") -> None:
         bin_path, idx_path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+        self._path = idx_path
         # Little is looked at, here and there: mapped pages would add up over many shards.
         self._index = _opened(idx_path, "uint8", _size(idx_path), "lazy")
         self._layout = _layout(idx_path, self._index)
@@ -188,7 +189,9 @@ class IndexedReader:
         return self._layout.lengths[2]
 
     def place(self, index: int) -> tuple[int, int]:
-        """First token of a sequence in the `.bin`, and its length."""
+        """First token of a sequence in the `.bin`, and its length. Raises IndexError where there is no such."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self._path} has {len(self):,} sequences, numbered from 0, and no {index:,}")
         start = int(self._read(self._layout.pointers, index, index + 1)[0]) * self._layout.pointer_size
         length = int(self._read(self._layout.lengths, index, index + 1)[0])
         return start // np.dtype(self.dtype).itemsize, length

@@ -11,6 +11,8 @@ from jingu.errors import JinguError
 from jingu.text.record import read_record, write_record
 
 NAME = "manifest.json"
+FILES = "files.json"
+"""The names of the corpus' files, in their order."""
 SplitName = Literal["train", "held_out"]
 
 
@@ -39,7 +41,13 @@ class Split(Record):
 
     shards: list[Shard] = []
     beside: list[Shard] = []
-    """Of supervised data, which ids of the shards are trained."""
+    """For each shard: of supervised data, the weight of each of its ids; else two numbers a document, which of the
+    files in files.json it is from, and where it is in it. Data sets of others have none."""
+
+    @property
+    def files(self) -> list[Shard]:
+        """All of them."""
+        return [*self.shards, *self.beside]
 
     @property
     def documents(self) -> int:
@@ -105,7 +113,7 @@ class Manifest(Record):
 
 def check_sizes(folder: Path, split: Split) -> None:
     """JinguError where a file of the split is missing or has another size than was written."""
-    for shard in (*split.shards, *split.beside):
+    for shard in split.files:
         for name, size in ((f"{shard.name}.bin", shard.bin_bytes), (f"{shard.name}.idx", shard.idx_bytes)):
             path = folder / name
             there = path.stat().st_size if path.is_file() else None
@@ -130,6 +138,8 @@ def print_summary(manifest: Manifest) -> None:
         f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"
         f" taken with bytes replaced: {manifest.replaced}"
     )
+    if beginning := manifest.settings.get("beginning"):
+        print(f"  every document begins with {', '.join(map(str, beginning))}, as the tokenizer would have it")
     if manifest.duplicates:
         print(f"  left out: {manifest.duplicates:,} copies of other documents")
     if manifest.skipped:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jingu.data.manifest import Manifest, Shard, Split, SplitName
+from jingu.data.manifest import FILES, Manifest, Split, SplitName
 from jingu.data.writing import SKIPPED
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder
@@ -54,6 +54,7 @@ def join_parts(path: Path, parts: int, settings: dict[str, Any]) -> Manifest | N
             lists = [folder / SKIPPED for folder in folders if (folder / SKIPPED).is_file()]
             if lists:
                 (place / SKIPPED).write_text("".join(file.read_text("utf-8") for file in lists), encoding="utf-8")
+            shutil.copy(folders[0] / FILES, place)
             joined.save(place)
         shutil.rmtree(folders[0].parent)
         print(f"data: {parts} parts joined in {path}.")
@@ -64,11 +65,14 @@ def join_parts(path: Path, parts: int, settings: dict[str, Any]) -> Manifest | N
 
 def _joined(place: Path, folders: list[Path], manifests: list[Manifest], name: SplitName) -> Split:
     """One side of all parts; its files are linked, not copied."""
-    shards: list[Shard] = []
+    joined = Split()
     for folder, manifest in zip(folders, manifests, strict=True):
-        for shard in manifest.split(name).shards:
-            new = f"{name}-{len(shards):05d}"
-            for kind in (".bin", ".idx"):
-                (place / f"{new}{kind}").hardlink_to(folder / f"{shard.name}{kind}")
-            shards.append(shard.model_copy(update={"name": new}))
-    return Split(shards=shards)
+        split = manifest.split(name)
+        for shard, beside in zip(split.shards, split.beside, strict=True):
+            number = f"{len(joined.shards):05d}"
+            for to, old in ((joined.shards, shard), (joined.beside, beside)):
+                new = f"{old.name.rpartition('-')[0]}-{number}"
+                for kind in (".bin", ".idx"):
+                    (place / f"{new}{kind}").hardlink_to(folder / f"{old.name}{kind}")
+                to.append(old.model_copy(update={"name": new}))
+    return joined

@@ -40,7 +40,7 @@ def inspect(path: Path, document: int | None = None, tokenizer: Path | None = No
     _print_lengths(dataset.document_lengths())
     for split in (manifest.train, manifest.held_out):
         check_sizes(path, split)
-        for shard in (*split.shards, *split.beside):
+        for shard in split.files:
             for name, checksum in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
                 with (path / name).open("rb") as stream:
                     if hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() != checksum:
@@ -71,22 +71,27 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
         print(f"\nstep {step}, row {row}: {name}, sequence {number:,} of its epoch {epoch}")
         places = windows.places(starts[row : row + 1])[0]
         for document, count in documents_at(windows.dataset, places):
-            print(f"  {document} ({count:,} tokens)")
+            print(f"  {in_words(windows.dataset, *document, tokens=count)}")
         print(tokenizer.decode(tokens[: int((places >= 0).sum())]))
 
 
-def documents_at(dataset: TokenDataset, places: npt.NDArray[np.int64]) -> Iterator[tuple[str, int]]:
-    """The documents that places of a data set belong to, as SOURCE/SHARD:NUMBER, and how many places of each."""
-    shards = dataset.manifest.split(dataset.split).shards
+def documents_at(dataset: TokenDataset, places: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], int]]:
+    """The documents that places of a data set belong to, as shard and number, and how many places of each."""
     there = places[places >= 0]
     for part in np.split(there, np.flatnonzero(np.diff(there) != 1) + 1):
         at, end = int(part[0]), int(part[-1]) + 1
         while at < end:
-            shard, number = dataset.find(at)
-            start, length = dataset.document(shard, number)
+            document = dataset.find(at)
+            start, length = dataset.document(*document)
             count = min(start + length, end) - at
-            yield f"{dataset.path.name}/{shards[shard].name}:{number}", count
+            yield document, count
             at += count
+
+
+def in_words(dataset: TokenDataset, shard: int, number: int, tokens: int) -> str:
+    """A document's name, as a list of documents to leave out takes it, and where it comes from."""
+    origin = dataset.origin(shard, number)
+    return f"{dataset.name(shard, number)}  # {tokens:,} tokens{' of ' if origin else ''}{origin}"
 
 
 def _show_document(dataset: TokenDataset, document: int, tokenizer: Tokenizer | None) -> None:
@@ -95,8 +100,7 @@ def _show_document(dataset: TokenDataset, document: int, tokenizer: Tokenizer | 
         raise JinguError(f"there are {len(lengths):,} documents, and no {document:,}.", where=dataset.path)
     start = int(lengths[:document].sum())
     ids = dataset.gather(np.array([start]), int(lengths[document]))[0].tolist()
-    shard, number = dataset.find(start)
-    print(f"{dataset.path.name}/{dataset.manifest.train.shards[shard].name}:{number}, {len(ids):,} tokens")
+    print(in_words(dataset, *dataset.find(start), tokens=len(ids)))
     if tokenizer is None:
         print(" ".join(map(str, ids)))
     else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from jingu.config.schema import DataSettings
 from jingu.data.indexed import IndexedWriter, Written
-from jingu.data.manifest import Shard, Split, SplitName
+from jingu.data.manifest import Split, SplitName
 from jingu.errors import JinguError
 from jingu.runtime.files import replace_text, sync
 from jingu.text.readers import Tally
@@ -30,17 +31,50 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of a unit: ids one after another, and for each its length, bytes of text and hash."""
+    """Documents: ids one after another, and for each its length, bytes of text, hash, and where it comes from."""
 
     ids: npt.NDArray[Any]
     lengths: Counts
     text_bytes: Counts
     hashes: npt.NDArray[np.uint64]
+    beside: npt.NDArray[Any]
+    """[documents, 2] the file's number in the corpus, and the place in it; of supervised data [ids], their weights."""
+
+    @property
+    def supervised(self) -> bool:
+        return self.beside.ndim == 1
+
+
+@dataclass(frozen=True)
+class EncodedUnit:
+    """The documents of a unit. Where they are many, some at a time are brought to a file, which goes when it is read:
+
+    so memory does not grow with the unit."""
+
     tally: Tally
-    beside: npt.NDArray[np.uint8] | None = None
-    """Of supervised data, the weight of each id."""
-    spilled: str | None = None
-    """The file that holds the ids, where they are many; it goes when they are written."""
+    parts: list[Encoded]
+    spilled: Path | None = None
+
+    @staticmethod
+    def gathered(parts: Iterator[Encoded], tally: Tally, spill: Path) -> EncodedUnit:
+        """Of parts that come one after another; more than one go to the file `spill`."""
+        first = list(islice(parts, 2))
+        if len(first) < 2:
+            return EncodedUnit(tally, first)
+        with spill.open("wb") as stream:
+            for part in chain(first, parts):
+                for array in vars(part).values():
+                    np.save(stream, array, allow_pickle=False)
+        return EncodedUnit(tally, [], spill)
+
+    def documents(self) -> Iterator[Encoded]:
+        """All of them, a part at a time."""
+        yield from self.parts
+        if self.spilled is not None:
+            with self.spilled.open("rb") as stream:
+                while stream.peek(1):
+                    yield Encoded(*(np.load(stream, allow_pickle=False) for _ in fields(Encoded)))
+            self.spilled.unlink()
 
 
 class SplitWriter:
@@ -49,66 +83,60 @@ class SplitWriter:
     def __init__(self, place: Path, name: SplitName, dtype: str, shard_tokens: int, done: dict[str, Any]) -> None:
         """`done`: what `sync` gave, to go on from there."""
         self._place, self._name, self._dtype, self._shard_tokens = place, name, dtype, shard_tokens
-        self._shards = [Shard(**shard) for shard in done.get("shards", [])]
-        self._writer = self._open(Written(**done["open"])) if done.get("open") else None
-        self._beside = [Shard(**shard) for shard in done.get("beside", [])]
-        self._weights = self._open_beside(Written(**done["open"])) if done.get("weights") else None
+        self._done = Split.model_validate(done.get("split", {}))
+        open_ = done.get("open")
+        self._writers = self._opened(open_[0], *(Written(**written) for written in open_[1:])) if open_ else None
 
-    def add(self, unit: Encoded, mask: npt.NDArray[np.bool_]) -> None:
-        """Append the unit's documents where `mask` holds."""
-        ids = unit.ids[np.repeat(mask, unit.lengths)]
-        lengths, text_bytes = unit.lengths[mask], unit.text_bytes[mask]
-        beside = None if unit.beside is None else unit.beside[np.repeat(mask, unit.lengths)]
+    def add(self, part: Encoded, mask: npt.NDArray[np.bool_]) -> None:
+        """Append the documents where `mask` holds."""
+        ids = part.ids[np.repeat(mask, part.lengths)]
+        lengths, text_bytes = part.lengths[mask], part.text_bytes[mask]
+        beside = part.beside[np.repeat(mask, part.lengths) if part.supervised else mask]
         while len(lengths):
-            self._writer = self._writer or self._open(None)
+            self._writers = self._writers or self._opened(beside.dtype.name)
+            writer, its_beside = self._writers
             ends = np.cumsum(lengths)
-            count = int(np.searchsorted(ends, self._shard_tokens - self._writer.tokens)) + 1
+            count = int(np.searchsorted(ends, self._shard_tokens - writer.tokens)) + 1
             end = int(ends[:count][-1])
-            self._writer.add(ids[:end], lengths[:count], int(text_bytes[:count].sum()))
-            if beside is not None:
-                self._weights = self._weights or self._open_beside(None)
-                self._weights.add(beside[:end], lengths[:count])
-                beside = beside[end:]
+            writer.add(ids[:end], lengths[:count], int(text_bytes[:count].sum()))
+            some, beside = np.split(beside, [end if part.supervised else count])
+            its_beside.add(some.ravel(), lengths[:count] if part.supervised else np.array([some.size]))
             ids, lengths, text_bytes = ids[end:], lengths[count:], text_bytes[count:]
-            if self._writer.tokens >= self._shard_tokens:
+            if writer.tokens >= self._shard_tokens:
                 self._close_shard()
 
     def sync(self) -> dict[str, Any]:
         """Bring all that was added to the disk; what it takes to go on from here."""
-        written = self._writer and asdict(self._writer.sync())
-        shards, beside = ([shard.model_dump() for shard in each] for each in (self._shards, self._beside))
-        return {
-            "shards": shards,
-            "beside": beside,
-            "open": written,
-            "weights": bool(self._weights and self._weights.sync()),
-        }
+        open_ = self._writers and [self._writers[1].dtype, *(asdict(writer.sync()) for writer in self._writers)]
+        return {"split": self._done.model_dump(), "open": open_}
 
     def close(self) -> Split:
         self._close_shard()
-        return Split(shards=self._shards, beside=self._beside)
+        return self._done
 
-    def _open(self, done: Written | None) -> IndexedWriter:
-        return IndexedWriter(self._place / f"{self._name}-{len(self._shards):05d}", self._dtype, done)
-
-    def _open_beside(self, done: Written | None) -> IndexedWriter:
-        return IndexedWriter(self._place / f"{self._name}-weights-{len(self._shards):05d}", "uint8", done)
+    def _opened(
+        self, beside: str, ids_done: Written | None = None, beside_done: Written | None = None
+    ) -> tuple[IndexedWriter, IndexedWriter]:
+        """Writers of the next shard: its ids, and numbers of the type `beside`."""
+        number = f"{len(self._done.shards):05d}"
+        place = self._place / f"{self._name}-{'weights' if beside == 'uint8' else 'places'}-{number}"
+        return (
+            IndexedWriter(self._place / f"{self._name}-{number}", self._dtype, ids_done),
+            IndexedWriter(place, beside, beside_done),
+        )
 
     def _close_shard(self) -> None:
-        if self._writer is not None:
-            self._shards.append(self._writer.close())
-            self._writer = None
-        if self._weights is not None:
-            self._beside.append(self._weights.close())
-            self._weights = None
+        if self._writers is not None:
+            self._done.shards.append(self._writers[0].close())
+            self._done.beside.append(self._writers[1].close())
+            self._writers = None
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for writer in (self._writer, self._weights):
-            if writer is not None:
-                writer.stream.close()
+        for writer in self._writers or ():
+            writer.stream.close()
 
 
 @dataclass(frozen=True)
@@ -141,7 +169,7 @@ class Assembly:
         """Units that are written."""
         return self._units
 
-    def write(self, encode: Callable[[int], Generator[Encoded, None, None]], *, whole: bool) -> Assembled:
+    def write(self, encode: Callable[[int], Generator[EncodedUnit, None, None]], *, whole: bool) -> Assembled:
         """Write the units from `encode(first)`, where `first` are done already.
 
         Where a small corpus leaves one side empty, it is read once more with the threshold moved just so far that
@@ -174,7 +202,7 @@ class Assembly:
         for left in self._place.iterdir():
             left.unlink()
 
-    def _pass(self, encode: Callable[[int], Generator[Encoded, None, None]]) -> tuple[Split, Split]:
+    def _pass(self, encode: Callable[[int], Generator[EncodedUnit, None, None]]) -> tuple[Split, Split]:
         """One reading of the corpus, or what is left of it."""
         written: Callable[[SplitName], SplitWriter] = lambda name: SplitWriter(  # noqa: E731
             self._place, name, self._dtype, self._data.shard_tokens, self._splits[name]
@@ -183,33 +211,31 @@ class Assembly:
             writers = [stack.enter_context(written("train")), stack.enter_context(written("held_out"))]
             synced = time.monotonic()
             for unit in stack.enter_context(closing(encode(self._units))):
-                self._add(unit, *writers)
+                for part in unit.documents():
+                    self._add(part, *writers)
+                self._tally.add(unit.tally)
                 self._units += 1
                 if time.monotonic() - synced >= SYNC_SECONDS:
                     self._sync(*writers)
                     synced = time.monotonic()
             return writers[0].close(), writers[1].close()
 
-    def _add(self, unit: Encoded, train: SplitWriter, held_out: SplitWriter) -> None:
-        self._tally.add(unit.tally)
-        if len(unit.hashes):
-            self._low = min(self._low, int(unit.hashes.min()))
-            self._high = max(self._high, int(unit.hashes.max()))
-        first = np.ones(len(unit.hashes), dtype=np.bool_)
-        drops = self._data.duplicates == "drop"
-        if drops or unit.beside is not None:
-            for number, hash_ in enumerate(unit.hashes.tolist()):
+    def _add(self, part: Encoded, train: SplitWriter, held_out: SplitWriter) -> None:
+        if len(part.hashes):
+            self._low = min(self._low, int(part.hashes.min()))
+            self._high = max(self._high, int(part.hashes.max()))
+        first, drops = np.ones(len(part.hashes), dtype=np.bool_), self._data.duplicates == "drop"
+        if drops or part.supervised:
+            for number, hash_ in enumerate(part.hashes.tolist()):
                 first[number] = hash_ not in self._seen
                 if first[number]:
                     self._seen.add(hash_)
                     self._new.append(hash_)
             self._duplicates += int((~first).sum())
         first |= not drops
-        held = unit.hashes < np.uint64(self._threshold)
-        train.add(unit, first & ~held)
-        held_out.add(unit, first & held)
-        if unit.spilled is not None:
-            Path(unit.spilled).unlink()
+        held = part.hashes < np.uint64(self._threshold)
+        train.add(part, first & ~held)
+        held_out.add(part, first & held)
 
     def _sync(self, train: SplitWriter, held_out: SplitWriter) -> None:
         """A moment from which a later process can go on."""

@@ -51,7 +51,7 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
     if not inputs:
         fix = "Name text files, .jsonl files, folders or patterns."
         raise JinguError("no corpus is given.", where="data.input", fix=fix)
-    files = []
+    files: list[CorpusFile] = []
     for path in dict.fromkeys(path for name in inputs for path in _expand(name, settings.suffixes)):
         try:
             size = filesystem(path)[0].size(path) if is_address(path) else Path(path).stat().st_size
@@ -59,7 +59,7 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
             raise unreadable(path, error) from error
         file = CorpusFile(path, size)
         by_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")
-        files.append(replace(file, splits=by_parts and not file.compression))
+        files.append(replace(file, splits=by_parts and not file.compression, number=len(files)))
     return files
 
 

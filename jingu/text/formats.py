@@ -25,6 +25,8 @@ It is the pattern of Llama 3 and of cl100k, which readers of other formats know 
 """
 SPLIT_DIGITS = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 """The same with digits one by one, as in Qwen2."""
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The library's own, of GPT-2."""
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _SPLIT_CASES = (

@@ -22,8 +22,16 @@ class Document:
     text: str
     bytes: int
     """Length of `text` in UTF-8."""
-    source: str
-    """The file; file:byte N where it holds several documents, or file:row N."""
+    file: CorpusFile
+    place: int
+    """Its first byte in the file, or its row from 1, as `place_in_words` tells; -1: the file is this document."""
+
+
+def place_in_words(path: str, place: int) -> str:
+    """A document's file, and where it is in it: file:byte N, or file:row N."""
+    if place < 0:
+        return path
+    return f"{path}:{'row' if CorpusFile(path, 0).kind in ('json', 'parquet', 'arrow') else 'byte'} {place}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class _Reader:
     def _whole(self, stream: IO[bytes]) -> Iterator[Document]:
         data = stream.read(self.settings.largest_document + 1)
         if self._fits(data, self.path):
-            yield from self._counted(self._unescaped(self._decoded(data, 0)), self.path)
+            yield from self._counted(self._unescaped(self._decoded(data, 0)), -1)
 
     def _json(self, stream: IO[bytes]) -> Iterator[Document]:
         """A list of objects, or one of them."""
@@ -135,8 +143,8 @@ class _Reader:
             self.wrong(JinguError(f"the file is not JSON ({_reason(error)}).", where=self.path, fix=fix))
             return
         for number, row in enumerate(found if isinstance(found, list) else [found], start=1):
-            place = f"{self.path}:row {number}"
-            yield from self._counted(self._field(row, place, "this row"), place)
+            text = self._field(row, place_in_words(self.path, number), "this row")
+            yield from self._counted(text, number)
 
     def _lines(self, stream: IO[bytes], span: Span, *, is_json: bool) -> Iterator[Document]:
         """The lines that begin in the span, each a document, or a JSON object with one; blank lines are nothing."""
@@ -155,7 +163,7 @@ class _Reader:
                 text = self._unescaped(row.rstrip("\r\n")) if row and not is_json else None
                 if row is not None and is_json:
                     text = self._object(row, position)
-                yield from self._counted(text, f"{self.path}:byte {position}")
+                yield from self._counted(text, position)
             position += len(line)
 
     def _blocks(self, stream: IO[bytes], span: Span) -> Iterator[Document]:
@@ -163,28 +171,28 @@ class _Reader:
         most, position = self.settings.largest_document, _first_line(stream, span)
         begins = position == 0 or not _previous_line(stream, position).strip()
         stream.seek(position) if position else None
-        block, start = b"", position
+        block, size, start = list[bytes](), 0, position
         while line := stream.readline(most + 1):
             if not line.strip():
-                if block:
-                    yield from self._block(block, start)
-                block, begins = b"", True
+                yield from self._block(block, start)
+                block, size, begins = [], 0, True
             elif block or begins:
                 if not block:
                     if self.file.splits and position >= span.end:
                         return
                     start = position
-                block = (block + line)[: most + 1]
+                if size <= most:
+                    block.append(line)
+                size += len(line)
             position += len(line)
             if not block and self.file.splits and position >= span.end:
                 return
-        if block:
-            yield from self._block(block, start)
+        yield from self._block(block, start)
 
-    def _block(self, block: bytes, start: int) -> Iterator[Document]:
-        if self._fits(block, start):
+    def _block(self, lines: list[bytes], start: int) -> Iterator[Document]:
+        if lines and self._fits(block := b"".join(lines), start):
             text = self._decoded(block, start)
-            yield from self._counted(self._unescaped(text and text.rstrip("\r\n")), f"{self.path}:byte {start}")
+            yield from self._counted(self._unescaped(text and text.rstrip("\r\n")), start)
 
     def _rows(self, span: Span) -> Iterator[Document]:
         """The rows of a .parquet's row groups, or of an .arrow file as `datasets` saves it."""
@@ -193,17 +201,17 @@ class _Reader:
             number = number if first is None else first
             for value in batch:
                 number += 1
-                place = f"{self.path}:row {number}"
                 if isinstance(value, str):
-                    yield from self._counted(value, place)
+                    yield from self._counted(value, number)
                 else:
+                    place = place_in_words(self.path, number)
                     what = f'the field "{self.settings.text_field}" is {_kind(value)}, not a string.'
                     self.wrong(JinguError(what, where=place, fix="Set data.text_field to the field of the document."))
 
-    def _counted(self, text: str | None, source: str) -> Iterator[Document]:
+    def _counted(self, text: str | None, place: int) -> Iterator[Document]:
         if text:
             self.tally.documents += 1
-            yield Document(text, len(text.encode()), source)
+            yield Document(text, len(text.encode()), self.file, place)
         elif text is not None:
             self.tally.empty += 1
 
@@ -316,14 +324,14 @@ def _row_batches(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[list
     with closing(file.open()) as stream:
         if file.kind == "arrow":
             try:
-                reader = package("pyarrow.ipc", ".arrow files", file.path).open_stream(stream)
+                reader = package("pyarrow.ipc", "reading .arrow files", file.path).open_stream(stream)
                 _check_column(reader.schema.names, name, file.path)
                 for batch in reader:
                     yield batch.column(name).to_pylist(), None
             except ValueError as error:  # pyarrow's own errors are ValueErrors and OSErrors
                 raise EOFError(str(error).splitlines()[0]) from error
             return
-        parquet = package("pyarrow.parquet", ".parquet files", file.path)
+        parquet = package("pyarrow.parquet", "reading .parquet files", file.path)
         try:
             table = parquet.ParquetFile(stream)
         except ValueError as error:

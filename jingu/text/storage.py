@@ -35,6 +35,8 @@ class CorpusFile:
     size: int
     splits: bool = False
     """Whether any part of it can be read by itself."""
+    number: int = 0
+    """Its place among the files of the corpus."""
 
     @property
     def compression(self) -> str:
@@ -65,7 +67,7 @@ class _Zstd(io.RawIOBase):
     """Frames of zstd, one after another; the library's own reader takes a cut file for a shorter one."""
 
     def __init__(self, raw: IO[bytes], path: str) -> None:
-        self._raw, self._library = raw, package("zstandard", "zstd", path)
+        self._raw, self._library = raw, package("zstandard", "reading zstd", path)
         self._frame: Any = None
         self._left, self._out = b"", b""
 
@@ -105,7 +107,7 @@ def is_address(path: str) -> bool:
 
 def filesystem(address: str) -> tuple[Any, str]:
     """The fsspec file system of an address, and the path in it. JinguError where what it needs is not installed."""
-    fsspec = package("fsspec", "fsspec", address)
+    fsspec = package("fsspec", "reading fsspec", address)
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(address)
         return found
@@ -119,7 +121,7 @@ def package(name: str, what: str, where: str) -> ModuleType:
         return import_module(name)
     except ImportError:
         fix = f"Install it: `pip install {name.partition('.')[0]}`."
-        raise JinguError(f"reading {what} needs the package {name.partition('.')[0]}.", where=where, fix=fix) from None
+        raise JinguError(f"{what} needs the package {name.partition('.')[0]}.", where=where, fix=fix) from None
 
 
 def damages() -> tuple[type[Exception], ...]:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import tokenizers
 
 from jingu.errors import JinguError
-from jingu.text.formats import BYTES, read_tokenizer, tokenizer_file
+from jingu.text.formats import BYTES, GPT2_SPLIT, read_tokenizer, tokenizer_file
+from jingu.text.words import PATTERNS, Words
 
 PART = 1 << 20
 """Texts longer than this many characters are encoded in parts, to bound memory."""
@@ -91,11 +92,27 @@ class Tokenizer:
         """Ids of the text: no special token is added, and none is recognised in it unless `special` says so."""
         if special:
             return list(self._recognising.encode(text, add_special_tokens=False).ids)
-        ids: list[int] = []
-        for part in self._parts(text):
-            # A batch of one: the call that does not track offsets exists for batches only.
-            ids += self._inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
-        return ids
+        return [id_ for part in self._parts(text) for id_ in self._ids([part])[0]]
+
+    def encode_parts(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
+        """`encode` for many texts, and for long ones: parts of the ids, one after another."""
+        if self._words is not None and (found := self._words.encode(text, dtype)) is not None:
+            yield from found
+        else:
+            for part in self._parts(text):
+                yield np.array(self._ids([part])[0], dtype)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text. The call that does not track offsets exists for several only."""
+        return [found.ids for found in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @cached_property
+    def _words(self) -> Words | None:
+        """Where a text's ids are those of its words, and the words are split off in a known way."""
+        split, added = _split(self._spec), self._spec.get("added_tokens") or []
+        plain = self._spec.get("normalizer") is None and all(token.get("special") for token in added)
+        known = split in PATTERNS and plain and not self._spec["model"].get("dropout")
+        return Words(split, self._ids) if known else None
 
     def encode_places(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of the text, and which of its characters each is of: together all, also where a piece leaves out the
@@ -325,6 +342,20 @@ def _kind(spec: dict[str, Any]) -> Kind:
 def _content(token: Any) -> Any:
     """The text of a token that transformers wrote with its properties; anything else as it is."""
     return token["content"] if isinstance(token, dict) and "content" in token else token
+
+
+def _split(spec: dict[str, Any]) -> str:
+    """The pattern by which text is split, where bytes are merged within what it splits off and nothing is put before
+    it; empty where that is not so."""
+    first = spec.get("pre_tokenizer") or {}
+    *splits, last = first.get("pretokenizers", [first])
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(splits) > 1:
+        return ""
+    if not splits:
+        return GPT2_SPLIT if last.get("use_regex") else ""
+    [split] = splits
+    plain = split.get("type") == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+    return str(split["pattern"].get("Regex", "")) if plain and not last.get("use_regex") else ""
 
 
 def _splits_words(spec: dict[str, Any]) -> bool:

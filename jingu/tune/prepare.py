@@ -19,7 +19,7 @@ from jingu.data.build import NOT_OF_THE_BUILD, in_processes, load_once, refuse_o
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import Manifest, print_summary
 from jingu.data.supervised import NOT_MADE, open_supervised
-from jingu.data.writing import PROGRESS, Assembly, Encoded
+from jingu.data.writing import PROGRESS, Assembly, Encoded, EncodedUnit
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
@@ -244,7 +244,7 @@ def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> No
     print(f"  {manifest.held_out.documents:,} rows are held out")
 
 
-def encoder(config: RunConfig, maker: Maker) -> tuple[Callable[[int], Generator[Encoded, None, None]], int]:
+def encoder(config: RunConfig, maker: Maker) -> tuple[Callable[[int], Generator[EncodedUnit, None, None]], int]:
     """What gives a corpus's units from the n-th on encoded, in order; and how many processes work at it."""
     data, tokenizer = maker.data, maker.tokenizer
     units = plan_units(row_files(data))
@@ -252,22 +252,24 @@ def encoder(config: RunConfig, maker: Maker) -> tuple[Callable[[int], Generator[
     workers = max(1, min(most, len(units) // UNITS_A_WORKER))
     job = partial(_encode, Path(config.tokenizer.path), tokenizer.fingerprint(), data, maker.length)
 
-    def encode(first: int) -> Generator[Encoded, None, None]:
+    def encode(first: int) -> Generator[EncodedUnit, None, None]:
         left = units[first:]
         with tqdm(unit=" rows", unit_scale=True, desc="tune", disable=None) as bar:
             for made in map(job, left) if workers == 1 else in_processes(job, left, workers):
-                bar.update(len(made.lengths))
+                bar.update(made.tally.documents)
                 yield made
 
     return encode, workers
 
 
-def _some(encode: Callable[[int], Generator[Encoded, None, None]], first: int) -> Generator[Encoded, None, None]:
+def _some(
+    encode: Callable[[int], Generator[EncodedUnit, None, None]], first: int
+) -> Generator[EncodedUnit, None, None]:
     """What `encode` gives; JinguError where that is no row at all."""
     rows = first
     with closing(encode(first)) as units:
         for unit in units:
-            rows += len(unit.lengths)
+            rows += unit.tally.documents
             yield unit
     if not rows:
         raise JinguError("no row is left to train on.", where="data.input", fix="`jingu tune preview` tells why.")
@@ -279,17 +281,17 @@ def _maker(tokenizer: Path, fingerprint: str, data: str, length: int) -> Maker:
     return make_maker(DataSettings.model_validate_json(data), load_once(tokenizer, fingerprint), length)
 
 
-def _encode(tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit) -> Encoded:
+def _encode(tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit) -> EncodedUnit:
     """The rows of a unit as ids and weights."""
     maker, tally = _maker(tokenizer, fingerprint, data.model_dump_json(), length), Tally()
     made = list(maker.rows(unit, tally))
     tally.documents = len(made)
     dtype = best_dtype(maker.tokenizer.vocabulary)
-    return Encoded(
+    encoded = Encoded(
         ids=np.concatenate([np.zeros(0, dtype), *(np.array(one.row.ids, dtype) for one in made)]),
         lengths=np.array([len(one.row.ids) for one in made], np.int64),
         text_bytes=np.zeros(len(made), np.int64),
         hashes=np.array([one.hash for one in made], np.uint64),
-        tally=tally,
         beside=np.concatenate([np.zeros(0, np.uint8), *(one.row.weights for one in made)]),
     )
+    return EncodedUnit(tally, [encoded])

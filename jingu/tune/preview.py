@@ -70,8 +70,9 @@ def _totals(config: RunConfig, maker: Maker) -> list[str]:
     tally, seen, copies = Tally(), set[int](), 0
     for unit in encoder(config, maker)[0](0):
         tally.add(unit.tally)
-        copies += len(unit.hashes)
-        seen.update(unit.hashes.tolist())
+        for part in unit.documents():
+            copies += len(part.hashes)
+            seen.update(part.hashes.tolist())
     lines = told(tally, copies - len(seen), drops=maker.data.duplicates == "drop")
     return lines + [f"  bad: {line}" for line in tally.skipped[:MOST_BAD]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import random
@@ -88,6 +89,31 @@ def test_workers_change_no_byte(make_config: MakeConfig, tmp_path: Path, small_u
     assert trees[0] == trees[1] == trees[2]
 
 
+@pytest.mark.slow
+def test_a_ray_cluster_changes_no_byte(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+    """A cluster on this machine, of two processors."""
+    ray = pytest.importorskip("ray", reason="needs the package ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        build(make_config(path=str(tmp_path / "on-ray"), shard_tokens=500), executor="ray")
+        (tmp_path / "bad.jsonl").write_text('{"text": "' + "x" * 1500 + '"}\n{"id": 1}\n')
+        with pytest.raises(JinguError) as caught:
+            build(make_config(input=[str(tmp_path / "bad.jsonl")]), executor="ray")
+    finally:
+        ray.shutdown()
+    build(make_config(shard_tokens=500))
+    assert tree(tmp_path / "on-ray") == tree(tmp_path / "data")
+    assert str(caught.value).startswith(f'{tmp_path}/bad.jsonl:2: this line has no field "text"; its fields: "id".')
+
+
+def test_without_ray_its_executor_is_explained(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        JinguError, match=r"--executor ray: building on a cluster needs the package ray\. Install it: `pip install ray`"
+    ):
+        build(make_config(), executor="ray")
+
+
 def test_a_mistake_in_a_worker_is_the_users(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "' + "x" * 1500 + '"}\n{"id": 1}\n')
@@ -134,7 +160,7 @@ def test_a_small_corpus_holds_out_at_least_one(
     build(config)
     manifest = manifest_of(config)
     assert (manifest.train.documents, manifest.held_out.documents) == sizes
-    assert len(list(Path(config.data.path).glob("held_out-*.bin"))) == min(sizes[1], 1)
+    assert len(list(Path(config.data.path).glob("held_out-0*.bin"))) == min(sizes[1], 1)
 
 
 def test_one_document_cannot_be_split(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -254,7 +280,7 @@ def test_killed_ten_times_the_build_is_the_undisturbed_one(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, duplicates: str
 ) -> None:
     monkeypatch.setattr(writing_module, "SYNC_SECONDS", 0.0)
-    monkeypatch.setattr(build_module, "SPILL_IDS", 300)
+    monkeypatch.setattr(build_module, "PART_IDS", 300)
     settings = {"shard_tokens": 500, "duplicates": duplicates}
     build(make_config(path=str(tmp_path / "undisturbed"), **settings))
     config = make_config(**settings)
@@ -408,9 +434,59 @@ def test_workers_end_with_a_killed_build(make_config: MakeConfig) -> None:
     assert len(done.stdout.split()) == 2
 
 
+def test_documents_begin_as_the_tokenizer_would_have_it(
+    make_config: MakeConfig, tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`<s>` before each, where its post-processor puts that, as Llama's does; and nothing on request."""
+    shutil.copytree(tokenizer_folder, tmp_path / "llama")
+    spec = json.loads((tmp_path / "llama" / "tokenizer.json").read_text())
+    end = Tokenizer.load(tokenizer_folder).end_id
+    spec["added_tokens"].append({**spec["added_tokens"][0], "id": 300, "content": "<s>"})
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [300], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "llama" / "tokenizer.json").write_text(json.dumps(spec))
+    with_it = make_config(tokenizer=tmp_path / "llama")
+    build(with_it)
+    assert "every document begins with 300, as the tokenizer would have it" in capsys.readouterr().out
+    assert manifest_of(with_it).settings["beginning"] == [300]
+    without = make_config(tokenizer=tmp_path / "llama", path=str(tmp_path / "without"), beginning=False)
+    build(without)
+    for split in ("train", "held_out"):
+        found = documents_of(with_it, split)
+        assert all(ids[0] == 300 and ids[-1] == end for ids in found)
+        assert [ids[1:] for ids in found] == documents_of(without, split)
+    with pytest.raises(JinguError, match=r"built otherwise: beginning was \[300\] and is now null"):
+        build(make_config(tokenizer=tmp_path / "llama", beginning=False))
+
+
 def test_a_tokenizer_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"none: there is no tokenizer folder here\. Run `jingu tokenizer train`"):
         build(make_config(tokenizer=tmp_path / "none"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["documents", "document"])
+def test_memory_does_not_grow_with_the_input(make_config: MakeConfig, tmp_path: Path, kind: str) -> None:
+    """A packed file, which is one unit, of 200 MB of text in many documents; one document of 90 MB."""
+    count, repeated = (3000, 3000) if kind == "documents" else (1, 4_000_000)
+    with gzip.open(tmp_path / "x.jsonl.gz", "wt", encoding="utf-8", compresslevel=1) as stream:
+        for number in range(count):
+            stream.write(
+                json.dumps({"text": f"{number} " + "some words and 春眠. " * repeated}, ensure_ascii=False) + "\n"
+            )
+    config = make_config(input=str(tmp_path / "x.jsonl.gz"), held_out=0.0)
+    code = "import resource, sys; from jingu.config.schema import RunConfig; from jingu.data.build import build; "
+    code += "build(RunConfig.model_validate_json(sys.argv[1])); "
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, config.model_dump_json()], check=True, capture_output=True, text=True
+    )
+    assert manifest_of(config).train.text_bytes > (80 if kind == "document" else 180) * 10**6
+    assert int(done.stdout.split()[-1]) < 1000
 
 
 def test_a_large_vocabulary_takes_int32(make_config: MakeConfig, tmp_path: Path) -> None:

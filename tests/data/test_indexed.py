@@ -95,6 +95,11 @@ def test_we_read_what_the_description_writes(
     assert reader.ids.tolist() == [id_ for ids in documents for id_ in ids]
     assert reader.documents.tolist() == list(range(len(documents) + 1))
     assert not reader.ids.flags.writeable
+    for index in (len(documents), -1):
+        with pytest.raises(
+            IndexError, match=rf"x\.idx has {len(documents)} sequences, numbered from 0, and no {index}"
+        ):
+            reader[index]
 
 
 def legacy_write(prefix: Path, documents: list[list[int]], dtype: str, marks: list[int] | None) -> None:

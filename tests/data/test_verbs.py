@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_the_rows_of_a_step_with_their_documents(
     assert len(rows) == 5
     for number, row in enumerate(rows):
         assert re.match(rf"{number}: data, sequence \d+ of its epoch \d\n", row)
-        named = re.findall(r"^  data/train-(\d{5}):(\d+) \((\d+) tokens\)$", row, re.MULTILINE)
+        named = re.findall(r"^  data/train-(\d{5}):(\d+)  # (\d+) tokens of .+$", row, re.MULTILINE)
         kept = int((batch.labels[number] >= 0).sum())
         assert sum(int(count) for *_, count in named) == kept
         tokens = batch.tokens[number].tolist()[:kept]
@@ -76,6 +77,26 @@ def test_shares_of_several_sources(
     )
 
 
+def test_every_document_knows_where_it_comes_from(
+    built_folder: Path, tokenizer_folder: Path, corpus_folder: Path
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    found = []
+    for split in ("train", "held_out"):
+        dataset = open_dataset(built_folder, split)
+        for shard, reader in enumerate(dataset.readers):
+            for number in range(len(reader)):
+                path, _, place = dataset.origin(shard, number).partition(":byte ")
+                text = tokenizer.decode(reader[number].tolist())
+                content = Path(path).read_bytes()
+                assert text == (
+                    json.loads(content[int(place) :].split(b"\n")[0])["text"] if place else content.decode()
+                )
+                found.append((path, place))
+    assert len(set(found)) == len(found) == 65
+    assert {path for path, _ in found} == {str(path) for path in corpus_folder.iterdir()}
+
+
 def test_a_document_by_its_number(
     built_folder: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +105,9 @@ def test_a_document_by_its_number(
     ids = dataset.gather(dataset.starts[:1] + start, length)[0].tolist()
     number = dataset.manifest.train.shards[0].documents
     inspect(built_folder, document=number, tokenizer=tokenizer_folder)
-    assert capsys.readouterr().out == f"data/train-00001:0, {length} tokens\n{tokenizer.decode(ids)}\n"
+    assert capsys.readouterr().out == (
+        f"data/train-00001:0  # {length} tokens of {dataset.origin(1, 0)}\n{tokenizer.decode(ids)}\n"
+    )
     inspect(built_folder, document=number)
     assert capsys.readouterr().out.split("\n")[1] == " ".join(map(str, ids))
     with pytest.raises(JinguError, match=r"documents, and no 99,999\."):

@@ -15,7 +15,7 @@ import jingu.text.corpus as corpus_module
 from jingu.config.schema import DataSettings
 from jingu.errors import JinguError
 from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
-from jingu.text.readers import Tally, read_documents
+from jingu.text.readers import Tally, place_in_words, read_documents
 
 
 def corpus_settings(*inputs: object, **others: Any) -> DataSettings:
@@ -59,8 +59,9 @@ def test_documents_of_files_and_lines(tmp_path: Path) -> None:
     assert tally == Tally(documents=3, empty=2)
     documents = list(read_documents(plan_units(find_files(corpus_settings(tmp_path)))[0], corpus_settings(), Tally()))
     assert [d.bytes for d in documents] == [10, 3, 4]
-    assert documents[0].source == str(tmp_path / "a.txt")
-    assert documents[2].source == f"{tmp_path / 'c.jsonl'}:byte 37"
+    named = [place_in_words(document.file.path, document.place) for document in documents]
+    assert named[0] == str(tmp_path / "a.txt")
+    assert named[2] == f"{tmp_path / 'c.jsonl'}:byte 37"
 
 
 @given(st.lists(st.text(st.sampled_from('ab春\n"')), max_size=12), st.integers(1, 60), st.booleans())
