@@ -92,7 +92,7 @@ class Tokenizer:
         """Ids of the text: no special token is added, and none is recognised in it unless `special` says so."""
         if special:
             return list(self._recognising.encode(text, add_special_tokens=False).ids)
-        return [id_ for part in self._parts(text) for id_ in self._ids([part])[0]]
+        return [id_ for part in self._parts(text) for id_ in self._ids(part)]
 
     def encode_parts(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
         """`encode` for many texts, and for long ones: parts of the ids, one after another."""
@@ -100,11 +100,11 @@ class Tokenizer:
             yield from found
         else:
             for part in self._parts(text):
-                yield np.array(self._ids([part])[0], dtype)
+                yield np.array(self._ids(part), dtype)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text. The call that does not track offsets exists for several only."""
-        return [found.ids for found in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+    def _ids(self, text: str) -> list[int]:
+        # A batch of one: the call that does not track offsets exists for batches only.
+        return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
     def _words(self) -> Words | None:
@@ -112,7 +112,7 @@ class Tokenizer:
         split, added = _split(self._spec), self._spec.get("added_tokens") or []
         plain = self._spec.get("normalizer") is None and all(token.get("special") for token in added)
         known = split in PATTERNS and plain and not self._spec["model"].get("dropout")
-        return Words(split, self._ids) if known else None
+        return Words(split, self._inner.model, self._ids) if known else None
 
     def encode_places(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of the text, and which of its characters each is of: together all, also where a piece leaves out the

@@ -14,10 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, pre_tokenizers
 
-from jingu.text.formats import GPT2_SPLIT, SPLIT, SPLIT_DIGITS
+from jingu.text.formats import GPT2_SPLIT, LETTERS, SPLIT, SPLIT_DIGITS
 
 REMEMBERED = 100_000
 """Words; with more, memory would be for rare ones."""
+FIRST = 20_000
+"""Words that are remembered before text of too many others is left to the library."""
+RARE = 0.1
+"""Share of a text's words that may be new."""
 SLICE = 1 << 20
 """Letters of a text that are split at a time."""
 REACH = 16
@@ -32,12 +36,13 @@ class Words:
 
     Args:
         pattern: one of PATTERNS.
-        encode: ids of words, each by itself.
+        model: the tokenizer's, which merges the bytes of a word, written as letters.
+        encode: ids of a text, by the library.
     """
 
-    def __init__(self, pattern: str, encode: Callable[[list[str]], list[list[int]]]) -> None:
+    def __init__(self, pattern: str, model: Any, encode: Callable[[str], list[int]]) -> None:
         self._split = re.compile(translated(pattern)).findall
-        self._encode = encode
+        self._model, self._encode = model, encode
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]] | None:
@@ -49,14 +54,20 @@ class Words:
         while start < len(text):
             end = min(start + size, len(text))
             words, left = self._split(text[start:end]), 0
-            while end < len(text) and words and left < REACH:
+            # How spaces are split depends on what follows them.
+            while end < len(text) and words and (left < REACH or words[-1][-1].isspace()):
                 left += len(words.pop())
             if not words:  # one word fills the slice
                 size *= 2
                 continue
-            start, size = end - left, SLICE
-            if missing := list(set(words) - self._known.keys()):
-                self._known.update(zip(missing, self._encode(missing), strict=True))
+            part, start, size = text[start : end - left], end - left, SLICE
+            missing = set(words) - self._known.keys()
+            if len(self._known) > FIRST and len(missing) > RARE * len(words):  # Chinese, say, has no spaces
+                yield np.array(self._encode(part), dtype)
+                continue
+            for word in missing:
+                letters = word.encode().decode("latin-1").translate(LETTERS)
+                self._known[word] = [token.id for token in self._model.tokenize(letters)]
             yield np.fromiter(chain.from_iterable(map(self._known.__getitem__, words)), dtype)
             if len(self._known) > REMEMBERED:
                 self._known.clear()

@@ -57,7 +57,7 @@ def together(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("pattern", TOKENIZERS)
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_ids_are_those_of_the_library(pattern: str, text: str) -> None:
     tokenizer = TOKENIZERS[pattern]
@@ -65,14 +65,15 @@ def test_ids_are_those_of_the_library(pattern: str, text: str) -> None:
     assert together(tokenizer, text) == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("size", [1, 20, 33])
+@pytest.mark.parametrize("size", [1, 33])
 @pytest.mark.parametrize("pattern", TOKENIZERS)
 @settings(max_examples=100)
 @given(text=TEXTS)
 def test_slices_and_forgetting_change_nothing(pattern: str, size: int, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words_module, "SLICE", size)
-        patch.setattr(words_module, "REMEMBERED", 5)
+        patch.setattr(words_module, "REMEMBERED", 9)
+        patch.setattr(words_module, "FIRST", 4)
         assert together(TOKENIZERS[pattern], text * 3) == TOKENIZERS[pattern].encode(text * 3)
 
 
