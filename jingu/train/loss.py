@@ -151,6 +151,20 @@ def summed_cross_entropy(
     rows = max(1, CHUNK_ELEMENTS.get(hidden_BTD.device.type, 2**22) // (columns or weight_VD.shape[0]))
     hidden_ND, labels_N = hidden_BTD.flatten(0, -2), labels_BT.flatten()
     factors_N = None if factors_BT is None else factors_BT.flatten()
+    if (places := _trained(labels_N, rows)) is not None:
+        hidden_ND, labels_N = hidden_ND[places], labels_N[places]
+        factors_N = None if factors_N is None else factors_N[places]
     grads = torch.is_grad_enabled()
     total: Tensor = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, labels_N, factors_N, rows, chunk, grads)
     return total
+
+
+def _trained(labels_N: Tensor, rows: int) -> Tensor | None:
+    """The trained places, and as many others as fill the last chunk, whose shape may be compiled; None: all.
+
+    Not on a card, where to know their number would be to wait for it.
+    """
+    if labels_N.device.type != "cpu":
+        return None
+    count = -(-int((labels_N >= 0).sum()) // rows) * rows
+    return None if count >= len(labels_N) else torch.argsort(labels_N < 0, stable=True)[:count]

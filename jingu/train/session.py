@@ -25,6 +25,8 @@ from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.encoder_decoder import make_model
+from jingu.model.experts import GroupedLinear
+from jingu.model.layers import Embedding, Linear
 from jingu.model.lora import is_adapter
 from jingu.model.products import product_dtype
 from jingu.model.spec import ModelSpec
@@ -215,6 +217,8 @@ def _build(
     """The model laid out over the mesh with its initial weights, and its optimizer."""
     with torch.device("meta"):
         whole = make_model(run.spec).to(precision.masters)
+    if run.spec.adapter is not None:
+        _narrow_frozen(whole, precision.compute)
     model = parallelize(
         whole,
         mesh,
@@ -232,6 +236,18 @@ def _build(
         model.to_empty(device=torch.device("cpu") if offload.type == "host" else ranks.device)
     sharing_of(model).initialise(model, run.spec, run.config.seed)
     return model, build_optimizer(run.config.optimizer, model, disk)
+
+
+def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep matrices that are not trained, nor saved, in the dtype in which they are multiplied: no wider copy of them.
+
+    Not of routers and biases of positions, which compute in fp32.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Linear | GroupedLinear | Embedding) and "router" not in name and "bias" not in name:
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:

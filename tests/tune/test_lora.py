@@ -17,6 +17,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.model.encoder_decoder import make_model
 from jingu.model.lora import is_adapter
+from jingu.train import session
 from jingu.train.run import Run, open_run
 from jingu.tune.peft import export, merge, with_adapters
 from tests.conftest import Done, MakeRun
@@ -155,6 +156,33 @@ def test_we_load_what_peft_writes(base: Path, tmp_path: Path) -> None:
         expected = theirs(TOKENS).logits
     found = with_adapters(open_model(tmp_path / "hf"), tmp_path / "adapter")
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_is_kept_in_what_it_is_computed_with(
+    adapted: MakeRun, train_on: Train, done: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 it takes half the memory and gives the same numbers, also sharded."""
+    config = adapted({"precision.type": "bf16", "train.steps": 3})
+    kept: dict[str, torch.dtype] = {}
+    narrow = session._narrow_frozen
+
+    def seen(model: torch.nn.Module, dtype: torch.dtype) -> None:
+        narrow(model, dtype)
+        kept.update({name: parameter.dtype for name, parameter in model.named_parameters()})
+
+    monkeypatch.setattr(session, "_narrow_frozen", seen)
+    train_on(1, config)
+    losses = done(config).column("loss")
+    assert kept["blocks.0.attention.q.weight"] == kept["embedding.weight"] == torch.bfloat16
+    assert kept["blocks.0.attention.q.lora_a"] == kept["blocks.0.attention_norm.weight"] == torch.float32
+    monkeypatch.setattr(session, "_narrow_frozen", lambda *_: None)
+    wide = adapted({"precision.type": "bf16", "train.steps": 3}, name="wide")
+    train_on(1, wide)
+    assert done(wide).column("loss") == losses
+    monkeypatch.undo()
+    sharded = adapted({"precision.type": "bf16", "train.steps": 3, "parallel.zero": 3}, name="sharded")
+    train_on(2, sharded)
+    assert done(sharded).column("loss") == pytest.approx(losses, rel=1e-3)
 
 
 def test_mistakes(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train, tmp_path: Path) -> None:
