@@ -99,8 +99,16 @@ _share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
 _MODEL = _place("model", "MODEL", "a run, a step of it, a Hugging Face folder or a GGUF file")
 _CHECKPOINTS = _place("path", "PATH", "a run, or a step of it")
 _PROCESSES = _option("--processes", "N", _whole(1), "ranks on this machine (1 where not given)")
-_EXPERTS = _option(
-    "--experts-resident", "SIZE", str, "keep so much of a mixture's experts in memory, such as 25% or 3GB (all)"
+_COMPUTE = (
+    _option(
+        "--precision",
+        "TYPE",
+        _one_of("auto", "fp32", "bf16", "fp64", "int8", "int4"),
+        "fp32, bf16 or fp64; int8 or int4 rounds the matrices to so many bits",
+        "auto",
+    ),
+    _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
+    _option("--experts-resident", "SIZE", str, "so much of a mixture's experts in memory, such as 25% or 3GB (all)"),
 )
 _CONVERT: tuple[Argument, ...] = (
     _MODEL,
@@ -217,9 +225,7 @@ VERBS = {
             _option("--repetition-penalty", "R", _above_0, "above 1, tokens there already are less likely", 1.0),
             ("--stop", {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given again"}),
             _option("--seed", "N", _whole(0), "seed of the choice", 0),
-            _option("--precision", "TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "fp32, bf16 or fp64", "auto"),
-            _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
-            _EXPERTS,
+            *_COMPUTE,
         ),
     ),
     "serve": Verb(
@@ -253,8 +259,7 @@ VERBS = {
                 "--pooling", "HOW", _one_of("mean", "last"), "embeddings of the mean, or of the last token", "mean"
             ),
             ("--log-prompts", {"action": "store_true", "help": "write prompts into the log, too"}),
-            _option("--precision", "TYPE", _one_of("auto", "fp32", "bf16", "fp64"), "fp32, bf16 or fp64", "auto"),
-            _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
+            *_COMPUTE,
         ),
     ),
     "model list": Verb("show the families and the presets", "jingu.checkpoint.models:list_models"),

@@ -58,7 +58,7 @@ class Foresight:
         it first, second and so on."""
         right_K = np.clip(self._right_LK[layer], 0.0, 0.99)
         tokens = guesses_KE.sum() / self._active
-        others = (self._active - right_K.sum()) / max(1, self._experts - self._active)
+        others = min(0.99, (self._active - right_K.sum()) / max(1, self._experts - self._active))
         # Of the tokens that are not guessed to choose an expert, each still may.
         silent_E = np.log1p(-right_K) @ guesses_KE + np.log1p(-others) * (tokens - guesses_KE.sum(0))
         likely_E = -np.expm1(silent_E)

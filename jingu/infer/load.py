@@ -11,13 +11,15 @@ import torch
 
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
+from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
+from jingu.model.decoder import Decoder
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import has_fast_bf16
 from jingu.text.tokenizer import Tokenizer
 
-Precision = Literal["auto", "fp32", "bf16", "fp64"]
+Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -60,7 +62,8 @@ def load(
     """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
 
     Args:
-        precision: auto computes in bf16 where the device has units for it, else in fp32.
+        precision: auto computes in bf16 where the device has units for it, else in fp32; int8 and int4 do the same with
+            matrices that are rounded to so many bits (experts that are not all resident are not).
         adapters: name → a run that trained adapters, or a folder of peft's.
         experts_resident: how much of a mixture's experts is in memory (25%, 3GB), the rest being read from the model's
             files when it is needed; None: all.
@@ -77,10 +80,17 @@ def load(
     opened = open_model(path)
     tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(_device(device))
-    name = precision if precision != "auto" else "bf16" if has_fast_bf16(place) else "fp32"
+    name = precision if precision in _DTYPES else "bf16" if has_fast_bf16(place) else "fp32"
     dtype = _DTYPES[name]
     residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place)
-    model = load_model(opened, dtype, place, residency.take_over if residency else lambda model: None)
+
+    def prepare(model: Decoder) -> None:
+        if residency is not None:
+            residency.take_over(model)
+        if precision == "int8" or precision == "int4":
+            pack_weights(model, opened.read, 8 if precision == "int8" else 4, dtype, place)
+
+    model = load_model(opened, dtype, place, prepare)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(

@@ -237,4 +237,4 @@ class Decoder(Stack):
         module = self.head or self.embedding
         assert module is not None
         weight = module.weight
-        return normalize(weight) if self.spec.normalised_head else weight
+        return normalize(weight) if self.spec.normalised_head and isinstance(weight, Tensor) else weight

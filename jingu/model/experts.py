@@ -129,7 +129,8 @@ class ExpertsLayer(nn.Module):
         To generate on CPUs they speak one after another. What one says to its rows then depends on nothing else, to
         the last bit: of a longer tensor, other elements are the last ones, which do not fill a vector register.
         """
-        if not (x_MD.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        one_by_one = isinstance(self.up.weight, tuple)  # matrices of few bits
+        if one_by_one or not (x_MD.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             return self._in_turn(x_MD, count_E)
         ends_E = count_E.cumsum(0).to(torch.int32)
         hidden_MF = self.up(x_MD, ends_E)

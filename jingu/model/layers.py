@@ -7,12 +7,13 @@ Shapes: B rows, T tokens, D width, F feed-forward size.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jingu.model.packed import Packed
 from jingu.model.products import linear
 from jingu.model.sharding import Table
 from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
@@ -38,6 +39,9 @@ class Embedding(nn.Embedding):
         """Nothing: weights come from `initialise` or from a file."""
 
     def forward(self, input: Tensor) -> Tensor:
+        weight = cast(Tensor | Packed, self.weight)
+        if isinstance(weight, Packed):
+            return weight.rows(input)
         return super().forward(input).to(self.compute)
 
 

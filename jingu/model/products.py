@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.causal import CausalAttention
+from jingu.model.packed import Packed
 
 # Facts of the processor, read once; constants so that compiled code folds them.
 CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -57,8 +58,10 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, rounded once to the dtype of `x`; so are weight and bias before, where they are wider."""
+    if isinstance(weight, Packed):
+        return weight.times(x) if bias is None else weight.times(x) + bias.to(x.dtype)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if computes_wide(x):
         y: Tensor = _WideLinear.apply(x, weight, bias)

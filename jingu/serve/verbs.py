@@ -33,6 +33,7 @@ def serve(
     log_prompts: bool = False,
     precision: Precision = "auto",
     device: Device = "auto",
+    experts_resident: str | None = None,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
@@ -69,7 +70,7 @@ def serve(
         pooling=pooling,
     )
     adapters = dict(_adapter(each) for each in adapter or ())
-    loaded = load(model, precision, device, adapters)
+    loaded = load(model, precision, device, adapters, experts_resident)
     spoken: Template | None = None
     if template is not None or loaded.template is not None:
         spoken = find_template(template or "auto", loaded.tokenizer)

@@ -1,0 +1,153 @@
+"""Matrices of 8 and 4 bits beside the matrices that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.checkpoint.export import export_hf
+from jingu.cli import main
+from jingu.config.schema import ModelSettings
+from jingu.infer.engine import Engine
+from jingu.infer.load import load
+from jingu.infer.request import Request
+from jingu.infer.sampling import Sampling
+from jingu.model import packed
+from jingu.model.build import spec_from_settings
+from jingu.model.encoder_decoder import make_model
+from jingu.model.initialise import initialise
+from jingu.model.packed import Bits, Packed, pack, packs
+from jingu.model.products import linear
+from jingu.text.tokenizer import Tokenizer
+
+SPECS: dict[str, dict[str, Any]] = {
+    "llama": {"width": 64, "heads": 4, "feed_forward": 96},
+    "baichuan2": {"family": "baichuan2", "width": 64, "heads": 4, "feed_forward": 96},
+    "mixtral": {"family": "mixtral", "width": 64, "heads": 4, "feed_forward": 96, "experts": {"number": 3}},
+    "t5": {"family": "t5", "width": 64, "heads": 4, "feed_forward": 96, "encoder_layers": 2},
+    "odd": {"width": 36, "heads": 3, "feed_forward": 50},  # no kernel takes these
+}
+
+
+def plain(matrix: torch.Tensor, bits: Bits, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The matrix that the packed one stands for, by way of the order that other devices have."""
+    monkeypatch.setattr(packed, "on_cpu", lambda tensor: False)
+    return pack(matrix, bits, dtype).whole()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
+def test_kernels_multiply_by_what_was_rounded(
+    outputs: int, inputs: int, bits: Bits, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    matrix = torch.randn(outputs, inputs, generator=generator) * 0.1 + 0.02
+    matrix[3] = 0.0
+    x = torch.randn(2, 7, inputs, generator=generator).to(dtype)
+    mine = pack(matrix, bits, dtype)
+    bias = torch.randn(outputs, generator=generator)
+    found = linear(x, mine, bias)
+    whole = plain(matrix, bits, dtype, monkeypatch)
+    expected = x.double() @ whole.double().T + bias.double()
+    assert found.dtype == dtype and found.shape == (2, 7, outputs)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+    # Rounding itself: half a step of a row's 254, and of a group's 15 (whose ends may be cut off where that helps).
+    off = (whole.double() - matrix).abs()
+    if bits == 8:
+        assert (off <= matrix.abs().amax(1, keepdim=True) * (0.5 / 127 + 2**-8)).all()
+    else:
+        groups = matrix.unflatten(1, (-1, 32))
+        span = groups.amax(-1) - groups.amin(-1)
+        assert (off.unflatten(1, (-1, 32)).square().mean(-1) <= (span / 15) ** 2 / 3 + 1e-9).all()
+        assert off.norm() < 0.1 * matrix.norm()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_does_not_depend_on_others(bits: Bits, threads: int) -> None:
+    """What keeps an answer the same whoever else is in the batch."""
+    generator = torch.Generator().manual_seed(2)
+    mine = pack(torch.randn(1536, 576, generator=generator), bits, torch.bfloat16)
+    x = torch.randn(130, 576, generator=generator).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = mine.times(x)
+        for first, last in ((0, 1), (129, 130), (3, 5), (7, 23), (1, 66), (0, 129)):
+            assert torch.equal(mine.times(x[first:last]), together[first:last]), (first, last)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_of_few_bits_already_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix in groups of 16 values, as Q4_1 of GGUF leaves it, comes through as it was."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (32, 4, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15
+    scale = torch.rand(32, 4, 1, generator=generator).mul(32).round().div(1024) + 2**-8
+    matrix = ((codes - 8) * scale).flatten(1)
+    assert torch.allclose(plain(matrix, 4, torch.float32, monkeypatch), matrix, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("rounded")
+    tokenizer.save(place / "tokenizer")
+    for name, changes in SPECS.items():
+        settings = ModelSettings(layers=2, initial_std=0.15, vocabulary=288, **changes)
+        spec = spec_from_settings(settings, tokenizer.vocabulary, 64)
+        model = make_model(spec)
+        initialise(model, spec, 1)
+        export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
+    return {name: place / name for name in SPECS}
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("name", SPECS)
+def test_models_say_nearly_the_same(folders: dict[str, Path], name: str, precision: Any) -> None:
+    whole, rounded = load(folders[name], "fp32"), load(folders[name], precision)
+    source = {"source_BS": torch.arange(3, 20)[None]} if whole.spec.encoder_layers else {}
+    tokens_BT = torch.randint(0, 280, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = (
+            each.model.logits(each.model(tokens_BT, **source)).double().log_softmax(-1) for each in (whole, rounded)
+        )
+    off = ((found - expected).square().mean() / expected.var()).sqrt()
+    assert off < {"int8": 0.06, "int4": 0.5}[precision]
+    kinds = {kind for kind in map(type, weights(rounded.model)) if kind is Packed}
+    assert bool(kinds) == (name != "odd")
+    if name != "odd":
+        assert off > 1e-4
+        left = sum(parameter.numel() for parameter in rounded.model.parameters())
+        assert left < 0.05 * sum(parameter.numel() for parameter in whole.model.parameters())
+    requests = [Request(tuple(range(5, 5 + length)), Sampling(), 6, ignore_end=True) for length in (2, 9)]
+    alone = [Engine(rounded).run([request])[0] for request in requests]
+    assert Engine(rounded).run(requests) == alone
+
+
+def weights(model: torch.nn.Module) -> list[Any]:
+    found = [getattr(module, "weight", None) for module in model.modules()]
+    return [each for weight in found for each in (weight if isinstance(weight, tuple) else (weight,))]
+
+
+def test_experts_that_are_not_all_resident_keep_their_width(folders: dict[str, Path]) -> None:
+    some = load(folders["mixtral"], "int4", experts_resident="70%")
+    assert some.residency is not None
+    request = Request((5, 6, 7), Sampling(), 6, ignore_end=True)
+    assert Engine(some).run([request])[0]
+    assert some.residency.stats().bytes_moved > 0
+
+
+def test_shapes_that_kernels_take() -> None:
+    assert packs(48, 48, 8) and not packs(48, 48, 4) and packs(16, 32, 4)
+    assert not packs(33, 64, 8) and not packs(32, 40, 8)
+
+
+def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(folders["llama"]), "the ", "--max-tokens", "3", "--precision", "int4"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
