@@ -19,6 +19,7 @@ NAMES = {
     "moe": "A mixture of experts (8 of 512, 2 a token, width 384) beside a dense layer of 1024, 8 × 512 tokens",
     "precision": "Losses in bf16 and fp16 beside fp32: 200 steps of a real run (4 × 192, 8 × 256 tokens a step)",
     "data": "Data: opening at any size, batches from a warm page cache, building beside `datasets.map`",
+    "serve": "The server (SmolLM2-135M): first tokens beside 16 streams, time outside the model, 2 threads",
     "checkpoint": "Checkpoints of a model with 300 MB of state (26M Llama with AdamW, fp32), 2 threads",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
