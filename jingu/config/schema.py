@@ -139,6 +139,29 @@ class SpanCorruptionSettings(Settings):
     """Special tokens (<extra_id_0> and so on) that mark the spans of a text; `jingu tokenizer train` adds them."""
 
 
+class CutSettings(Settings):
+    """A sequence is cut in two at a random place, between two shares of its tokens."""
+
+    shortest: Fraction = 0.25
+    """Share of the tokens that the shortest beginning has."""
+    longest: Fraction = 0.75
+    """Share of the tokens that the longest beginning has."""
+
+
+class PrefixSettings(CutSettings):
+    """The beginning of each sequence is seen whole, in both directions, and the rest is predicted (prefix-LM, Raffel et
+    al., 2020); of each document with data.within_documents. For decoders; generation reads prompts causally."""
+
+    type: Literal["prefix"] = "prefix"
+
+
+class ContinuationSettings(CutSettings):
+    """An encoder reads the beginning of each sequence, and the decoder writes the rest. Both are filled up to their
+    longest; where shortest and longest are the same, there is nothing to fill."""
+
+    type: Literal["continuation"] = "continuation"
+
+
 class FillInTheMiddleSettings(Settings):
     """A share of the documents is written as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et
     al., 2022)."""
@@ -174,10 +197,17 @@ class SupervisedSettings(Settings):
 
 
 Objective = Annotated[
-    CausalSettings | FillInTheMiddleSettings | SpanCorruptionSettings | SupervisedSettings,
+    CausalSettings
+    | ContinuationSettings
+    | FillInTheMiddleSettings
+    | PrefixSettings
+    | SpanCorruptionSettings
+    | SupervisedSettings,
     Discriminator("type"),
     _type_or("causal"),
 ]
+FOR_ENCODERS = ContinuationSettings, SpanCorruptionSettings
+"""Objectives that give an encoder something to read."""
 
 
 class DataSettings(Settings):

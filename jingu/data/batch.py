@@ -32,6 +32,9 @@ class Batch:
     """Position of each token; None: 0 … sequence - 1."""
     documents: Tensor | None = None
     """Attention stays within equal numbers; None: each row is one document."""
+    reach: Tensor | None = None
+    """Tokens of the row, from its first on, that each one sees where these are more than those up to itself; 0: no
+    more. None: nowhere."""
     weights: Tensor | None = None
     """Factor on the loss at each place, floating; None: 1."""
     noise: Tensor | None = None

@@ -10,7 +10,6 @@ Shapes: B rows, L tokens of text, S tokens of a source, T tokens of a target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from jingu.config.schema import SpanCorruptionSettings
 from jingu.data.batch import IGNORED, Batch, Source
-from jingu.data.batches import BatchSource
 from jingu.data.order import Permutation
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
@@ -57,16 +55,13 @@ class SpanCorruption:
         """What was removed, each span after its sentinel, and the end (T)."""
         return self.removed + len(self.sentinel_ids) + 1
 
-    def batches(self, source: BatchSource) -> Callable[[int, int, int], Batch]:
-        """A source's batches (`BatchSource.batch`), corrupted. A text of which a part is left out is not trained."""
+    def of(self, batch: Batch, first: int) -> Batch:
+        """What becomes of rows that are the samples `first`, `first` + 1 and so on. A text of which a part is left out
 
-        def batch(step: int, first: int, count: int) -> Batch:
-            texts = source.batch(step, first, count)
-            corrupted = self.batch(texts.tokens, step * source.global_size + first)
-            corrupted.labels[(texts.labels < 0).any(1)] = IGNORED
-            return corrupted
-
-        return batch
+        is not trained."""
+        corrupted = self.batch(batch.tokens, first)
+        corrupted.labels[(batch.labels < 0).any(1)] = IGNORED
+        return corrupted
 
     def batch(self, texts_BL: Tensor, first: int) -> Batch:
         """The batch of texts that are the samples `first`, `first` + 1 and so on."""
@@ -104,14 +99,8 @@ def plan_corruption(settings: SpanCorruptionSettings, length: int, tokenizer: To
     """How texts of `length` tokens are corrupted.
 
     Raises:
-        JinguError: the texts are too short, or need more sentinels than there are.
+        JinguError: the texts need more sentinels than there are.
     """
-    if length < 2:
-        raise JinguError(
-            "of a text of one token, nothing can be removed and something left.",
-            where="batch.sequence_length",
-            fix="Take 2 or more; 512 is usual.",
-        )
     removed = min(max(round(length * settings.rate), 1), length - 1)
     spans = min(max(round(removed / settings.mean_length), 1), removed, length - removed)
     if spans > settings.sentinels:

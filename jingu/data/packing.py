@@ -41,7 +41,7 @@ def apart(rows: Rows) -> Batch:
         torch.from_numpy(rows.labels),
         torch.from_numpy(restarted(rows.documents)),
         torch.from_numpy(rows.documents),
-        None if rows.weights is None else torch.from_numpy(rows.weights),
+        weights=None if rows.weights is None else torch.from_numpy(rows.weights),
     )
 
 

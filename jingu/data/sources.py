@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jingu.config.schema import BlockOrderSettings, DataSettings, RunConfig, SupervisedSettings
+from jingu.config.schema import FOR_ENCODERS, BlockOrderSettings, DataSettings, RunConfig, SupervisedSettings
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import UNKNOWN, check_tokenizer, open_dataset
 from jingu.data.drop import read_drop
@@ -104,9 +104,9 @@ def epochs_used(config: RunConfig, source: BatchSource) -> list[tuple[str, float
 
 
 def _check_packing(data: DataSettings) -> None:
-    packed, corrupts = data.packing == "best_fit", data.objective.type == "span_corruption"
-    if corrupts and (packed or data.within_documents):
-        what = "span corruption takes every text whole, without a mask between documents."
+    packed = data.packing == "best_fit"
+    if isinstance(data.objective, FOR_ENCODERS) and (packed or data.within_documents):
+        what = f"{data.objective.type} takes every text whole, without a mask between documents."
         raise JinguError(what, where="data.objective", fix="Set data.packing=cut and data.within_documents=false.")
     if packed and data.objective.type == "fill_in_the_middle":
         what = "fill-in-the-middle makes documents longer than packing has room for."

@@ -13,6 +13,7 @@ import xxhash
 from jingu.config.schema import RunConfig
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.manifest import Manifest, check_sizes, damaged, print_summary
+from jingu.data.objective import batches, plan_objective
 from jingu.data.sources import MANY_EPOCHS, epochs_used, open_sources
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
         much = f"; more than {MANY_EPOCHS} teach little more" if epochs > MANY_EPOCHS else ""
         print(f"  {name}: {share:.2%} of the sequences, {epochs:.2f} epochs{much}")
     which, numbers, starts = source.locate(step)
-    batch = source.batch(step, 0, min(rows, source.global_size))
+    batch = batches(source, plan_objective(config, tokenizer))(step, 0, min(rows, source.global_size))
     for row, tokens in enumerate(batch.tokens.tolist()):
         windows = source.sources[int(which[row])]
         epoch, number = divmod(int(numbers[row]), len(windows))
@@ -72,7 +73,13 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
         places = windows.places(starts[row : row + 1])[0]
         for document, count in documents_at(windows.dataset, places):
             print(f"  {in_words(windows.dataset, *document, tokens=count)}")
-        print(tokenizer.decode(tokens[: int((places >= 0).sum())]))
+        if batch.source is None:
+            print(tokenizer.decode(tokens[: int((places >= 0).sum())]))
+        else:
+            read, written = batch.source.tokens[row], batch.labels[row]
+            read = read if batch.source.documents is None else read[batch.source.documents[row] >= 0]
+            print(f"reads: {tokenizer.decode(read.tolist(), special=True)}")
+            print(f"writes: {tokenizer.decode(written[written >= 0].tolist(), special=True)}")
 
 
 def documents_at(dataset: TokenDataset, places: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], int]]:

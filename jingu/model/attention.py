@@ -130,11 +130,13 @@ def attention_mask(
     *,
     causal: bool = True,
     bias_NH: Tensor | None = None,
+    reach_BT: Tensor | None = None,
 ) -> Tensor | None:
     """Which of all keys each new query sees, where the kernel cannot say it by itself.
 
     Args:
         bias_NH: of relative positions, the bias of each bucket and head.
+        reach_BT: first tokens of the row that a token sees besides those before it.
 
     Returns:
         None where it can; else booleans that broadcast to [B, H, T, S], or what is added to the scores.
@@ -142,15 +144,17 @@ def attention_mask(
     window, alibi = spec.attention.window, isinstance(spec.position, specs.AlibiPositions)
     narrow = window is not None and past + tokens > window
     all_seen = tokens == 1 or not past or not causal
-    if documents_BT is None and not narrow and not alibi and bias_NH is None and all_seen:
+    if documents_BT is None and reach_BT is None and not narrow and not alibi and bias_NH is None and all_seen:
         return None
     queries = torch.arange(past, past + tokens, device=device)
     distance_TS = queries[:, None] - torch.arange(past + tokens, device=device)
     seen = distance_TS >= 0 if causal else torch.ones_like(distance_TS, dtype=torch.bool)
+    if reach_BT is not None:
+        seen = (seen | (torch.arange(tokens, device=device) < reach_BT.unsqueeze(-1))).unsqueeze(1)
     if window is not None:
         seen &= distance_TS.abs() < window
     if documents_BT is not None:
-        seen = (seen & (documents_BT[:, :, None] == documents_BT[:, None, :])).unsqueeze(1)
+        seen = seen & (documents_BT[:, :, None] == documents_BT[:, None, :]).unsqueeze(1)
     if alibi:
         slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=device)
         return (-slopes[:, None, None] * distance_TS.abs()).masked_fill(~seen, -torch.inf)

@@ -119,19 +119,19 @@ class Stack(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None = None,
         encoded: Encoded | None = None,
+        reach_BT: Tensor | None = None,
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
         x_BTD, routings, _ = start
         past, tokens = 0 if cache is None else cache.length, positions_BT.shape[-1]
-        if documents_BT is not None and past:
-            raise ValueError("documents are not kept in a cache")
+        if past and not (documents_BT is None and reach_BT is None):
+            raise ValueError("documents and reach are not kept in a cache")
         # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         rotary = self._rotary(positions_BT, wide)
         bias_NH = None if self.relative_bias is None else self.relative_bias.weight
-        mask = attention_mask(
-            self.spec, tokens, past, documents_BT, x_BTD.device, wide, causal=self.causal, bias_NH=bias_NH
-        )
+        of_row = documents_BT, x_BTD.device, wide
+        mask = attention_mask(self.spec, tokens, past, *of_row, causal=self.causal, bias_NH=bias_NH, reach_BT=reach_BT)
         of_source = () if encoded is None else (encoded.states, encoded.mask)
         for number, block in zip(self.part, self.blocks, strict=True):
             x_BTD, routing = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number), *of_source)
@@ -181,6 +181,7 @@ class Decoder(Stack):
         auxiliary: Auxiliary | None = None,
         passed: Passed | None = None,
         noise_2BT: Tensor | None = None,
+        reach_BT: Tensor | None = None,
     ) -> Tensor | Passed:
         """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs.
 
@@ -194,8 +195,11 @@ class Decoder(Stack):
             auxiliary: called with what the routers did, in training; its results [n] follow the loss in [1 + n].
             passed: to a part that is not the first, what the one before it handed on.
             noise_2BT: keys and scales of noise on the embedded tokens (`EmbeddingNoise`).
+            reach_BT: tokens of the row, from its first on, that a token sees besides those before it. Not together
+                with a cache.
         """
-        return self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed, noise_2BT=noise_2BT)
+        given = tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed
+        return self.decode(*given, noise_2BT=noise_2BT, reach_BT=reach_BT)
 
     def decode(
         self,
@@ -208,6 +212,7 @@ class Decoder(Stack):
         passed: Passed | None = None,
         encoded: Encoded | None = None,
         noise_2BT: Tensor | None = None,
+        reach_BT: Tensor | None = None,
     ) -> Tensor | Passed:
         """`forward`; with an encoder's states, where there is one."""
         if positions_BT is None:
@@ -217,7 +222,7 @@ class Decoder(Stack):
             assert self.embedding is not None
             start_BTD = self.begin(self.embedding(tokens_BT), positions_BT, noise_2BT)
             passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
-        passed = self.run(passed, positions_BT, documents_BT, cache, encoded)
+        passed = self.run(passed, positions_BT, documents_BT, cache, encoded, reach_BT)
         if not self.ends:
             return passed
         x_BTD, routings, _ = passed

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from jingu.data.corruption import SpanCorruption
 from jingu.infer.engine import Engine
 from jingu.infer.load import loaded
 from jingu.infer.request import Request
@@ -65,7 +66,7 @@ def evaluate(
     loss = float(summed_losses(losses, mesh).item())
     tokens, size = (summed_over_ranks(counts) / row_copies(mesh)).tolist()
     tokens, size = max(tokens, 1.0), max(size, 1.0)
-    if rows.corruption is not None:
+    if isinstance(rows.objective, SpanCorruption):
         return Evaluation(loss / tokens, None, int(tokens), None)
     return Evaluation(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
 

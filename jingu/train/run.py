@@ -17,10 +17,10 @@ from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.config.compare import differences, harmful_differences
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import RunConfig, SpanCorruptionSettings, SupervisedSettings
+from jingu.config.schema import FOR_ENCODERS, RunConfig, SupervisedSettings
 from jingu.data.batches import BatchSource
-from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.data.dataset import TokenDataset, joined, open_dataset
+from jingu.data.objective import Objective, plan_objective
 from jingu.data.sources import open_sources
 from jingu.data.supervised import SupervisedRows, join_rows, open_supervised
 from jingu.errors import JinguError
@@ -59,7 +59,7 @@ class Run:
     tokenizer: Tokenizer
     source: BatchSource
     held_out: TokenDataset | None
-    corruption: SpanCorruption | None
+    objective: Objective | None
     held_out_rows: SupervisedRows | None
     """`held_out`, where it is supervised."""
     going: Going
@@ -103,41 +103,39 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
             where="train.noise",
             fix="Set it to 0.",
         )
-    corruption = _corruption(config, spec, tokenizer, held_out)
+    made = _objective(config, spec, tokenizer, held_out)
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    run = Run(config, folder, spec, tokenizer, source, held_out, corruption, rows, going, changes)
+    run = Run(config, folder, spec, tokenizer, source, held_out, made, rows, going, changes)
     _check_checkpoints(run)
     return run
 
 
-def _corruption(
+def _objective(
     config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, held_out: TokenDataset | None
-) -> SpanCorruption | None:
-    """What makes sources and targets of the text; None for a model without an encoder."""
-    objective, length = config.data.objective, config.batch.sequence_length
-    corrupts = isinstance(objective, SpanCorruptionSettings)
-    if corrupts != (spec.encoder_layers is not None):
+) -> Objective | None:
+    """What the text is made into; None: it is trained on as it is. JinguError where the model cannot be."""
+    settings, length = config.data.objective, config.batch.sequence_length
+    reads = isinstance(settings, FOR_ENCODERS)
+    if reads != (spec.encoder_layers is not None):
         raise JinguError(
-            f"{spec.family} has {'no' if corrupts else 'an'} encoder, and {objective.type} gives "
-            f"{'it a' if corrupts else 'that no'} source to read.",
+            f"{spec.family} has {'no' if reads else 'an'} encoder, and {settings.type} gives "
+            f"{'it a' if reads else 'that no'} source to read.",
             where="data.objective.type",
-            fix=f"Set it to {'causal' if corrupts else 'span_corruption'}, or choose a model.family "
-            f"{'with' if corrupts else 'without'} an encoder ({'t5' if corrupts else 'llama'}).",
+            fix=f"Set it to {'causal' if reads else 'span_corruption'}, or choose a model.family "
+            f"{'with' if reads else 'without'} an encoder ({'t5' if reads else 'llama'}).",
         )
-    if not isinstance(objective, SpanCorruptionSettings):
-        return None
-    if held_out is not None and held_out.tokens < length:
+    if reads and held_out is not None and held_out.tokens < length:
         raise JinguError(
             f"the data set holds {held_out.tokens:,} tokens out, which do not fill one sequence of {length:,}.",
             where=config.data.path,
             fix="Build it with a larger data.held_out, set batch.sequence_length lower, or evaluation.every to 0.",
         )
-    return plan_corruption(objective, length, tokenizer, config.seed)
+    return plan_objective(config, tokenizer)
 
 
 def _changes(folder: Path, config: RunConfig, allowed: Collection[str]) -> list[str]:

@@ -20,6 +20,7 @@ from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import DiskOffloadSettings, RunConfig
 from jingu.data.loader import Loader, copy_in_background
+from jingu.data.objective import batches
 from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
@@ -132,8 +133,8 @@ def train_run(
 
 def _flops_of_text(run: Run, shapes: Shapes) -> float:
     """Training operations a token of text."""
-    length, cut = run.config.batch.sequence_length, run.corruption
-    if cut is None:
+    length, cut = run.config.batch.sequence_length, run.objective
+    if cut is None or not cut.source_length:
         return flops_per_token(run.spec, shapes, length)
     return flops_per_token(run.spec, shapes, cut.target_length, cut.source_length) * cut.target_length / length
 
@@ -156,9 +157,8 @@ def _prepare(
 ) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
     length, apart = run.config.batch.sequence_length, run.config.data.keeps_apart
-    rows = None if run.held_out is None else HeldOut(run.held_out, length, run.corruption, apart, run.held_out_rows)
-    batches = run.source.batch if run.corruption is None else run.corruption.batches(run.source)
-    source = Loader(batches, pinned=ranks.device.type == "cuda")
+    rows = None if run.held_out is None else HeldOut(run.held_out, length, run.objective, apart, run.held_out_rows)
+    source = Loader(batches(run.source, run.objective), pinned=ranks.device.type == "cuda")
     task = pretraining(source, rows, run.spec, mesh, run.config, compiles=compiles)
     model, optimizer = _build(run, mesh, ranks, precision, compiles)
     if compiles:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from jingu.data.batch import IGNORED, Batch, changed
 from jingu.data.batches import held_out_batch, held_out_windows
-from jingu.data.corruption import SpanCorruption
 from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
+from jingu.data.objective import Objective
 from jingu.data.supervised import SupervisedRows
 from jingu.model.experts import Routing, auxiliary_losses
 from jingu.model.noise import keys
@@ -24,22 +24,27 @@ from jingu.train.loss import ChunkLoss, chunk_loss, summed_cross_entropy
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text as rows that together predict each of its tokens once; or, corrupted, as its whole windows."""
+    """Held-out text as rows that together predict each of its tokens once; or, for an encoder, as its whole windows."""
 
     dataset: TokenDataset
     sequence_length: int
-    corruption: SpanCorruption | None = None
+    objective: Objective | None = None
     apart: bool = False
     """Whether attention stays inside documents."""
     supervised: SupervisedRows | None = None
     """The rows, where they are supervised."""
 
     @property
+    def reads(self) -> bool:
+        """Whether there is an encoder that reads a part."""
+        return self.objective is not None and self.objective.source_length > 0
+
+    @property
     def count(self) -> int:
         """Rows."""
         if self.supervised is not None:
             return len(self.supervised)
-        if self.corruption is not None:
+        if self.reads:
             return self.dataset.tokens // self.sequence_length
         return held_out_windows(self.dataset, self.sequence_length)
 
@@ -49,9 +54,10 @@ class HeldOut:
             batch = self.supervised.batch(first, count)
         else:
             batch = held_out_batch(self.dataset, self.sequence_length, first, count, inside=self.apart)
-        if self.corruption is not None:
-            # A window's labels are its text. Beyond the last whole one there is none, nor are there labels in the end.
-            batch = self.corruption.batch(batch.labels.clamp_min(0), first)
+        if self.reads:  # a window's labels are its text; beyond the last whole one there is none
+            batch = replace(batch, tokens=batch.labels.clamp_min(0))
+        if self.objective is not None:
+            batch = self.objective.of(batch, first)
         batch.labels[max(0, end - first) :] = IGNORED
         return batch
 
@@ -133,11 +139,10 @@ class Pretraining:
             assert isinstance(model.spec.feed_forward, Experts)
             return auxiliary_losses(routings, model.spec.feed_forward, (batch.labels >= 0).sum(1))
 
-        more = {}
         if batch.source is not None:
             more = {"source_BS": batch.source.tokens, "source_documents_BS": batch.source.documents}
-        if batch.noise is not None:
-            more = {"noise_2BT": batch.noise}
+        else:
+            more = {"noise_2BT": batch.noise, "reach_BT": batch.reach}
         total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary, **more)
         return total
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jingu.config.schema import SpanCorruptionSettings
 from jingu.data.batch import Batch
 from jingu.data.corruption import SpanCorruption, plan_corruption
+from jingu.data.objective import batches
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
 from jingu.text.training import train_tokenizer
@@ -121,7 +122,7 @@ def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_lea
             return Batch(texts[:, :-1], labels)
 
     plan = planned(tokenizer, 20)
-    batch = plan.batches(Source())(3, 1, 3)
+    batch = batches(Source(), plan)(3, 1, 3)
     expected = plan.batch(Source().batch(3, 1, 3).tokens, 13)
     assert (batch.labels[1] == -100).all()
     assert torch.equal(batch.labels[::2], expected.labels[::2]) and torch.equal(batch.tokens, expected.tokens)
@@ -135,8 +136,6 @@ def test_what_does_not_fit_is_told(tokenizer):
         "data.objective.sentinels: a text of 2,100 tokens has 105 spans, which need a sentinel each, and there are "
         "100. Take 105, shorter sequences, a lower rate or a larger mean_length."
     )
-    with pytest.raises(JinguError, match="of a text of one token"):
-        planned(tokenizer, 1)
     few = train_tokenizer(iter(["some text"]), 300, ["<|endoftext|>", *sentinels(2)])
     with pytest.raises(JinguError) as error:
         planned(few, 100)

@@ -142,3 +142,20 @@ def test_parts_one_after_another_are_the_whole(family: str, cuts: list[int]) -> 
     expected = whole(tokens, loss=lambda x, w: (x @ w.T).sum(), auxiliary=lambda r: torch.tensor([len(r)]))
     assert isinstance(passed, Tensor)
     assert passed.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "mistral"])
+def test_a_beginning_that_is_seen_whole(family: str) -> None:
+    """The states of a beginning depend on all of it and on nothing else; later ones on what came before them."""
+    model, tokens = tiny_decoder(family), ids(2, 12)
+    reach = torch.tensor([[5] * 5 + [0] * 7, [0] * 12])
+    before = model(tokens, reach_BT=reach)
+    torch.testing.assert_close(before[1], model(tokens)[1], rtol=1e-12, atol=1e-12)
+    for place in range(12):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % 43
+        differ = (model(changed, reach_BT=reach) != before).any(-1)
+        if family != "mistral":  # whose window is shorter
+            assert differ[0].tolist() == [at >= place or place < 5 for at in range(12)]
+        assert not differ[0, :5].any() or place < 5
+        assert differ[1, :place].sum() == 0

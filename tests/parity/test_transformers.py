@@ -580,3 +580,16 @@ def test_code_that_a_family_replaces_is_not_asked_for(case: Case, tmp_path: Path
 def test_the_first_baichuan_is_refused() -> None:
     with pytest.raises(JinguError, match="first Baichuan"):
         FAMILIES["baichuan2"].spec_from_hf({**DESCRIBED[0].config.values, "vocab_size": 64000})
+
+
+def test_a_beginning_that_is_seen_whole_is_theirs_with_such_a_mask() -> None:
+    case = llama_case("prefix", num_key_value_heads=1)
+    theirs = reference(case, torch.float32)
+    ours, tokens = converted(theirs, torch.float32), sample_tokens(case)
+    seen_TT = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    seen_TT[:6, :6] = True
+    reach = torch.where(torch.arange(tokens.shape[1]) < 6, 6, 0).expand_as(tokens)
+    mask = torch.zeros(2, 1, *seen_TT.shape, dtype=torch.float32).masked_fill(~seen_TT, -torch.inf)
+    expected = theirs(input_ids=tokens, attention_mask=mask).logits
+    found = ours.logits(ours(tokens, reach_BT=reach))
+    assert relative(found, expected) < 1e-5

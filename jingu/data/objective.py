@@ -1,0 +1,151 @@
+"""What a run is trained to predict of its rows: a batch of text made into another, a pure function of the samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from jingu.config.schema import ContinuationSettings, PrefixSettings, RunConfig, SpanCorruptionSettings
+from jingu.data.batch import IGNORED, Batch, Source
+from jingu.data.batches import BatchSource
+from jingu.data.corruption import plan_corruption
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+
+
+class Objective(Protocol):
+    """How rows of text are trained on."""
+
+    @property
+    def source_length(self) -> int:
+        """Tokens that an encoder reads of a row; 0: there is none."""
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of a row for the decoder."""
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        """What becomes of rows that are the samples `first`, `first` + 1 and so on. Where they have no label, none is
+        trained."""
+
+
+def batches(source: BatchSource, objective: Objective | None) -> Callable[[int, int, int], Batch]:
+    """`BatchSource.batch`, and what becomes of it."""
+    if objective is None:
+        return source.batch
+    return lambda step, first, count: objective.of(source.batch(step, first, count), step * source.global_size + first)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a text is cut in two: evenly distributed between two shares of it, both parts not empty."""
+
+    shortest: float
+    longest: float
+    seed: int
+
+    def bounds(self, tokens: int) -> tuple[int, int]:
+        """The shortest and the longest beginning of a text of so many tokens."""
+        low, high = (min(max(round(tokens * share), 1), tokens - 1) for share in (self.shortest, self.longest))
+        return low, high
+
+    def at(self, tokens: int, sample: int, part: int = 0) -> int:
+        """Tokens of the beginning of a sample's n-th part."""
+        low, high = self.bounds(tokens)
+        key = f"{self.seed} {sample} {part}".encode()
+        digest = hashlib.blake2b(key, digest_size=8, person=b"jingu prefix").digest()
+        return low + int.from_bytes(digest, "little") % (high - low + 1)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The beginning of each row, or of each document in it, is seen by all its own tokens; the rest is predicted."""
+
+    cut: Cut
+    target_length: int
+    source_length: int = 0
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        labels, reach = batch.labels.clone(), torch.zeros_like(batch.tokens)
+        for row in range(len(labels)):
+            for part, (start, tokens) in enumerate(_documents(batch, row)):
+                if tokens > 1:
+                    end = start + self.cut.at(tokens, first + row, part)
+                    labels[row, start : end - 1] = IGNORED
+                    reach[row, start:end] = end
+        return replace(batch, labels=labels, reach=reach)
+
+
+def _documents(batch: Batch, row: int) -> Iterator[tuple[int, int]]:
+    """First token, and tokens, of each document of a row; all of it where they are not kept apart."""
+    if batch.documents is None:
+        yield 0, batch.tokens.shape[1]
+        return
+    numbers = batch.documents[row].numpy()
+    starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 0).tolist()
+    for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True):
+        if numbers[start] >= 0:
+            yield start, end - start
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """An encoder reads the beginning of each row, and the end token; the decoder writes the rest. Both are filled up to
+    their longest."""
+
+    cut: Cut
+    length: int
+    start_id: int
+    end_id: int
+
+    @property
+    def source_length(self) -> int:
+        return self.cut.bounds(self.length)[1] + 1
+
+    @property
+    def target_length(self) -> int:
+        return self.length - self.cut.bounds(self.length)[0]
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        rows = len(batch.tokens)
+        source_BS = torch.full((rows, self.source_length), self.end_id)
+        documents_BS = torch.full_like(source_BS, -1)
+        labels_BT = torch.full((rows, self.target_length), IGNORED)
+        for row, text_L in enumerate(batch.tokens):
+            cut = self.cut.at(self.length, first + row)
+            source_BS[row, :cut] = text_L[:cut]
+            documents_BS[row, : cut + 1] = 0
+            if not (batch.labels[row] < 0).any():
+                labels_BT[row, : self.length - cut] = text_L[cut:]
+        starts_B1 = torch.full((rows, 1), self.start_id)
+        tokens_BT = torch.cat([starts_B1, labels_BT[:, :-1].where(labels_BT[:, :-1] >= 0, self.end_id)], dim=1)
+        low, high = self.cut.bounds(self.length)
+        return Batch(tokens_BT, labels_BT, source=Source(source_BS, None if low == high else documents_BS))
+
+
+def plan_objective(config: RunConfig, tokenizer: Tokenizer) -> Objective | None:
+    """How the run's rows are trained on; None: as they come.
+
+    Raises:
+        JinguError: the objective does not fit the rows, the packing or the tokenizer.
+    """
+    settings, length = config.data.objective, config.batch.sequence_length
+    if not isinstance(settings, PrefixSettings | ContinuationSettings | SpanCorruptionSettings):
+        return None
+    if length < 2:
+        what = "a text of one token cannot be divided."
+        raise JinguError(what, where="batch.sequence_length", fix="Take 2 or more; 512 is usual.")
+    if isinstance(settings, SpanCorruptionSettings):
+        return plan_corruption(settings, length, tokenizer, config.seed)
+    if settings.shortest > settings.longest:
+        what = f"the shortest beginning ({settings.shortest}) is longer than the longest ({settings.longest})."
+        raise JinguError(what, where="data.objective", fix="Exchange the two.")
+    cut = Cut(settings.shortest, settings.longest, config.seed)
+    if isinstance(settings, PrefixSettings):
+        return Prefix(cut, length)
+    return Continuation(cut, length, tokenizer.start_id, tokenizer.end_id)

@@ -1,0 +1,114 @@
+"""Beginnings that are seen whole, or read by an encoder: nothing is lost, and a sample is always the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.config.schema import RunConfig
+from jingu.data.batch import Batch
+from jingu.data.objective import Continuation, Cut, Prefix, plan_objective
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+
+SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)
+
+
+def rows_of(lengths: list[int], rows: int = 2, padding: int = 0) -> Batch:
+    total = sum(lengths)
+    tokens = torch.arange(rows * (total + 1)).view(rows, -1) + 5
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).repeat(rows, 1)
+    labels = tokens[:, 1:].clone()
+    if padding:
+        documents[:, -padding:], labels[:, -padding:] = -1, -100
+    return Batch(tokens[:, :-1], labels, documents=documents)
+
+
+@given(st.integers(2, 60), SHARES, st.integers(0, 2**40), st.integers(0, 2**63 - 1))
+def test_a_beginning_sees_itself_and_the_rest_is_predicted(tokens: int, shares: Any, first: int, seed: int) -> None:
+    prefix = Prefix(Cut(*shares, seed), tokens)
+    batch = rows_of([tokens])
+    made = prefix.of(Batch(batch.tokens, batch.labels), first)
+    assert made.reach is not None and torch.equal(made.tokens, batch.tokens)
+    for row in range(2):
+        end = int(made.reach[row, 0])
+        low, high = (min(max(round(tokens * share), 1), tokens - 1) for share in shares)
+        assert low <= end <= high
+        assert made.reach[row].tolist() == [end] * end + [0] * (tokens - end)
+        assert made.labels[row].tolist() == [-100] * (end - 1) + batch.labels[row, end - 1 :].tolist()
+    assert torch.equal(prefix.of(Batch(batch.tokens[1:], batch.labels[1:]), first + 1).reach, made.reach[1:])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3))
+def test_every_document_has_a_beginning_of_its_own(lengths: list[int], padding: int) -> None:
+    batch = rows_of([*lengths, *([padding] if padding else [])], padding=padding)
+    made = Prefix(Cut(0.2, 0.9, 3), 1).of(batch, 40)
+    assert made.reach is not None
+    at = 0
+    for size in lengths:
+        reach, labels = made.reach[0, at : at + size].tolist(), made.labels[0, at : at + size]
+        end = reach[0] - at if size > 1 else 0
+        assert reach == [at + end] * end + [0] * (size - end)
+        assert (labels >= 0).tolist() == [place >= end - 1 for place in range(size)]
+        at += size
+    assert not made.reach[:, at:].any()
+
+
+def test_beginnings_are_spread_evenly() -> None:
+    cut = Cut(0.25, 0.75, 9)
+    found = np.bincount([cut.at(40, sample) for sample in range(4200)])
+    assert found[:10].sum() == found[31:].sum() == 0
+    assert abs(found[10:31] - 200).max() < 60
+    # And it stays what it is: runs go on with another release.
+    assert [cut.at(40, sample) for sample in range(6)] == [22, 25, 11, 26, 12, 16]
+
+
+@given(st.integers(2, 50), SHARES, st.integers(0, 99))
+def test_a_text_can_be_restored_from_what_is_read_and_written(tokens: int, shares: Any, first: int) -> None:
+    plan = Continuation(Cut(*shares, 7), tokens, start_id=1, end_id=2)
+    batch = rows_of([tokens], rows=3)
+    labels = batch.labels.clone()
+    labels[1, tokens // 2] = -100  # of a document that is left out
+    made = plan.of(Batch(batch.tokens, labels), first)
+    assert made.source is not None
+    assert made.source.tokens.shape == (3, plan.source_length) and made.labels.shape == (3, plan.target_length)
+    for row in range(3):
+        read = made.source.tokens[row]
+        if made.source.documents is not None:
+            size = int((made.source.documents[row] == 0).sum())
+            assert (made.source.documents[row, size:] == -1).all()
+            read = read[:size]
+        assert read[-1] == 2
+        written = made.labels[row][made.labels[row] >= 0]
+        if row == 1:
+            assert not len(written)
+            continue
+        assert torch.equal(torch.cat([read[:-1], written]), batch.tokens[row])
+        assert made.tokens[row, : len(written)].tolist() == [1, *written[:-1].tolist()]
+
+
+def test_without_a_choice_nothing_is_filled_up() -> None:
+    made = Continuation(Cut(0.5, 0.5, 7), 20, 1, 2).of(rows_of([20]), 0)
+    assert made.source is not None and made.source.documents is None
+    assert made.source.tokens.shape == (2, 11) and bool((made.labels >= 0).all())
+
+
+def config_of(tokenizer_folder: Path, length: int = 20, **objective: Any) -> RunConfig:
+    data = {"tokenizer": {"path": str(tokenizer_folder)}, "data": {"objective": objective}}
+    return RunConfig.model_validate(data | {"batch": {"sequence_length": length}})
+
+
+@pytest.mark.parametrize("kind", ["prefix", "continuation", "span_corruption"])
+def test_what_does_not_fit_is_told(tokenizer_folder: Path, data_tokenizer: Tokenizer, kind: str) -> None:
+    with pytest.raises(JinguError, match=r"batch\.sequence_length: a text of one token cannot be divided\. Take 2"):
+        plan_objective(config_of(tokenizer_folder, 1, type=kind), data_tokenizer)
+    if kind != "span_corruption":
+        wrong = config_of(tokenizer_folder, type=kind, shortest=0.5, longest=0.4)
+        with pytest.raises(JinguError, match=r"the shortest beginning \(0\.5\) is longer than the longest \(0\.4\)"):
+            plan_objective(wrong, data_tokenizer)

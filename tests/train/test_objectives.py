@@ -1,0 +1,34 @@
+"""Runs that see beginnings whole, or read them with an encoder: the same in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+PREFIX = {"data.objective": {"type": "prefix"}, "data.within_documents": True}
+CONTINUATION = {
+    "data.objective": {"type": "continuation", "shortest": 0.3, "longest": 0.6},
+    "model.family": "t5",
+    "model.kv_heads": None,
+    "model.head_size": 9,
+}
+
+
+@pytest.mark.parametrize("objective", [PREFIX, CONTINUATION], ids=["prefix", "continuation"])
+def test_every_layout_is_the_run_of_one_process(objective: dict[str, Any], tiny_run, train_on, done) -> None:
+    changes = {**objective, "train.steps": 4, "evaluation.every": 2, "evaluation.sequences": 5, "batch.micro_size": 2}
+    alone = tiny_run(changes, name="alone")
+    train_on(1, alone)
+    one = done(alone)
+    losses = one.column("loss")
+    assert losses[-1] < losses[0] - 0.1
+    assert all(value > 0 for value in one.column("bits_per_byte", "evaluation"))
+    configs = [
+        tiny_run({**changes, "parallel": layout}, name=f"layout-{number}")
+        for number, layout in enumerate([{"context": 2}, {"pipeline": 2}, {"zero": 3}])
+    ]
+    train_on(2, *configs)
+    for config in configs:
+        assert done(config).column("loss") == pytest.approx(losses, rel=1e-9), config.name
+        assert done(config).column("loss", "evaluation") == pytest.approx(one.column("loss", "evaluation"), rel=1e-9)
