@@ -96,9 +96,16 @@ def _option(flag: str, metavar: str, convert: Callable[[str], Any], words: str, 
 _from_0 = _number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = _number(lambda value: 0 < value < math.inf, "above 0")
 _share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
-_MODEL = _place("model", "MODEL", "a run, a step of it, a Hugging Face folder or a GGUF file")
+_MODEL = _place("model", "MODEL", "a run, a step of it, a Hugging Face folder, a GGUF file or smollm2")
 _CHECKPOINTS = _place("path", "PATH", "a run, or a step of it")
 _PROCESSES = _option("--processes", "N", _whole(1), "ranks on this machine (1 where not given)")
+_SAMPLING: tuple[Argument, ...] = (
+    _option("--top-k", "K", _whole(1), "choose among the K likeliest tokens"),
+    _option("--top-p", "P", _share, "choose among the likeliest that have this probability together"),
+    _option("--min-p", "P", _from_0, "choose among those at least this share as likely as the likeliest", 0.0),
+    _option("--repetition-penalty", "R", _above_0, "above 1, tokens there already are less likely", 1.0),
+    _option("--seed", "N", _whole(0), "seed of the choice", 0),
+)
 _COMPUTE = (
     _option(
         "--precision",
@@ -108,7 +115,7 @@ _COMPUTE = (
         "auto",
     ),
     _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
-    _option("--experts-resident", "SIZE", str, "so much of a mixture's experts in memory, such as 25% or 3GB (all)"),
+    _option("--experts-resident", "SIZE", str, "so much of a mixture's experts in memory, such as 25%% or 3GB (all)"),
 )
 _CONVERT: tuple[Argument, ...] = (
     _MODEL,
@@ -219,12 +226,21 @@ VERBS = {
             ("prompt", {"metavar": "PROMPT", "help": "the text to continue"}),
             _option("--max-tokens", "N", _whole(1), "tokens to write at most", 128),
             _option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.0),
-            _option("--top-k", "K", _whole(1), "choose among the K likeliest tokens"),
-            _option("--top-p", "P", _share, "choose among the likeliest that have this probability together"),
-            _option("--min-p", "P", _from_0, "choose among those at least this share as likely as the likeliest", 0.0),
-            _option("--repetition-penalty", "R", _above_0, "above 1, tokens there already are less likely", 1.0),
+            *_SAMPLING,
             ("--stop", {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given again"}),
-            _option("--seed", "N", _whole(0), "seed of the choice", 0),
+            *_COMPUTE,
+        ),
+    ),
+    "chat": Verb(
+        "talk with a model in the terminal",
+        "jingu.serve.terminal:chat",
+        (
+            _MODEL,
+            _option("--system", "TEXT", str, "the system prompt"),
+            _option("--template", "NAME", str, "how a conversation is written (the model's own): chatml …, or a file"),
+            _option("--max-tokens", "N", _whole(1), "tokens of an answer at most", 1024),
+            _option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.7),
+            *_SAMPLING,
             *_COMPUTE,
         ),
     ),

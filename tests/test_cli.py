@@ -24,6 +24,7 @@ LEAST = {
     "data inspect": ["folder"],
     "generate": ["model", "prompt"],
     "serve": ["model"],
+    "chat": ["model"],
     "model list": [],
     "model inspect": ["model"],
     "model grow": ["model", "--to", "folder"],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.manifest import MANIFEST
+from jingu.checkpoint.packaged import PACKAGED, packaged_model
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header
@@ -104,7 +105,10 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def open_model(path: Path) -> OpenModel:
-    """Open a run (its newest checkpoint), a step, a Hugging Face folder or a GGUF file. Raises JinguError."""
+    """Open a run (its newest checkpoint), a step, a Hugging Face folder or a GGUF file; or, where nothing lies at the
+    path, the packaged model of that name. Raises JinguError."""
+    if str(path) in PACKAGED and not path.exists():
+        path = packaged_model(str(path))
     if path.is_file() and path.suffix == ".gguf":
         from jingu.checkpoint.gguf import open_gguf
 
@@ -114,7 +118,7 @@ def open_model(path: Path) -> OpenModel:
             "there is no such model folder." if not path.exists() else "a model is a folder or a .gguf file.",
             where=path,
             fix="Give a run (runs/NAME), a step of one (runs/NAME/checkpoints/step-00000100), a Hugging Face folder "
-            "or a .gguf file.",
+            "or a .gguf file; or the name of a packaged model: " + ", ".join(PACKAGED) + ".",
         )
     if (path / MANIFEST).is_file():
         return _whole_step(path)

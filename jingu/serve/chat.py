@@ -20,8 +20,7 @@ from jingu.serve.openai import REASONS, engine_request, usage
 from jingu.serve.schema import ChatMessage, ChatRequest, ResponseFormat, StrictRoute
 from jingu.serve.service import Choice, Served, Service, gathered, off_loop
 from jingu.serve.tools import Calls, forced, offered
-from jingu.tune.rows import RESERVED, Fields, Message, Role, RowError
-from jingu.tune.supervise import encode
+from jingu.tune.rows import Fields, Message, Role, RowError
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
 _ROLES: dict[str, Role] = {
@@ -56,6 +55,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 max_tokens=body.max_tokens or body.max_completion_tokens or service.room(prompt),
                 constraint=constraint or asked,
+                stop=service.speech.stop if service.speech else (),
             )
         ],
     )
@@ -75,8 +75,8 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
 
 async def _prompt(body: ChatRequest, service: Service) -> tuple[int, ...]:
     """Ids of a conversation. Special tokens written in it are only mentioned."""
-    template = service.template
-    if template is None:
+    speech = service.speech
+    if speech is None:
         raise invalid(
             "the model has no chat template: use /v1/completions, or start the server with --template", "messages"
         )
@@ -87,15 +87,10 @@ async def _prompt(body: ChatRequest, service: Service) -> tuple[int, ...]:
     if offered(body):
         tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
     size = sum(len(message.content) for message in messages)
-    for text in (*(message.content for message in messages), json.dumps(tools, ensure_ascii=False)):
-        if found := RESERVED.search(text):
-            raise invalid(f"U+{ord(found[0]):04X} is no character and cannot stand in text", "messages")
     try:
-        rendered = await off_loop(lambda: template.prompt(messages, tools), size)
+        return await off_loop(lambda: speech.prompt(messages, tools), size)
     except RowError as error:
         raise invalid(str(error), "messages") from error
-    ids, _ = await off_loop(lambda: encode(rendered, service.loaded.tokenizer), size)
-    return tuple(ids)
 
 
 def _message(given: ChatMessage, place: int) -> Message:

@@ -134,8 +134,9 @@ def engine_request(
     best_of: int | None = None,
     prompt_logprobs: bool = False,
     constraint: Constraint | None = None,
+    stop: tuple[str, ...] = (),
 ) -> Request:
-    """What the engine is asked."""
+    """What the engine is asked; `stop` ends a text as the request's own stop strings do."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         prompt,
@@ -151,7 +152,7 @@ def engine_request(
             seed=seed_or_chance(body.seed),
         ),
         max_tokens,
-        stop=tuple(stops),
+        stop=(*stops, *stop),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         n=body.n or 1,

@@ -12,7 +12,7 @@ from jingu.serve.gate import log_to_stderr
 from jingu.serve.metrics import Metrics
 from jingu.serve.server import Server
 from jingu.serve.service import ServeSettings, Service
-from jingu.tune.templates import Template
+from jingu.tune.speak import Speech
 
 
 def make(
@@ -21,13 +21,13 @@ def make(
     settings: ServeSettings,
     name: str,
     adapters: tuple[str, ...] = (),
-    template: Template | None = None,
+    speech: Speech | None = None,
     on_start: Callable[[str], None] = lambda _: None,
 ) -> Server:
     """A server, not started yet."""
     metrics = Metrics(name)
     driver = Driver(engine, settings.queue, metrics.ended)
-    service = Service(loaded, driver, settings, metrics, name, adapters, template)
+    service = Service(loaded, driver, settings, metrics, name, adapters, speech)
     return Server(create(service), driver, settings, on_start)
 
 
@@ -37,7 +37,7 @@ def run(
     settings: ServeSettings,
     name: str,
     adapters: tuple[str, ...],
-    template: Template | None,
+    speech: Speech | None,
 ) -> None:
     """Serve until a signal asks to stop."""
 
@@ -47,4 +47,4 @@ def run(
             print("Whoever reaches this address can use it: no API key is asked for.", file=sys.stderr, flush=True)
 
     log_to_stderr()
-    make(engine, loaded, settings, name, adapters, template, tell).run()
+    make(engine, loaded, settings, name, adapters, speech, tell).run()

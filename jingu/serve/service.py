@@ -20,7 +20,7 @@ from jingu.serve.answers import unless_gone
 from jingu.serve.driver import Driver, Ticket
 from jingu.serve.errors import ServeError
 from jingu.serve.metrics import Metrics
-from jingu.tune.templates import Template
+from jingu.tune.speak import Speech
 
 T = TypeVar("T")
 PLACEHOLDERS = frozenset({"", "dummy", "tgi"})
@@ -71,7 +71,7 @@ class Service:
     Attributes:
         name: of the base, by which clients ask for it.
         adapters: names of the adapters, by which clients ask for them.
-        template: for conversations; None: there is none.
+        speech: how conversations are written; None: the model has none.
     """
 
     loaded: Loaded
@@ -80,7 +80,7 @@ class Service:
     metrics: Metrics
     name: str
     adapters: tuple[str, ...] = ()
-    template: Template | None = None
+    speech: Speech | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 
     def adapter(self, model: str | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Literal
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Precision, load
-from jingu.tune.templates import Template, find_template
+from jingu.tune.speak import speaking
 
 
 def serve(
@@ -38,11 +38,11 @@ def serve(
     """Serve a model until Ctrl-C or SIGTERM.
 
     Args:
-        model: a run, a step of a run, a Hugging Face folder or a GGUF file.
+        model: a run, a step of a run, a Hugging Face folder, a GGUF file or a packaged model.
         host: address to listen on; others than this machine's own can be reached from elsewhere.
         name: by which clients ask for the model; its own where not given.
         adapter: NAME=PATH of adapters beside it, which clients ask for by these names.
-        template: for conversations, where the tokenizer has none or another is wanted.
+        template: for conversations, where the model has none or another is wanted.
         api_key_file: a key a line.
 
     Raises:
@@ -70,12 +70,9 @@ def serve(
         pooling=pooling,
     )
     adapters = dict(_adapter(each) for each in adapter or ())
-    loaded = load(model, precision, device, adapters, experts_resident)
-    spoken: Template | None = None
-    if template is not None or loaded.template is not None:
-        spoken = find_template(template or "auto", loaded.tokenizer)
+    loaded, speech = speaking(load(model, precision, device, adapters, experts_resident), model, template)
     engine = Engine(loaded, EngineSettings(max_batch=max_batch))
-    run(engine, loaded, settings, name or loaded.name, tuple(adapters), spoken)
+    run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech)
 
 
 def _is_loopback(host: str) -> bool:

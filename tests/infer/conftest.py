@@ -33,8 +33,8 @@ def answering(tokenizer: Tokenizer) -> Loaded:
     return filled(settings, tokenizer)
 
 
-def filled(settings: ModelSettings, tokenizer: Tokenizer) -> Loaded:
-    spec = spec_from_settings(settings, tokenizer.vocabulary, 64)
+def filled(settings: ModelSettings, tokenizer: Tokenizer, context: int = 64) -> Loaded:
+    spec = spec_from_settings(settings, tokenizer.vocabulary, context)
     model = make_model(spec)
     initialise(model, spec, 1)
     return loaded(model.eval(), spec, tokenizer)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from jingu.serve.server import Server
 from jingu.serve.service import ServeSettings
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
-from jingu.tune.templates import NAMED, Template
+from jingu.tune.speak import find_speech
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CONTEXT = 2048
@@ -166,7 +167,7 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
     def start(engine: Steps | None = None, template: str | None = "qwen", **settings: Any) -> Running:
         chosen = ServeSettings(**{"port": 0, "grace": 5.0, **settings})
         driven = engine or Engine(loaded, EngineSettings(max_batch=16))
-        spoken = None if template is None else Template(NAMED[template], loaded.tokenizer, template)
+        speech = None if template is None else find_speech(Path("nowhere"), loaded.tokenizer, template)
         ready, address = threading.Event(), []
         adapters = tuple(getattr(engine, "adapters", ()))
 
@@ -174,7 +175,7 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
             address.append(where)
             ready.set()
 
-        server = make(driven, loaded, chosen, "tiny", adapters, spoken, tell)
+        server = make(driven, loaded, chosen, "tiny", adapters, speech, tell)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         assert ready.wait(30)

@@ -309,3 +309,11 @@ def test_a_model_without_a_template_does_not_chat(serve: Serve) -> None:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     status, answer, _ = serve(template=None).call("/v1/chat/completions", asked)
     assert status == 400 and "--template" in answer["error"]["message"]
+
+
+def test_what_the_template_writes_after_an_answer_ends_one(serve: Serve, loaded: Loaded) -> None:
+    """Where the tokenizer has no such token, the text does."""
+    server = serve(Spoken(loaded, lambda prompt: "fine<|eot_id|> and more"), template="llama3")
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    _, answer, _ = server.call("/v1/chat/completions", asked)
+    assert answer["choices"][0]["message"]["content"] == "fine" and answer["choices"][0]["finish_reason"] == "stop"
