@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jingu.checkpoint.manifest import MANIFEST
 from jingu.checkpoint.packaged import PACKAGED, packaged_model
 from jingu.checkpoint.resume import complete_steps, step_folder
 from jingu.checkpoint.store import Reader
-from jingu.checkpoint.stream import Header, read_at, read_header
+from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder
@@ -288,16 +288,20 @@ def load_model(
 ) -> Decoder:
     """The model with its weights, cast to `dtype`, ready to compute.
 
+    On CPU, weights that are stored in this dtype and order are not copied: they stay mapped from their file, of which
+    the system reads what is used, and keeps what there is memory for.
+
     Args:
         prepare: is given the model before it has memory, and may take parts away that shall have none.
     """
     with torch.device("meta"):
         model = make_model(opened.spec)
     prepare(model)
-    model.to(dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(opened.read(name))
+    for name, parameter in list(model.named_parameters()):
+        weight = opened.read(name).to(device, dtype).contiguous()
+        read_often(weight)
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=parameter.requires_grad))
     return model.eval()
 
 

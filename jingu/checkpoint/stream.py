@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +70,15 @@ def read_at(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) ->
     raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=before)
     # Elements that are not aligned to their size are moved to where they are.
     return (raw.clone() if position % dtype.itemsize else raw).view(dtype).view(shape)
+
+
+def read_often(tensor: Tensor) -> None:
+    """Tell the system that a tensor, which may be one of `read_at`, is read again and again, in any order."""
+    if tensor.device.type == "cpu" and tensor.nbytes:
+        madvise = getattr(ctypes.CDLL(None), "madvise", None)
+        before = tensor.data_ptr() % mmap.PAGESIZE
+        if madvise is not None:
+            madvise(ctypes.c_void_p(tensor.data_ptr() - before), ctypes.c_size_t(before + tensor.nbytes), 0)
 
 
 class SafetensorsWriter:

@@ -401,3 +401,25 @@ def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None
     (run / "model.json").unlink()
     with pytest.raises(JinguError, match="outside its run"):
         open_model(step_folder(run / "checkpoints", 5))
+
+
+def mapped_file(address: int) -> str:
+    """The file that is mapped at an address of this process; empty: none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *rest = line.split(maxsplit=5)
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last:
+            return rest[4] if len(rest) == 5 else ""
+    return ""
+
+
+def test_weights_in_the_dtype_asked_for_are_not_copied(exported: Path) -> None:
+    model = load_model(open_hf(exported), torch.float32)
+    assert {mapped_file(weight.data_ptr()) for weight in model.parameters()} == {str(exported / "model.safetensors")}
+    before = (exported / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        model.embedding.weight.zero_()  # a copy from here on
+    assert (exported / "model.safetensors").read_bytes() == before
+    other = load_model(open_hf(exported), torch.float64)
+    assert {mapped_file(weight.data_ptr()) for weight in other.parameters()} <= {"", "[heap]"}
+    assert other.embedding.weight.abs().sum() > 0
