@@ -178,7 +178,7 @@ VERBS = {
     ),
     "tune export": Verb(
         "write the adapters of a run as peft loads them",
-        "jingu.tune.peft:export",
+        "jingu.tune.adapters:export",
         (
             _place("run", "RUN", "a run that trained adapters, or a step of it"),
             ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
@@ -186,7 +186,7 @@ VERBS = {
     ),
     "tune merge": Verb(
         "write a model with its adapters merged, as a Hugging Face folder",
-        "jingu.tune.peft:merge",
+        "jingu.tune.adapters:merge",
         (
             _place("model", "RUN", "a run that trained adapters; or, with --base, a folder of peft"),
             ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,12 +24,12 @@ from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
 from jingu.errors import JinguError
+from jingu.model.adapters import add_adapter, is_adapter
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import make_model
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.names import Entry, entries, read_ours, their_shape, to_ours
-from jingu.model.lora import is_adapter, merged
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import Ia3, Lora, ModelSpec
 from jingu.text.formats import tokenizer_file
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -122,6 +123,10 @@ def open_model(path: Path) -> OpenModel:
         )
     if (path / MANIFEST).is_file():
         return _whole_step(path)
+    if (path / "adapter_config.json").is_file():
+        from jingu.checkpoint.peft import open_peft
+
+        return open_peft(path)
     if (path / "model.json").is_file():
         return _whole_step(step_folder(path / "checkpoints", _newest(path)))
     return open_hf(path)
@@ -136,7 +141,7 @@ def _newest(run: Path) -> int:
 
 def _whole_step(step: Path) -> OpenModel:
     opened = _open_step(step)
-    return opened if opened.spec.adapter is None else _merged(opened, open_run_apart(step)[1])
+    return opened if opened.spec.adapter is None else with_adapters(opened, open_run_apart(step)[1])
 
 
 def _open_step(step: Path) -> OpenModel:
@@ -149,6 +154,7 @@ def _open_step(step: Path) -> OpenModel:
             fix="Move it back to runs/NAME/checkpoints/.",
         )
     spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
+    spec = spec.model_copy(update={"frozen": ()})  # of which only training asks
     reader = Reader(step)
     stored = {
         name.removeprefix("model/"): torch.Size(tensor.shape)
@@ -168,28 +174,26 @@ def _open_step(step: Path) -> OpenModel:
     )
 
 
-def _merged(opened: OpenModel, base: OpenModel) -> OpenModel:
-    """A model with adapters, as one without: they are merged into the base's weights as these are read."""
-    assert opened.spec.adapter is not None
-    held, scale = parameter_shapes(opened.spec), opened.spec.adapter.scale
+def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
+    """A model and adapters for it as one: merged into the weights as these are read, or else beside them.
 
-    def add(name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        module = name.removesuffix(".weight")
-        if not name.endswith(".weight") or f"{module}.lora_a" not in held:
-            return weight
-        return merged(weight, read(f"{module}.lora_a"), read(f"{module}.lora_b"), scale)
-
-    spec = opened.spec.model_copy(update={"adapter": None})
-    return replace(
-        base,
-        spec=spec,
-        read=lambda name: add(name, base.read(name), opened.read),
-        read_expert=lambda name, number: add(
-            name, base.read_expert(name, number), lambda leaf: opened.read_expert(leaf, number)
-        ),
-        tokenizer_folder=opened.tokenizer_folder or base.tokenizer_folder,
-        where=opened.where,
-    )
+    Args:
+        own: the adapters; its spec names them.
+    """
+    spec, adapter, held = own.spec, own.spec.adapter, parameter_shapes(own.spec)
+    if isinstance(adapter, Lora | Ia3):
+        add = partial(add_adapter, adapter, held)
+        made = replace(
+            base,
+            spec=spec.model_copy(update={"adapter": None}),
+            read=lambda name: add(name, base.read(name), own.read),
+            read_expert=lambda name, number: add(
+                name, base.read_expert(name, number), lambda leaf: own.read_expert(leaf, number)
+            ),
+        )
+    else:
+        made = replace(base, spec=spec, read=lambda name: (own if is_adapter(name) else base).read(name))
+    return replace(made, tokenizer_folder=own.tokenizer_folder or base.tokenizer_folder, where=own.where)
 
 
 def open_run_apart(path: Path) -> tuple[OpenModel, OpenModel, Path]:

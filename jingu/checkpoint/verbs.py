@@ -44,6 +44,12 @@ def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> 
 
 def write_model(opened: OpenModel, to: Path, dtype: str, check: bool) -> None:
     """Write an open model as a Hugging Face folder, and say so. Raises as `convert` does."""
+    if opened.spec.adapter is not None:
+        raise JinguError(
+            "the run trained a prompt, which no weights can stand for.",
+            where=opened.where,
+            fix="`jingu tune export` writes it as peft loads it.",
+        )
     kind = _DTYPES.get(dtype, opened.dtype)
     export_hf(
         opened.spec,

@@ -162,19 +162,6 @@ class ContinuationSettings(CutSettings):
     type: Literal["continuation"] = "continuation"
 
 
-class TargetFilesSettings(Settings):
-    """The data sets are CPM-2's for encoder-decoders, from which spans are removed already: data.path begins the names
-    of its files, PATH_context.bin and so on. batch.sequence_length is what the encoder reads."""
-
-    type: Literal["target_files"] = "target_files"
-    target_length: Positive = 256
-    """Tokens of the decoder; longer targets are cut."""
-    first_sentinel: NotNegative | None = None
-    """The first id that stands for a removed span in the files; null: the number of the tokenizer's entries."""
-    sentinel: str = "<extra_id_N>"
-    """Names of the tokenizer's special tokens for removed spans, with N for the number."""
-
-
 class FillInTheMiddleSettings(Settings):
     """A share of the documents is written as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et
     al., 2022)."""
@@ -215,12 +202,11 @@ Objective = Annotated[
     | FillInTheMiddleSettings
     | PrefixSettings
     | SpanCorruptionSettings
-    | SupervisedSettings
-    | TargetFilesSettings,
+    | SupervisedSettings,
     Discriminator("type"),
     _type_or("causal"),
 ]
-FOR_ENCODERS = ContinuationSettings, SpanCorruptionSettings, TargetFilesSettings
+FOR_ENCODERS = ContinuationSettings, SpanCorruptionSettings
 """Objectives that give an encoder something to read."""
 
 
@@ -355,13 +341,25 @@ class InitializeSettings(Settings):
 
 
 class FullSettings(Settings):
-    """Every weight is trained."""
+    """The model's own weights are trained: all of them, or a part; all of them are saved."""
 
     type: Literal["full"] = "full"
+    freeze: list[str] = []
+    """Patterns of names of weights that stay as they are, such as `embedding.*` or `blocks.0.*`."""
+    last: Positive | None = None
+    """Train only so many last blocks, and the norm and head after them; null: all blocks."""
 
 
-class LoraSettings(Settings):
-    """Only adapters of low rank beside chosen matrices are trained, and saved (Hu et al., 2022)."""
+class AdapterBase(Settings):
+    """What every kind of adapters has: these alone are trained, and saved."""
+
+    type: str
+    start: Place | None = None
+    """A run, or a folder of peft, with whose adapters these begin: those of another task, say."""
+
+
+class LoraSettings(AdapterBase):
+    """Adapters of low rank beside chosen matrices (Hu et al., 2022)."""
 
     type: Literal["lora"] = "lora"
     rank: Positive = 8
@@ -370,11 +368,81 @@ class LoraSettings(Settings):
     """What an adapter gives is multiplied by alpha / rank."""
     rank_stabilised: bool = False
     """Multiply by alpha / √rank instead (Kalajdzievski, 2023)."""
-    targets: list[str] = ["blocks.*.attention.*", "blocks.*.feed_forward.*"]
+    dora: bool = False
+    """Also train the length of each row of the sum of matrix and adapter (Liu et al., 2024)."""
+    targets: list[str] = ["*attention.*", "*.feed_forward.*"]
     """Patterns of names of the matrices that get one, such as `blocks.*.attention.q`."""
 
 
-Tune = Annotated[FullSettings | LoraSettings, Discriminator("type"), _type_or("full")]
+class Ia3Settings(AdapterBase):
+    """Factors of what chosen matrices give; of a feed-forward's `down`, of what it gets (Liu et al., 2022)."""
+
+    type: Literal["ia3"] = "ia3"
+    targets: list[str] = ["*attention.k", "*attention.v", "*.feed_forward.down"]
+    """Patterns of names of the matrices."""
+
+
+class PromptSettings(AdapterBase):
+    """Prompt tuning: vectors in the place of tokens, before the text or what an encoder reads (Lester et al., 2021)."""
+
+    type: Literal["prompt"] = "prompt"
+    length: Positive = 20
+    """Tokens of the prompt."""
+    initial_text: str | None = None
+    """Text whose tokens' vectors they begin with, repeated or cut to the length; null: tokens drawn by the seed."""
+    position: Literal["front", "back"] = "front"
+    """Before what is read, or (an encoder's) behind it."""
+
+
+class PTuningSettings(AdapterBase):
+    """P-tuning: a prompt whose vectors a small network makes while it is trained (Liu et al., 2021)."""
+
+    type: Literal["p_tuning"] = "p_tuning"
+    length: Positive = 20
+    """Tokens of the prompt."""
+    encoder: Literal["mlp", "lstm"] = "mlp"
+    """The network: three layers, or two of an LSTM in both directions and two after them."""
+    hidden: Positive | None = None
+    """Its width; null: the model's."""
+    initial_text: str | None = None
+    """As of `type: prompt`, for what the network is given."""
+    position: Literal["front", "back"] = "front"
+    """Before what is read, or (an encoder's) behind it."""
+
+
+class PrefixTuningSettings(AdapterBase):
+    """Prefix tuning: keys and values before the text in each block, made by a small network (Li and Liang, 2021)."""
+
+    type: Literal["prefix"] = "prefix"
+    length: Positive = 20
+    """Tokens of the prefix."""
+    hidden: Positive = 512
+    """Inner width of the network, of which each block has its own."""
+    in_encoder: bool = True
+    """Whether the blocks of an encoder have prefixes, too."""
+
+
+class PTuningV2Settings(AdapterBase):
+    """P-tuning v2: keys and values before the text in each block, trained themselves (Liu et al., 2022)."""
+
+    type: Literal["p_tuning_v2"] = "p_tuning_v2"
+    length: Positive = 20
+    """Tokens of the prompt."""
+    in_encoder: bool = True
+    """Whether the blocks of an encoder have them, too."""
+
+
+Tune = Annotated[
+    FullSettings
+    | LoraSettings
+    | Ia3Settings
+    | PromptSettings
+    | PTuningSettings
+    | PrefixTuningSettings
+    | PTuningV2Settings,
+    Discriminator("type"),
+    _type_or("full"),
+]
 
 
 class BatchSettings(Settings):

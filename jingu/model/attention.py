@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from jingu.model import spec as specs
 from jingu.model.layers import Linear, make_norm
 from jingu.model.products import attend
+from jingu.model.prompts import DeepPromptLayer
 from jingu.model.rotary import Rotary, rotate
 from jingu.model.sharding import Table
+
+SHARED = -2
+"""In place of a document's number: tokens that every document sees, such as a prompt's."""
 
 
 class LayerCache(Protocol):
@@ -80,8 +84,18 @@ class SelfAttention(Attention):
         super().__init__(model)
         self.causal = causal
         self.interleaved = isinstance(model.position, specs.RotaryPositions) and model.position.interleaved
+        deep = model.adapter if model.prompts[not causal] else None
+        self.prompt = DeepPromptLayer(deep, model) if isinstance(deep, specs.DeepPrompt) else None
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        tokens_BT: Tensor | None = None,
+    ) -> Tensor:
+        """`tokens_BT` are for a block with a prompt."""
         q, k, v = (
             self.heads(self.q(x_BTD), self.q_norm),
             self.heads(self.k(x_BTD), self.k_norm),
@@ -89,6 +103,8 @@ class SelfAttention(Attention):
         )
         if rotary is not None:
             q, k = (rotate(part, rotary, interleaved=self.interleaved) for part in (q, k))
+        if self.prompt is not None and tokens_BT is not None:
+            k, v = self.prompt(k, v, tokens_BT)
         return self.look(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, cache)
 
     def look(
@@ -104,6 +120,10 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention to the states of an encoder; positions play no part in it."""
 
+    def __init__(self, model: specs.ModelSpec) -> None:
+        super().__init__(model)
+        self.skipped = skipped_states(model)
+
     def forward(
         self, x_BTD: Tensor, states_BSD: Tensor | None, mask: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
@@ -113,6 +133,7 @@ class CrossAttention(Attention):
             if states_BSD is None:
                 raise ValueError("neither an encoder's states nor a cache of them")
             k, v = self.heads(self.k(states_BSD), self.k_norm), self.heads(self.v(states_BSD))
+            k, v = k[:, self.skipped :], v[:, self.skipped :]
             held = k.transpose(1, 2), v.transpose(1, 2)
             if cache is not None:
                 cache.source = held
@@ -122,10 +143,9 @@ class CrossAttention(Attention):
 
 def attention_mask(
     spec: specs.ModelSpec,
-    tokens: int,
+    positions_BT: Tensor,
     past: int,
     documents_BT: Tensor | None,
-    device: torch.device,
     dtype: torch.dtype,
     *,
     causal: bool = True,
@@ -141,6 +161,7 @@ def attention_mask(
     Returns:
         None where it can; else booleans that broadcast to [B, H, T, S], or what is added to the scores.
     """
+    tokens, device = positions_BT.shape[-1], positions_BT.device
     window, alibi = spec.attention.window, isinstance(spec.position, specs.AlibiPositions)
     narrow = window is not None and past + tokens > window
     all_seen = tokens == 1 or not past or not causal
@@ -148,20 +169,29 @@ def attention_mask(
         return None
     queries = torch.arange(past, past + tokens, device=device)
     distance_TS = queries[:, None] - torch.arange(past + tokens, device=device)
+    if documents_BT is not None and any(spec.prompts):  # one prompt stands right before each of the documents
+        distance_TS = (positions_BT[..., :, None] - positions_BT[..., None, :]).unsqueeze(-3)
     seen = distance_TS >= 0 if causal else torch.ones_like(distance_TS, dtype=torch.bool)
     if reach_BT is not None:
-        seen = (seen | (torch.arange(tokens, device=device) < reach_BT.unsqueeze(-1))).unsqueeze(1)
+        seen = seen | (torch.arange(tokens, device=device) < reach_BT.unsqueeze(-1)).unsqueeze(1)
     if window is not None:
         seen &= distance_TS.abs() < window
     if documents_BT is not None:
-        seen = seen & (documents_BT[:, :, None] == documents_BT[:, None, :]).unsqueeze(1)
+        keys_B1S = documents_BT[:, None, :]
+        same = documents_BT[:, :, None] == keys_B1S
+        seen = seen & (same | (keys_B1S == SHARED) if any(spec.prompts) else same).unsqueeze(1)
     if alibi:
         slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=device)
         return (-slopes[:, None, None] * distance_TS.abs()).masked_fill(~seen, -torch.inf)
     if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
-        buckets_TS = relative_buckets(spec.position, distance_TS, causal=causal)
-        return bias_NH.to(dtype)[buckets_TS].permute(2, 0, 1).masked_fill(~seen, -torch.inf)
+        bias = bias_NH.to(dtype)[relative_buckets(spec.position, distance_TS, causal=causal)].movedim(-1, -3)
+        return (bias.squeeze(1) if bias.dim() == 5 else bias).masked_fill(~seen, -torch.inf)
     return seen
+
+
+def skipped_states(spec: specs.ModelSpec) -> int:
+    """The first of an encoder's states that nothing looks at: a deep prompt's, which is keys and values alone."""
+    return spec.prompts[1] if isinstance(spec.adapter, specs.DeepPrompt) else 0
 
 
 def cross_mask(documents_BT: Tensor | None, source_documents_BS: Tensor | None) -> Tensor | None:

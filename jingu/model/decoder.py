@@ -17,9 +17,10 @@ from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.noise import EmbeddingNoise
 from jingu.model.products import linear
+from jingu.model.prompts import PromptedEmbedding, SoftPromptLayer
 from jingu.model.rotary import Rotary, rotary_tables
 from jingu.model.sharding import Table
-from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RelativeBias, RotaryPositions
+from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RelativeBias, RotaryPositions, SoftPrompt
 
 Head = Callable[[Tensor, Tensor], Tensor]
 Auxiliary = Callable[[list[Routing]], Tensor]
@@ -49,9 +50,10 @@ class Block(nn.Module):
         cache: LayerCache | None,
         states_BSD: Tensor | None = None,
         states_mask: Tensor | None = None,
+        tokens_BT: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """The states after the block; and, of a mixture of experts in training, what its router did."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache, tokens_BT)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             x_BTD = x_BTD + self.cross_attention(self.cross_attention_norm(x_BTD), states_BSD, states_mask, cache)
         y_BTD, routing = self.feed_forward(self.feed_forward_norm(x_BTD)), None
@@ -86,14 +88,22 @@ class Stack(nn.Module):
     the last one the norm after them; biases of relative positions are in each, and are the same in all. A part
     without blocks has nothing."""
 
-    SHARDING: ClassVar[Table] = {"embedding": "vocabulary", "positions": "tokens", "noise": "tokens"}
+    SHARDING: ClassVar[Table] = {
+        "embedding": "vocabulary",
+        "positions": "tokens",
+        "noise": "tokens",
+        "prompt": "tokens",
+    }
 
     def __init__(self, spec: ModelSpec, layers: int, part: range, *, embeds: bool, causal: bool, cross: bool) -> None:
         super().__init__()
         self.spec, self.part, self.causal = spec, part, causal
         begins, self.ends = bool(part) and part.start == 0, bool(part) and part.stop == layers
         learned, bias = begins and isinstance(spec.position, LearnedPositions), spec.position
-        self.embedding = Embedding(spec.vocabulary, spec.width) if embeds else None
+        table = PromptedEmbedding if any(spec.prompts) else Embedding
+        self.embedding = table(spec.vocabulary, spec.width) if embeds else None
+        soft = spec.adapter if begins and spec.prompts[not causal] else None
+        self.prompt = SoftPromptLayer(soft, spec) if isinstance(soft, SoftPrompt) else None
         self.positions = Embedding(spec.context, spec.width) if learned else None
         self.noise = EmbeddingNoise(spec.width) if begins else None
         heads = spec.attention.heads
@@ -104,8 +114,14 @@ class Stack(nn.Module):
             self.blocks.add_module(str(number), Block(spec, causal=causal, cross=cross))
         self.norm = make_norm(spec.norm, spec.width) if self.ends else None
 
-    def begin(self, x_BTD: Tensor, positions_BT: Tensor, noise_2BT: Tensor | None = None) -> Tensor:
-        """What the first block is given, of embedded tokens."""
+    def begin(
+        self, table: Embedding | None, tokens_BT: Tensor, positions_BT: Tensor, noise_2BT: Tensor | None = None
+    ) -> Tensor:
+        """What the first block is given, of tokens that `table` embeds."""
+        assert table is not None
+        x_BTD: Tensor = table(tokens_BT)
+        if self.prompt is not None:
+            x_BTD = x_BTD + self.prompt(tokens_BT).to(x_BTD.dtype)
         if noise_2BT is not None and self.noise is not None:
             x_BTD = x_BTD + self.noise(noise_2BT).to(x_BTD.dtype)
         if self.positions is not None:
@@ -115,6 +131,7 @@ class Stack(nn.Module):
     def run(
         self,
         start: Passed,
+        tokens_BT: Tensor,
         positions_BT: Tensor,
         documents_BT: Tensor | None,
         cache: Cache | None = None,
@@ -123,23 +140,24 @@ class Stack(nn.Module):
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
         x_BTD, routings, _ = start
-        past, tokens = 0 if cache is None else cache.length, positions_BT.shape[-1]
+        past = 0 if cache is None else cache.length
         if past and not (documents_BT is None and reach_BT is None):
             raise ValueError("documents and reach are not kept in a cache")
         # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         rotary = self._rotary(positions_BT, wide)
         bias_NH = None if self.relative_bias is None else self.relative_bias.weight
-        of_row = documents_BT, x_BTD.device, wide
-        mask = attention_mask(self.spec, tokens, past, *of_row, causal=self.causal, bias_NH=bias_NH, reach_BT=reach_BT)
-        of_source = () if encoded is None else (encoded.states, encoded.mask)
+        of_row = positions_BT, past, documents_BT, wide
+        mask = attention_mask(self.spec, *of_row, causal=self.causal, bias_NH=bias_NH, reach_BT=reach_BT)
+        states, states_mask = (None, None) if encoded is None else (encoded.states, encoded.mask)
         for number, block in zip(self.part, self.blocks, strict=True):
-            x_BTD, routing = block(x_BTD, rotary, mask, None if cache is None else cache.layer(number), *of_source)
+            held = None if cache is None else cache.layer(number)
+            x_BTD, routing = block(x_BTD, rotary, mask, held, states, states_mask, tokens_BT)
             routings = routings if routing is None else [*routings, routing]
         if self.norm is None:
             return Passed(x_BTD, routings)
         if cache is not None:
-            cache.advance(tokens)
+            cache.advance(positions_BT.shape[-1])
         return Passed(self.norm(x_BTD), routings)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
@@ -219,10 +237,9 @@ class Decoder(Stack):
             past = 0 if cache is None else cache.length
             positions_BT = torch.arange(past, past + tokens_BT.shape[1], device=tokens_BT.device)
         if passed is None:
-            assert self.embedding is not None
-            start_BTD = self.begin(self.embedding(tokens_BT), positions_BT, noise_2BT)
+            start_BTD = self.begin(self.embedding, tokens_BT, positions_BT, noise_2BT)
             passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
-        passed = self.run(passed, positions_BT, documents_BT, cache, encoded, reach_BT)
+        passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded, reach_BT)
         if not self.ends:
             return passed
         x_BTD, routings, _ = passed

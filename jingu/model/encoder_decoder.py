@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from jingu.model.attention import Cache, cross_mask
+from jingu.model.adapters import prepare_training
+from jingu.model.attention import Cache, cross_mask, skipped_states
 from jingu.model.decoder import Auxiliary, Decoder, Encoded, Head, Passed, Stack
-from jingu.model.lora import add_adapters
 from jingu.model.spec import ModelSpec
 
 
@@ -58,6 +58,8 @@ class EncoderDecoder(Decoder):
             passed = self.encode(source_BS, source_documents_BS, passed)
         if not self.part:
             return passed
+        if source_documents_BS is not None:
+            source_documents_BS = source_documents_BS[:, skipped_states(self.spec) :]
         encoded = Encoded(None, cross_mask(documents_BT, source_documents_BS), [])
         if passed is not None and self.part.start == 0:
             encoded, passed = encoded._replace(states=passed.states, routings=passed.routings), None
@@ -70,16 +72,14 @@ class EncoderDecoder(Decoder):
         """Through the blocks of the encoder that are here."""
         positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
         if passed is None:
-            assert self.embedding is not None
-            passed = Passed(self.encoder.begin(self.embedding(source_BS), positions_S), [])
-        return self.encoder.run(passed, positions_S, documents_BS)
+            passed = Passed(self.encoder.begin(self.embedding, source_BS, positions_S), [])
+        return self.encoder.run(passed, source_BS, positions_S, documents_BS)
 
 
 def make_model(spec: ModelSpec, part: range | None = None) -> Decoder:
     """The model of a spec, with or without an encoder, or a part of its blocks; its weights are not filled."""
     model = Decoder(spec, part) if spec.encoder_layers is None else EncoderDecoder(spec, part)
-    if spec.adapter is not None:
-        add_adapters(model, spec.adapter)
+    prepare_training(model, spec)
     return model
 
 

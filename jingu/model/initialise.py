@@ -36,11 +36,11 @@ def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
     """
     if name.endswith(".bias"):
         return torch.zeros(shape)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", ".lora_m", ".ia3_in", ".ia3_out")):
         return torch.ones(shape)
-    if name.endswith(".lora_b"):
+    if name.endswith(".lora_b") or ".bias_" in name:
         return torch.zeros(shape)
-    if name.endswith(".lora_a"):  # as peft begins
+    if name.endswith(".lora_a") or ("prompt." in name and not name.endswith("embedding.weight")):  # as peft begins
         bound = shape[-1] ** -0.5
         return torch.empty(shape).uniform_(-bound, bound, generator=generator_for(name, seed))
     std = spec.initial_std

@@ -22,11 +22,15 @@ from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, Plai
 class Linear(nn.Linear):
     """A linear map that multiplies by `products.linear`."""
 
+    bias_share = 1.0
+    """What it adds of its bias: where several ranks compute parts of a sum, one adds all of it."""
+
     def reset_parameters(self) -> None:
         """Nothing: weights come from `initialise` or from a file."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        bias = self.bias if self.bias is None or self.bias_share == 1.0 else self.bias * self.bias_share
+        return linear(input, self.weight, bias)
 
 
 class Embedding(nn.Embedding):

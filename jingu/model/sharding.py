@@ -31,27 +31,34 @@ class Cut(NamedTuple):
 def cuts(model: nn.Module) -> dict[str, tuple[Cut, ...]]:
     """The dims of each parameter that can be divided, by its name; none where every rank needs all of it."""
     found: dict[str, tuple[Cut, ...]] = {name: () for name, _ in model.named_parameters()}
-    for prefix, name, child, style in styled(model):
+    for name, child, style in styled(model):
         for leaf, parameter in child.named_parameters(recurse=False):
-            found[f"{prefix}{name}.{leaf}"] = _cut(style, leaf, parameter.dim())
+            found[f"{name}.{leaf}"] = _cut(style, leaf, parameter.dim())
     return found
 
 
-def styled(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Style]]:
-    """Every child of a model that has a style: prefix and name, which make its full name, module and style."""
-    for full_name, module in model.named_modules():
-        for name, style in getattr(module, "SHARDING", {}).items():
-            child = getattr(module, name)
-            if child is not None:
-                yield f"{full_name}." if full_name else "", name, child, style
+def styled(model: nn.Module) -> Iterator[tuple[str, nn.Module, Style]]:
+    """Every part of a model that has a style: full name, module and style."""
+    for prefix, module in model.named_modules():
+        for name, child, style in own_styles(module):
+            yield f"{prefix}.{name}" if prefix else name, child, style
+
+
+def own_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, Style]]:
+    """The children of a part that have a style."""
+    for name, style in getattr(module, "SHARDING", {}).items():
+        child = getattr(module, name)
+        if child is not None:
+            yield name, child, style
 
 
 def _cut(style: Style, leaf: str, dims: int) -> tuple[Cut, ...]:
     experts = (Cut("experts", 0),) if dims == 3 else ()  # a matrix for each expert, in one parameter
-    if style == "tokens" or (style in ("row", "from_heads") and leaf == "bias"):
-        return experts
     inputs = style in ("row", "from_heads")
-    if leaf == ("lora_b" if inputs else "lora_a"):
+    of_outputs = leaf in ("bias", "lora_m", "ia3_out")
+    if style == "tokens" or leaf == ("lora_b" if inputs else "lora_a"):
         return experts  # the small inner dim of an adapter stays whole
-    dim = dims - 1 if inputs or leaf == "bias" else dims - 2
+    if inputs if of_outputs else leaf == "ia3_in" and not inputs:
+        return experts
+    dim = dims - 1 if inputs or of_outputs else dims - 2
     return (*experts, Cut("kv_heads" if style == "kv_heads" else "inner", dim))

@@ -221,6 +221,7 @@ FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(dis
 class Lora(Component):
     """Adapters of low rank beside matrices that stay as they are (Hu et al., 2022)."""
 
+    type: Literal["lora"] = "lora"
     rank: Size
     alpha: Positive
     """The adapters' product is scaled by alpha / rank."""
@@ -228,11 +229,52 @@ class Lora(Component):
     """Patterns of the names of matrices that have one."""
     rank_stabilised: bool = False
     """Scaled by alpha / √rank instead (Kalajdzievski, 2023)."""
+    magnitudes: bool = False
+    """Whether the length of each row of the sum is trained by itself (DoRA, Liu et al., 2024)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that is zero in a step of training."""
 
     @property
     def scale(self) -> float:
         """Factor of the adapters' product."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+
+class Ia3(Component):
+    """Trained factors of what matrices give; of a feed-forward's `down`, of what it gets (Liu et al., 2022)."""
+
+    type: Literal["ia3"] = "ia3"
+    targets: tuple[str, ...]
+    """Patterns of the names of these matrices."""
+
+
+class SoftPrompt(Component):
+    """Trained vectors in the place of embedded tokens (Lester et al., 2021), before the text that a decoder reads; or
+    that an encoder reads, where there is one."""
+
+    type: Literal["soft_prompt"] = "soft_prompt"
+    tokens: Size
+    encoder: Literal["none", "mlp", "lstm"] = "none"
+    """What makes the vectors of trained ones (P-tuning, Liu et al., 2021)."""
+    hidden: Size = 1
+    """Width of that."""
+    behind: bool = False
+    """Whether they stand behind what an encoder reads."""
+
+
+class DeepPrompt(Component):
+    """Trained keys and values before those of the text, in each block (P-tuning v2, Liu et al., 2022)."""
+
+    type: Literal["deep_prompt"] = "deep_prompt"
+    tokens: Size
+    hidden: Size | None = None
+    """Inner size of the network that makes those of each block from trained vectors (prefix tuning, Li and Liang,
+    2021); None: they are trained themselves."""
+    in_encoder: bool = True
+    """Whether the blocks of an encoder, where there is one, have them, too."""
+
+
+Adapter = Annotated[Lora | Ia3 | SoftPrompt | DeepPrompt, Field(discriminator="type")]
 
 
 class ModelSpec(Component):
@@ -264,8 +306,10 @@ class ModelSpec(Component):
     """Whether the final states are divided by the root of the width, for the head."""
     initial_std: Positive = 0.02
     """Standard deviation of the initial matrices."""
-    adapter: Lora | None = None
+    adapter: Adapter | None = None
     """Adapters, which alone are trained."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained."""
 
     @model_validator(mode="after")
     def _dimensions_fit(self) -> ModelSpec:
@@ -290,6 +334,16 @@ class ModelSpec(Component):
                 fix=f"Choose a max_distance above {bias.buckets // 2}.",
             )
         return self
+
+    @property
+    def prompts(self) -> tuple[int, int]:
+        """Prompt tokens, whose ids follow those of the vocabulary, of what a decoder and of what an encoder reads."""
+        adapter, encodes = self.adapter, self.encoder_layers is not None
+        if isinstance(adapter, SoftPrompt):
+            return (0, adapter.tokens) if encodes else (adapter.tokens, 0)
+        if isinstance(adapter, DeepPrompt):
+            return adapter.tokens, adapter.tokens if encodes and adapter.in_encoder else 0
+        return 0, 0
 
     def to_json(self) -> str:
         """The spec as indented JSON."""

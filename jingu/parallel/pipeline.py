@@ -192,6 +192,7 @@ class Pipeline(nn.Module):
             inputs = [torch.zeros_like(tensor, device=device).requires_grad_() for tensor in received]
             given = loss(_Given(stage, _unpack(inputs, self._with_source(number)) if inputs else None), batch)
             outputs = _pack(given) if isinstance(given, Passed) else (given,)
+            outputs = tuple(output for output in outputs if output.requires_grad)
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
         self.zero_grad()
 
@@ -245,7 +246,7 @@ class Pipeline(nn.Module):
 
     def collect_gradients(self) -> None:
         """Move the gradients of copies to the parameters that they copy, and add them up there."""
-        for original, copy, home, away in self._copies():
+        for original, copy, home, away in self._trained_copies():
             if original is not None and copy is not None:
                 _local(original.grad).add_(_local(copy.grad))
             elif original is not None:
@@ -269,6 +270,9 @@ class Pipeline(nn.Module):
                 values = torch.empty_like(_local(copy))
                 dist.recv(values, group=self.layout.group, group_src=home)
                 _local(copy).copy_(values)
+
+    def _trained_copies(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
+        return (found for found in self._copies() if all(held is None or held.requires_grad for held in found[:2]))
 
     def _copies(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
         """A parameter, a copy of it (None where another rank has it), and the places of the two."""
@@ -341,7 +345,9 @@ class _Stage(PipelineStage):
         if not isinstance(found, Passed):
             return found.view(-1)
         # What is only passed on must not come out as the tensor that came in, whose gradient has a place of its own.
-        return tuple(tensor.clone() if any(tensor is it for it in received) else tensor for tensor in _pack(found))
+        sent = [tensor.clone() if any(tensor is it for it in received) else tensor for tensor in _pack(found)]
+        # Where nothing so far is trained, the engine wants a gradient of it all the same.
+        return tuple(tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in sent)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if self._announce is not None:

@@ -18,17 +18,17 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.model.attention import Attention, CrossAttention
+from jingu.model.adapters import LoraLinear
+from jingu.model.attention import Attention, CrossAttention, SelfAttention
 from jingu.model.decoder import Decoder
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding
-from jingu.model.products import linear
-from jingu.model.sharding import styled
+from jingu.model.sharding import own_styles, styled
 from jingu.model.spec import ModelSpec
-from jingu.parallel.collectives import all_gather
+from jingu.parallel.collectives import all_gather, all_reduce
 from jingu.parallel.ring import share_keys
 from jingu.parallel.rows import Rows
 from jingu.parallel.sharing import share
@@ -72,7 +72,7 @@ def divide_work(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None
     if rows.tensor * rows.context == 1:
         return
     child: Any
-    for _, _, child, style in styled(model):
+    for _, child, style in styled(model):
         if style == "vocabulary" and isinstance(child, Embedding):
             child.forward = partial(_look_up, rows, vocabulary, child)  # type: ignore[method-assign]
         elif style == "tokens":
@@ -90,13 +90,15 @@ def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bo
     """A part of a block; `keys` are the rows that attention looks at."""
     child: Any
     by_heads = rows.context > 1 and not ring
-    for _, _, child, style in styled(part):
+    for _, child, style in own_styles(part):
         if style in ("heads", "kv_heads") and by_heads:
             of = rows if style == "heads" else keys
             child.forward = partial(_to_heads, of, child.forward, spec.attention.head_size)
         elif style in ("row", "from_heads"):
-            if rows.tensor > 1 and getattr(child, "bias", None) is not None:
-                child.forward = partial(_with_bias_once, rows, child)
+            if rows.tensor > 1:
+                child.bias_share = float(rows.tensor_rank == 0)
+            if rows.tensor > 1 and isinstance(child, LoraLinear):
+                child.row_squares = partial(_whole_rows, rows, child.row_squares)  # type: ignore[method-assign]
             if by_heads and style == "from_heads":
                 child.forward = partial(_from_heads, rows, child.forward)
     if isinstance(part, Attention):
@@ -106,6 +108,12 @@ def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bo
         part.first_head = rank * (spec.attention.heads // ranks)
         if ring:
             share_keys(part, rows, keys)
+    if isinstance(part, SelfAttention) and part.prompt is not None and rows.context > 1:
+        prompt: Any = part.prompt
+        if ring:
+            prompt.forward = partial(_prompt_of_context, rows, prompt.forward)
+        else:
+            prompt.own_heads = partial(_heads_of_context, rows)
     if isinstance(part, ExpertsLayer) and rows.context > 1:
         part.route = partial(_route, rows, part.route)  # type: ignore[method-assign]
     if rows.tensor > 1:
@@ -181,9 +189,23 @@ def _from_heads(rows: Rows, original: Callable[[Tensor], Tensor], y_BTF: Tensor)
     return original(rows.from_heads(y_BTF))
 
 
-def _with_bias_once(rows: Rows, child: nn.Linear, x: Tensor) -> Tensor:
-    """A linear map of which each rank has some inputs: the sum over ranks has the bias once."""
-    return linear(x, child.weight, child.bias * (rows.tensor_rank == 0))
+def _whole_rows(rows: Rows, original: Callable[[], Tensor]) -> Tensor:
+    """Squared lengths of a matrix's rows, of which each rank has some inputs."""
+    return all_reduce(original(), "sum", rows.tensor_group)
+
+
+def _prompt_of_context(
+    rows: Rows, original: Callable[..., tuple[Tensor, Tensor]], k_BCGK: Tensor, v_BCGK: Tensor, tokens_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A prompt's keys and values among those of this context rank's tokens."""
+    return original(k_BCGK, v_BCGK, rows.of_context(tokens_BT))
+
+
+def _heads_of_context(rows: Rows, x_NGK: Tensor) -> Tensor:
+    """Of a prompt's heads those that `Rows.to_heads` leaves on this rank."""
+    if x_NGK.shape[1] < rows.context:
+        x_NGK = x_NGK.repeat_interleave(rows.context // x_NGK.shape[1], 1)
+    return x_NGK.chunk(rows.context, 1)[rows.context_rank]
 
 
 def _route(

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from jingu.checkpoint.hub import open_model, parameter_shapes
+from jingu.checkpoint.peft import open_adapters
 from jingu.checkpoint.resume import complete_steps
-from jingu.config.schema import LoraSettings, RunConfig
+from jingu.config.schema import (
+    FullSettings,
+    Ia3Settings,
+    LoraSettings,
+    PrefixTuningSettings,
+    PromptSettings,
+    PTuningSettings,
+    PTuningV2Settings,
+    RunConfig,
+    Tune,
+)
 from jingu.errors import JinguError
+from jingu.model.adapters import check_targets, is_adapter, matches
 from jingu.model.build import spec_from_settings
-from jingu.model.lora import check_targets, is_adapter
-from jingu.model.spec import Lora, ModelSpec
+from jingu.model.initialise import generator_for
+from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.parallel.sharing import sharing_of
 from jingu.text.tokenizer import Tokenizer
 
@@ -34,6 +47,12 @@ def spec_of_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelS
         start = ModelSpec.from_json(begun.read_bytes(), begun)
         return spec_from_settings(settings, tokenizer.vocabulary, length, start)
     other = open_model(Path(config.initialize.from_))
+    if other.spec.adapter is not None:
+        raise JinguError(
+            "the model to begin with has a trained prompt, which cannot be merged into its weights.",
+            where="initialize.from",
+            fix="Begin with the model that it was trained for; with tune.start its prompt can be the first of yours.",
+        )
     if other.tokenizer_folder is not None:
         _check_pieces(tokenizer, Tokenizer.load(other.tokenizer_folder), config)
     spec = spec_from_settings(settings, tokenizer.vocabulary, length, other.spec)
@@ -50,27 +69,85 @@ def spec_of_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelS
     return spec
 
 
-def with_adapters(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """The spec with the adapters that the run trains. Raises JinguError where that cannot be."""
+def trained_spec(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """The spec with what the run trains of it: a part of the weights, or adapters. Raises JinguError where that cannot
+    be."""
     settings = config.tune
-    if not isinstance(settings, LoraSettings):
-        return spec
-    if config.initialize.from_ is None or spec.encoder_layers is not None:
-        what = "there is no model to begin with" if spec.encoder_layers is None else f"{spec.family} has an encoder"
+    if isinstance(settings, FullSettings):
+        return _partly_frozen(spec, settings)
+    if config.initialize.from_ is None:
         raise JinguError(
-            f"adapters are trained beside a decoder's weights, and {what}.",
+            "adapters are trained for a model's weights, and there is no model to begin with.",
             where="initialize.from",
-            fix="Name a decoder, or set tune.type=full.",
+            fix="Name one, or set tune.type=full.",
         )
-    adapter = Lora(
-        rank=settings.rank,
-        alpha=settings.alpha,
-        targets=tuple(settings.targets),
-        rank_stabilised=settings.rank_stabilised,
-    )
+    if isinstance(settings, PromptSettings | PTuningSettings) and settings.position == "back":
+        _check_encoder(spec)
+    adapter = _adapter(settings, spec.width)
     adapted = spec.model_copy(update={"adapter": adapter})
     check_targets(list(parameter_shapes(adapted)), adapter)
+    length, prompt = config.batch.sequence_length, max(adapted.prompts)
+    if prompt and length + prompt > spec.context:
+        raise JinguError(
+            f"a prompt of {prompt} tokens and sequences of {length} are more than the model's context of "
+            f"{spec.context} tokens.",
+            where="tune.length",
+            fix=f"Set batch.sequence_length to {spec.context - prompt} or less, or a shorter prompt.",
+        )
     return adapted
+
+
+def _adapter(settings: Tune, width: int) -> Adapter:
+    if isinstance(settings, LoraSettings):
+        return Lora(
+            rank=settings.rank,
+            alpha=settings.alpha,
+            targets=tuple(settings.targets),
+            rank_stabilised=settings.rank_stabilised,
+            magnitudes=settings.dora,
+        )
+    if isinstance(settings, Ia3Settings):
+        return Ia3(targets=tuple(settings.targets))
+    if isinstance(settings, PromptSettings):
+        return SoftPrompt(tokens=settings.length, behind=settings.position == "back")
+    if isinstance(settings, PTuningSettings):
+        return SoftPrompt(
+            tokens=settings.length,
+            encoder=settings.encoder,
+            hidden=settings.hidden or width,
+            behind=settings.position == "back",
+        )
+    assert isinstance(settings, PrefixTuningSettings | PTuningV2Settings)
+    hidden = settings.hidden if isinstance(settings, PrefixTuningSettings) else None
+    return DeepPrompt(tokens=settings.length, hidden=hidden, in_encoder=settings.in_encoder)
+
+
+def _check_encoder(spec: ModelSpec) -> None:
+    if spec.encoder_layers is None:
+        raise JinguError(
+            f"{spec.family} is a decoder, which predicts no text before a prompt: it can only stand in front.",
+            where="tune.position",
+            fix="Set it to front.",
+        )
+
+
+def _partly_frozen(spec: ModelSpec, settings: FullSettings) -> ModelSpec:
+    frozen, names = list(settings.freeze), list(parameter_shapes(spec))
+    for pattern in frozen:
+        if not any(matches(name, [pattern]) for name in names):
+            raise JinguError(
+                f"no weight of the model has a name like {pattern}.",
+                where="tune.freeze",
+                fix="Names are such as embedding.weight and blocks.0.attention.q.weight; * stands for anything.",
+            )
+    if settings.last is not None:
+        if settings.last > spec.layers:
+            raise JinguError(f"the model has {spec.layers} blocks, not {settings.last}.", where="tune.last")
+        before = ["embedding*", "positions*", "relative_bias*", "encoder.*"]
+        frozen += [*before, *(f"blocks.{layer}.*" for layer in range(spec.layers - settings.last))]
+    if all(matches(name, frozen) for name in names):
+        raise JinguError("nothing of the model is left to be trained.", where="tune.freeze", fix="Freeze less.")
+    return spec.model_copy(update={"frozen": tuple(frozen)})
 
 
 def _flat(spec: ModelSpec) -> dict[str, object]:
@@ -92,6 +169,41 @@ def _check_pieces(ours: Tokenizer, theirs: Tokenizer, config: RunConfig) -> None
         )
 
 
-def begin_with(model: nn.Module, path: Path) -> None:
-    """Fill the parameters, in whatever layout, with those of a model on disk; one whole tensor in memory at a time."""
-    sharing_of(model).fill(model, open_model(path).read, lambda name: not is_adapter(name))
+def begin_with(model: nn.Module, config: RunConfig, tokenizer: Tokenizer, *, adapters: bool) -> None:
+    """Fill the parameters, in whatever layout, with those of the model that the run begins with; one whole tensor in
+    memory at a time.
+
+    Args:
+        adapters: also fill those of adapters that have something to begin with.
+    """
+    assert config.initialize.from_ is not None
+    base, spec = open_model(Path(config.initialize.from_)), model.spec
+    assert isinstance(spec, ModelSpec)
+    sharing_of(model).fill(model, base.read, lambda name: not is_adapter(name))
+    if not adapters or isinstance(config.tune, FullSettings):
+        return
+    if config.tune.start is not None:
+        other = open_adapters(Path(config.tune.start), base, spec)
+        sharing_of(model).fill(model, other.read, is_adapter)
+        return
+
+    def lengths(name: str) -> Tensor:
+        weight = base.read(name.replace(".lora_m", ".weight"))
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(1).sqrt()
+
+    sharing_of(model).fill(model, lengths, lambda name: name.endswith(".lora_m"))
+    if isinstance(config.tune, PromptSettings | PTuningSettings):
+        ids = _first_prompt(config.tune, tokenizer, config.seed)
+        start = ("prompt.embedding.weight", "encoder.prompt.embedding.weight")
+        sharing_of(model).fill(model, lambda _: base.read("embedding.weight")[ids], start.__contains__)
+
+
+def _first_prompt(settings: PromptSettings | PTuningSettings, tokenizer: Tokenizer, seed: int) -> Tensor:
+    """Ids of the tokens whose vectors a prompt begins with."""
+    if settings.initial_text is None:
+        generator = generator_for("prompt", seed)
+        return torch.randint(tokenizer.vocabulary, (settings.length,), generator=generator)
+    ids = tokenizer.encode(settings.initial_text)
+    if not ids:
+        raise JinguError("there is no token in the text.", where="tune.initial_text", fix="Give a text, or null.")
+    return torch.tensor(ids).repeat(-(-settings.length // len(ids)))[: settings.length]

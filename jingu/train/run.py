@@ -30,7 +30,7 @@ from jingu.model.spec import ModelSpec
 from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.begin import spec_of_run, with_adapters
+from jingu.train.begin import spec_of_run, trained_spec
 from jingu.train.optimizer import check_groups
 
 
@@ -88,7 +88,7 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
     changes = _changes(folder, config, going.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
-    spec = with_adapters(spec_of_run(config, folder, tokenizer), config)
+    spec = trained_spec(spec_of_run(config, folder, tokenizer), config)
     held_out = None
     if config.evaluation.every and config.data.held_out:
         held_out = joined([open_dataset(each.dataset.path, "held_out") for each in source.sources])

@@ -24,11 +24,11 @@ from jingu.data.objective import batches
 from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
+from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.encoder_decoder import make_model
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
-from jingu.model.lora import is_adapter
 from jingu.model.products import product_dtype
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
@@ -157,7 +157,9 @@ def _prepare(
 ) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
     """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
     length, apart = run.config.batch.sequence_length, run.config.data.keeps_apart
-    rows = None if run.held_out is None else HeldOut(run.held_out, length, run.objective, apart, run.held_out_rows)
+    rows = None
+    if run.held_out is not None:
+        rows = HeldOut(run.held_out, length, run.objective, apart, run.held_out_rows, run.spec)
     source = Loader(batches(run.source, run.objective), pinned=ranks.device.type == "cuda")
     task = pretraining(source, rows, run.spec, mesh, run.config, compiles=compiles)
     model, optimizer = _build(run, mesh, ranks, precision, compiles)
@@ -208,6 +210,7 @@ def pretraining(
         Rows(mesh).of_context,
         chunk(0.0, 0.0),
         noise,
+        spec,
     )
 
 
@@ -290,7 +293,7 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
     state = go_back(run.checkpoints, ranks, fill, copies_of(run.config))
     first = run.config.initialize.from_
     if first is not None and (state is None or model.spec.adapter is not None):  # of which checkpoints hold no weights
-        begin_with(model, Path(first))
+        begin_with(model, run.config, run.tokenizer, adapters=state is None)
     if state is None:
         if first is not None:
             say(f"Beginning with the weights of {first}.")

@@ -115,7 +115,8 @@ def scale_gradients(model: nn.Module, share: Tensor, largest: float | None) -> T
     norm = _global_norm(model) * share
     factor = share if largest is None else share * (largest / (norm + 1e-6)).clamp_max(1.0)
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # main memory where the masters are offloaded
+    if gradients:  # a stage of a pipeline may train nothing
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # main memory where the masters are offloaded
     return norm
 
 
@@ -126,4 +127,5 @@ def _global_norm(model: nn.Module) -> Tensor:
         if parameter.grad is not None:
             by_copies.setdefault(sharing_of(model).parts[name].copies, []).append(local(parameter.grad))
     squares = [nn.utils.get_total_norm(held).double().square() / copies for copies, held in by_copies.items()]
-    return summed_over_ranks(torch.stack(squares).sum()).sqrt()
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    return summed_over_ranks(sum(squares, total)).sqrt()

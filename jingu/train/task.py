@@ -17,9 +17,10 @@ from jingu.data.objective import Objective
 from jingu.data.supervised import SupervisedRows
 from jingu.model.experts import Routing, auxiliary_losses
 from jingu.model.noise import keys
-from jingu.model.spec import Experts
+from jingu.model.spec import Experts, ModelSpec
 from jingu.parallel.pipeline import Model
 from jingu.train.loss import ChunkLoss, chunk_loss, summed_cross_entropy
+from jingu.train.prompted import prompted
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class HeldOut:
     """Whether attention stays inside documents."""
     supervised: SupervisedRows | None = None
     """The rows, where they are supervised."""
+    prompts: ModelSpec | None = None
+    """A model whose prompt tokens the rows get."""
 
     @property
     def reads(self) -> bool:
@@ -59,7 +62,7 @@ class HeldOut:
         if self.objective is not None:
             batch = self.objective.of(batch, first)
         batch.labels[max(0, end - first) :] = IGNORED
-        return batch
+        return batch if self.prompts is None else prompted(batch, self.prompts)
 
 
 class Task(Protocol):
@@ -114,10 +117,13 @@ class Pretraining:
     scoring: ChunkLoss = chunk_loss
     """`chunk` for evaluations, which leave out what only training adds to the loss."""
     noise: Noise | None = None
+    prompts: ModelSpec | None = None
+    """As of `HeldOut`."""
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         batch = self.source.batch(step, first, count)
-        return batch if self.noise is None else self.noise.on(batch, step, first)
+        batch = batch if self.noise is None else self.noise.on(batch, step, first)
+        return batch if self.prompts is None else prompted(batch, self.prompts)
 
     def held_out(self) -> HeldOut | None:
         return self.held_out_rows

@@ -48,9 +48,7 @@ class Trace:
         for part in getattr(model, "stages", [model]):
             if axes["tensor"][1] > 1:
                 # Of a matrix whose inputs are divided each rank computes one summand, added up outside of the module.
-                self._summands |= {
-                    prefix + name for prefix, name, _, style in styled(part) if style in ("row", "from_heads")
-                }
+                self._summands |= {name for name, _, style in styled(part) if style in ("row", "from_heads")}
             for name, module in part.named_modules():
                 if name and not isinstance(module, nn.ModuleList):
                     module.register_forward_hook(self._listener(name, axes["tensor"][0]))

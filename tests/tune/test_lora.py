@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart
+from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, with_adapters
+from jingu.checkpoint.peft import read_adapters
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.verbs import convert
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.model.adapters import is_adapter
 from jingu.model.encoder_decoder import make_model
-from jingu.model.lora import is_adapter
 from jingu.train import session
 from jingu.train.run import Run, open_run
-from jingu.tune.peft import export, merge, with_adapters
+from jingu.tune.adapters import export, merge
 from tests.conftest import Done, MakeRun
 
 TOKENS = torch.arange(5, 29).view(2, 12)
@@ -154,7 +155,8 @@ def test_we_load_what_peft_writes(base: Path, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         expected = theirs(TOKENS).logits
-    found = with_adapters(open_model(tmp_path / "hf"), tmp_path / "adapter")
+    under = open_model(tmp_path / "hf")
+    found = with_adapters(read_adapters(tmp_path / "adapter", under), under)
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,0 +1,364 @@
+"""Adapters on disk as peft has them: adapter_config.json, and what was trained under the base's names.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint (the names that peft 0.10 and later read). Where
+Hugging Face keeps several of our matrices in one, the adapter of that one has the ranks of all of them: their first
+small matrices one upon the other, and the second ones side by side in a block diagonal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.hub import OpenModel, open_model, open_run_apart, parameter_shapes, with_adapters
+from jingu.checkpoint.stream import SafetensorsWriter, read_at, read_header
+from jingu.errors import JinguError
+from jingu.model.adapters import is_adapter
+from jingu.model.families import FAMILIES
+from jingu.model.families.names import TRANSPOSED, Entry, entries
+from jingu.model.prompts import DeepPromptLayer, SoftPromptLayer
+from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.runtime.files import new_folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _PROMPT = "base_model.model.", "prompt_embeddings"
+Read = Callable[[str], Tensor]
+
+
+def write_adapters(own: OpenModel, base: OpenModel, where: Path, to: Path) -> None:
+    """Write adapters as peft loads them onto the base as exported.
+
+    Args:
+        own: the adapters, named by its spec.
+        where: the base, for the config.
+
+    Raises:
+        JinguError: peft has no such adapters.
+    """
+    adapter, spec = own.spec.adapter, base.spec
+    assert adapter is not None
+    if isinstance(adapter, Lora | Ia3):
+        config, tensors = _beside(own, base, adapter)
+    else:
+        config, tensors = _prompt(own, adapter)
+    config |= {
+        "task_type": "CAUSAL_LM" if spec.encoder_layers is None else "SEQ_2_SEQ_LM",
+        "base_model_name_or_path": str(where),
+        "inference_mode": True,
+    }
+    with new_folder(to) as place:
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        with SafetensorsWriter(place / WEIGHTS, kinds) as out:
+            for tensor in tensors.values():
+                out.write([tensor.contiguous()])
+        (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# Beside matrices
+
+
+def _beside(own: OpenModel, base: OpenModel, adapter: Lora | Ia3) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    held, spec = parameter_shapes(own.spec), base.spec
+    tensors: dict[str, Tensor] = {}
+    targets: dict[str, int] = {}
+    """Their modules, and how many of ours that have adapters each holds."""
+    inner: list[str] = []
+    conv = False
+    for entry, modules in _modules(spec):
+        count = sum(f"{module}.{leaf}" in held for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out"))
+        if not count:
+            continue
+        module = entry.theirs.removesuffix(".weight")
+        targets[module] = count
+        conv = conv or entry.transform is TRANSPOSED
+        found = _lora(own, base, entry, modules) if isinstance(adapter, Lora) else _ia3(own, base, entry, modules)
+        tensors |= {f"{_PREFIX}{module}.{leaf}": tensor for leaf, tensor in found.items()}
+        inner += [module] if f"{modules[0]}.ia3_in" in held else []
+    # Releases of peft that know experts as one tensor look for the last part of the names that they had before.
+    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in targets})
+    config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": conv}
+    if isinstance(adapter, Ia3):
+        return {**config, "peft_type": "IA3", "feedforward_modules": inner}, tensors
+    several = {name: count for name, count in targets.items() if count > 1}
+    grown = {
+        name: adapter.alpha * (count**0.5 if adapter.rank_stabilised else count) for name, count in several.items()
+    }
+    return {
+        **config,
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "rank_pattern": {name: adapter.rank * count for name, count in several.items()},
+        "alpha_pattern": grown,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.rank_stabilised,
+        "use_dora": adapter.magnitudes,
+        "bias": "none",
+    }, tensors
+
+
+def _modules(spec: ModelSpec) -> Iterator[tuple[Entry, list[str]]]:
+    """Their matrices, and the modules of ours that each holds."""
+    for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+        if entry.theirs.endswith(".weight"):
+            yield entry, [name.removesuffix(".weight") for name in entry.ours]
+
+
+def _lora(own: OpenModel, base: OpenModel, entry: Entry, modules: Sequence[str]) -> dict[str, Tensor]:
+    held, shapes = parameter_shapes(own.spec), parameter_shapes(base.spec)
+    having = [module for module in modules if f"{module}.lora_a" in held]
+    a, b = (
+        {
+            module: tensor if entry.expert is None else tensor[entry.expert]
+            for module in having
+            for tensor in [own.read(f"{module}.{leaf}")]
+        }
+        for leaf in ("lora_a", "lora_b")
+    )
+    some = next(iter(b.values()))
+    parts = [b[m] if m in b else some.new_zeros(shapes[f"{m}.weight"][-2], 0) for m in modules]
+    found = {
+        "lora_A.weight": torch.cat(list(a.values())),
+        "lora_B.weight": _rows_to_theirs(entry, torch.block_diag(*parts), base.spec),
+    }
+    if f"{having[0]}.lora_m" in held:
+        lengths = [
+            own.read(f"{m}.lora_m") if m in having else base.read(f"{m}.weight").to(some.dtype).square().sum(1).sqrt()
+            for m in modules
+        ]
+        found["lora_magnitude_vector"] = _rows_to_theirs(entry, torch.cat(lengths), base.spec)
+    return found
+
+
+def _ia3(own: OpenModel, base: OpenModel, entry: Entry, modules: Sequence[str]) -> dict[str, Tensor]:
+    held, shapes = parameter_shapes(own.spec), parameter_shapes(base.spec)
+    if f"{modules[0]}.ia3_in" in held:
+        return {"ia3_l": own.read(f"{modules[0]}.ia3_in").unsqueeze(0)}
+    some = next(own.read(f"{m}.ia3_out") for m in modules if f"{m}.ia3_out" in held)
+    factors = [
+        own.read(f"{m}.ia3_out") if f"{m}.ia3_out" in held else some.new_ones(shapes[f"{m}.weight"][-2])
+        for m in modules
+    ]
+    return {"ia3_l": _rows_to_theirs(entry, torch.cat(factors), base.spec).unsqueeze(1)}
+
+
+def _rows_to_theirs(entry: Entry, rows: Tensor, spec: ModelSpec) -> Tensor:
+    """What belongs to the outputs of a matrix, in the order that theirs has. A transposed one keeps it."""
+    return rows if entry.transform is TRANSPOSED else entry.transform.to_theirs(rows, spec)
+
+
+# Prompts
+
+
+def _prompt(own: OpenModel, adapter: SoftPrompt | DeepPrompt) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    spec = own.spec
+    config: dict[str, Any] = {
+        "num_virtual_tokens": adapter.tokens,
+        "num_layers": spec.layers,
+        "num_attention_heads": spec.attention.heads,
+        "token_dim": spec.width,
+        "num_transformer_submodules": 1,
+    }
+    if isinstance(adapter, DeepPrompt):
+        if spec.prompts[1]:
+            raise JinguError("peft knows no prompts in an encoder's blocks.", where=own.where, fix=_ELSE)
+        layers = [f"blocks.{layer}.attention.prompt" for layer in range(spec.layers)]
+        pairs = [_filled(DeepPromptLayer(adapter, spec), layer, own.read).keys_and_values() for layer in layers]
+        rows = [x.flatten(1).detach() for pair in pairs for x in pair]
+        if spec.encoder_layers is not None:  # There every other pair is for the attention to the encoder, and unused.
+            rows = [
+                x for pair in zip(rows[::2], rows[1::2], strict=True) for x in (*pair, *map(torch.zeros_like, pair))
+            ]
+        config |= {
+            "peft_type": "PREFIX_TUNING",
+            "num_layers": len(rows) // 2,
+            "num_attention_heads": spec.attention.kv_heads,
+            "token_dim": spec.attention.kv_heads * spec.attention.head_size,
+            "num_transformer_submodules": 1 if spec.encoder_layers is None else 2,
+        }
+        return config, {_PROMPT: torch.cat(rows, 1)}
+    if adapter.behind:
+        raise JinguError("peft knows no prompts behind a text.", where=own.where, fix=_ELSE)
+    prefix = "prompt" if spec.encoder_layers is None else "encoder.prompt"
+    vectors = _filled(SoftPromptLayer(adapter, spec), prefix, own.read).vectors().detach()
+    made = {"peft_type": "P_TUNING", "encoder_hidden_size": adapter.hidden} if adapter.encoder != "none" else {}
+    return {**config, "peft_type": "PROMPT_TUNING", **made}, {_PROMPT: vectors}
+
+
+_ELSE = "Use the run itself; every verb takes it."
+Layer = Any
+
+
+def _filled(module: Layer, prefix: str, read: Read) -> Layer:
+    """A module with its parameters read."""
+    for name, parameter in module.named_parameters():
+        value = read(f"{prefix}.{name}")
+        parameter.data = value
+    return module
+
+
+# Reading
+
+
+def open_peft(folder: Path) -> OpenModel:
+    """Adapters that peft wrote together with the model that they name, which must be a folder here."""
+    base = Path(str(_read_config(folder).get("base_model_name_or_path")))
+    if not base.exists():
+        raise JinguError(
+            f"these are adapters for {base}, which is no folder here.",
+            where=folder / CONFIG,
+            fix="Fetch that model, and set base_model_name_or_path to where it lies.",
+        )
+    under = open_model(base)
+    return with_adapters(read_adapters(folder, under), under)
+
+
+def open_adapters(path: Path, base: OpenModel, spec: ModelSpec) -> OpenModel:
+    """Adapters of a run or a folder of peft, for a model of `spec`. Raises JinguError where that has others."""
+    opened = read_adapters(path, base) if (path / CONFIG).is_file() else open_run_apart(path)[0]
+    wanted = {name: shape for name, shape in parameter_shapes(spec).items() if is_adapter(name)}
+    there = {name for name in parameter_shapes(opened.spec) if is_adapter(name)}
+    if there != set(wanted) or any(opened.read(name).shape != shape for name, shape in wanted.items()):
+        raise JinguError(
+            "the adapters to begin with are of another kind or size, or for another model.",
+            where=path,
+            fix="Give the same settings under `tune` that they were trained with.",
+        )
+    return opened
+
+
+def read_adapters(folder: Path, base: OpenModel) -> OpenModel:
+    """The adapters that peft wrote into `folder`, for a model. Raises JinguError where they do not fit."""
+    config = _read_config(folder)
+    header = read_header(folder / WEIGHTS)
+
+    def stored(key: str) -> Tensor:
+        place = header[key]
+        assert isinstance(place.dtype, torch.dtype)
+        return read_at(folder / WEIGHTS, place.begin, place.shape, place.dtype)
+
+    theirs = {key: stored(key) for key in header}
+    kind = config["peft_type"]
+    adapter: Adapter
+    if kind == "LORA":
+        adapter, held = _read_lora(theirs, base.spec, config, folder)
+    elif kind == "IA3":
+        adapter, held = _read_ia3(theirs, base.spec, folder)
+    else:
+        adapter, held = _read_prompt(theirs, base.spec, config, folder)
+    spec = base.spec.model_copy(update={"adapter": adapter})
+    return OpenModel(spec, held.__getitem__, lambda name, number: held[name][number], None, (), folder)
+
+
+def _matched(
+    theirs: Mapping[str, Tensor], spec: ModelSpec, folder: Path
+) -> Iterator[tuple[Entry, list[str], dict[str, Tensor]]]:
+    """Matrices that have adapters: theirs, our modules, and the adapter's tensors by their last name."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in theirs.items():
+        module, _, leaf = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        found.setdefault(module, {})[leaf] = tensor
+    for entry, modules in _modules(spec):
+        parts = found.pop(entry.theirs.removesuffix(".weight"), None)
+        if parts is not None:
+            yield entry, modules, parts
+    if found:
+        raise JinguError(f"the model has no place for {next(iter(found))}.", where=folder, fix="Choose another base.")
+
+
+def _read_lora(
+    theirs: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], folder: Path
+) -> tuple[Lora, dict[str, Tensor]]:
+    held: dict[str, Tensor] = {}
+    shapes = parameter_shapes(spec)
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    stable, magnitudes = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    if magnitudes and config.get("lora_bias"):
+        raise JinguError("the adapter has biases, which is not supported.", where=folder / CONFIG)
+
+    def of_rank(rank: int, alpha: float, targets: Sequence[str] = ()) -> Lora:
+        return Lora(rank=rank, alpha=alpha, targets=tuple(targets), rank_stabilised=stable, magnitudes=magnitudes)
+
+    whole = of_rank(config["r"], config["lora_alpha"])
+    experts: dict[str, list[Tensor]] = {}
+    for entry, modules, parts in _matched(theirs, spec, folder):
+        name = entry.theirs.removesuffix(".weight")
+        rank = ranks.get(name, config["r"])
+        scale = of_rank(rank, alphas.get(name, config["lora_alpha"])).scale / whole.scale
+        a, b = parts["lora_A"], scale * parts["lora_B"]
+        if entry.expert is not None:
+            experts.setdefault(f"{modules[0]}.lora_a", []).append(a)
+            experts.setdefault(f"{modules[0]}.lora_b", []).append(b)
+            continue
+        sizes = [shapes[f"{module}.weight"][-2] for module in modules]
+        rows = {"lora_b": _rows_to_ours(entry, b, spec).split(sizes)}
+        if magnitudes:
+            rows["lora_m"] = _rows_to_ours(entry, parts["lora_magnitude_vector"], spec).split(sizes)
+        for number, module in enumerate(modules):
+            held |= {f"{module}.lora_a": a, **{f"{module}.{leaf}": pieces[number] for leaf, pieces in rows.items()}}
+    held |= {name: torch.stack(each) for name, each in experts.items()}
+    return of_rank(whole.rank, whole.alpha, sorted({name.rpartition(".")[0] for name in held})), held
+
+
+def _read_ia3(theirs: Mapping[str, Tensor], spec: ModelSpec, folder: Path) -> tuple[Ia3, dict[str, Tensor]]:
+    held: dict[str, Tensor] = {}
+    shapes = parameter_shapes(spec)
+    for entry, modules, parts in _matched(theirs, spec, folder):
+        factors = parts["ia3_l"]
+        if factors.shape[0] == 1:
+            held[f"{modules[0]}.ia3_in"] = factors.squeeze(0)
+            continue
+        rows = _rows_to_ours(entry, factors.squeeze(1), spec).split([shapes[f"{m}.weight"][-2] for m in modules])
+        held |= {f"{module}.ia3_out": piece for module, piece in zip(modules, rows, strict=True)}
+    return Ia3(targets=tuple(sorted({name.rpartition(".")[0] for name in held}))), held
+
+
+def _rows_to_ours(entry: Entry, rows: Tensor, spec: ModelSpec) -> Tensor:
+    return rows if entry.transform is TRANSPOSED else entry.transform.to_ours(rows, spec)
+
+
+def _read_prompt(
+    theirs: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], folder: Path
+) -> tuple[SoftPrompt | DeepPrompt, dict[str, Tensor]]:
+    tokens, rows = config["num_virtual_tokens"], theirs[_PROMPT]
+    encodes, wanted = spec.encoder_layers is not None, spec.width
+    if config["peft_type"] == "PREFIX_TUNING":
+        pairs = spec.layers * (2 if encodes else 1)
+        wanted = 2 * pairs * spec.attention.kv_heads * spec.attention.head_size
+    if rows.shape != (tokens, wanted):
+        raise JinguError(
+            f"the prompt is {list(rows.shape)} numbers, and for this model it would be {[tokens, wanted]}.",
+            where=folder,
+            fix="Choose another base.",
+        )
+    if config["peft_type"] != "PREFIX_TUNING":
+        return SoftPrompt(tokens=tokens), {f"{'encoder.' if encodes else ''}prompt.embedding.weight": rows}
+    pieces = rows.chunk(2 * pairs, 1)
+    held: dict[str, Tensor] = {}
+    for layer in range(spec.layers):
+        first = layer * (4 if encodes else 2)
+        for leaf, piece in zip("kv", pieces[first : first + 2], strict=True):
+            held[f"blocks.{layer}.attention.prompt.{leaf}.weight"] = piece.t()
+    return DeepPrompt(tokens=tokens, in_encoder=False), held
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise JinguError(f"there is no adapter of peft here ({error}).", where=folder) from error
+    kinds = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+    other = ["peft_type"] if config.get("peft_type") not in kinds else []
+    other += ["bias"] if config.get("bias", "none") != "none" else []
+    other += [key for key in ("modules_to_save", "target_parameters", "lora_bias") if config.get(key)]
+    if other:
+        raise JinguError(
+            f"the adapter sets {', '.join(f'{key} to {config.get(key)!r}' for key in other)}, which is not supported.",
+            where=folder / CONFIG,
+        )
+    return dict(config)

@@ -1,0 +1,235 @@
+"""Every way of tuning a part of a model or beside it: what is trained, peft's files both ways, merging, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, with_adapters
+from jingu.checkpoint.peft import read_adapters
+from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.verbs import convert
+from jingu.config.schema import RunConfig
+from jingu.data.objective import batches
+from jingu.errors import JinguError
+from jingu.model.adapters import is_adapter
+from jingu.model.encoder_decoder import make_model
+from jingu.train.prompted import prompt_ids, prompted
+from jingu.train.run import open_run
+from jingu.tune.adapters import export, merge
+from tests.conftest import Done, Library, peak_unmeasured, tiny
+
+TOKENS = torch.arange(5, 29).view(2, 12)
+Train = Callable[..., None]
+Read = Callable[[RunConfig], Done]
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"type": "lora", "rank": 3, "alpha": 6.0},
+    "dora": {"type": "lora", "rank": 3, "dora": True, "rank_stabilised": True},
+    "ia3": {"type": "ia3"},
+    "prompt": {"type": "prompt", "length": 5, "initial_text": "def f(x): return"},
+    "p_tuning_mlp": {"type": "p_tuning", "length": 5, "hidden": 24},
+    "p_tuning_lstm": {"type": "p_tuning", "length": 5, "encoder": "lstm", "hidden": 24},
+    "prefix": {"type": "prefix", "length": 5, "hidden": 24},
+    "p_tuning_v2": {"type": "p_tuning_v2", "length": 5},
+}
+LEAVES = {
+    "lora": {"lora_a", "lora_b"},
+    "dora": {"lora_a", "lora_b", "lora_m"},
+    "ia3": {"ia3_in", "ia3_out"},
+}
+SPANS = {"type": "span_corruption", "rate": 0.25, "mean_length": 2.5, "sentinels": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"model.family": "gpt2", "model.kv_heads": None},
+    "bloom": {"model.family": "bloom", "model.kv_heads": None, "model.feed_forward": None},
+    "qwen3": {"model.family": "qwen3"},
+    "t5": {
+        "model.family": "t5",
+        "model.kv_heads": None,
+        "model.encoder_layers": 2,
+        "model.head_size": 9,
+        "data.objective": SPANS,
+    },
+}
+RATES = {
+    ("llama", "lora"): 4e-3,
+    ("llama", "prompt"): 3e-3,
+    ("t5", "prompt"): 0.3,
+    ("gpt2", "ia3"): 0.3,
+    ("gpt2", "p_tuning_v2"): 0.1,
+}
+"""Other than the usual one, for vectors that begin much smaller or larger."""
+OTHERS = {
+    "gpt2": ("dora", "ia3", "p_tuning_v2"),
+    "bloom": ("dora", "ia3", "prefix"),
+    "qwen3": ("p_tuning_v2",),
+    "t5": ("lora", "ia3", "prompt", "prefix", "p_tuning_v2"),
+}
+FAST = {("bloom", "dora"), ("gpt2", "ia3"), ("t5", "prompt"), ("t5", "p_tuning_v2")}
+PAIRS = [
+    *(("llama", method) for method in METHODS),
+    *(
+        pytest.param(family, method, marks=() if (family, method) in FAST else pytest.mark.slow)
+        for family, methods in OTHERS.items()
+        for method in methods
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """With sentinels among the pieces."""
+    from jingu.data.build import build
+    from jingu.text.verbs import train
+
+    place = tmp_path_factory.mktemp("texts")
+    found = Library(library.text, place / "tokenizer", place / "data")
+    config = tiny(found, place, {"data.objective": SPANS, "tokenizer.vocabulary": 397})
+    train(config)
+    build(config)
+    return found
+
+
+def adapted(family: str, method: str, runs: Path, texts: Library, changes: dict[str, Any] | None = None) -> RunConfig:
+    """A run of a method, beginning with `runs/FAMILY`."""
+    kept = {"data.objective": SPANS} if family == "t5" else {}
+    plain = {
+        "model": {},
+        "model.context": None,
+        "initialize": {"from": str(runs / family)},
+        "tune": {**METHODS[method]},
+    }
+    rate = RATES.get((family, method), 3e-2)
+    settings = {**kept, **plain, "train.steps": 12, "optimizer.lr": rate, "checkpoint": {"every": 1, "keep": 12}}
+    settings |= changes or {}
+    return tiny(texts, runs, {**settings, "name": f"{family}-{method}"})
+
+
+@pytest.fixture(scope="module")
+def runs(texts: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each family, with room for a prompt in its context."""
+    from jingu.train.verbs import train
+
+    place = tmp_path_factory.mktemp("methods")
+    with peak_unmeasured():
+        for family, changes in FAMILIES.items():
+            train(tiny(texts, place, {**changes, "model.context": 64, "train.steps": 12, "name": family}))
+    return place
+
+
+def prepared(opened: OpenModel, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model, and what it is given: text behind its prompt."""
+    model, spec = load_model(opened, dtype), opened.spec
+    read, encoded = spec.prompts
+    given = torch.cat([torch.tensor(prompt_ids(spec, read), dtype=torch.int64).expand(2, -1), TOKENS], 1)
+    if spec.encoder_layers is None:
+        return model, {"tokens_BT": given}
+    source = torch.cat([torch.tensor(prompt_ids(spec, encoded), dtype=torch.int64).expand(2, -1), TOKENS.flip(1)], 1)
+    return model, {"tokens_BT": given, "source_BS": source}
+
+
+@torch.no_grad()
+def logits(opened: OpenModel, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of the text alone."""
+    model, given = prepared(opened, dtype)
+    found: torch.Tensor = model.logits(model(**given))
+    return found[:, -TOKENS.shape[1] :]
+
+
+@torch.no_grad()
+def mean_loss(opened: OpenModel, config: RunConfig) -> float:
+    """Over the batches that a run was trained on."""
+    run, model = open_run(config), load_model(opened, torch.float64)
+    losses = []
+    for step in range(config.train.steps):
+        batch = prompted(batches(run.source, run.objective)(step, 0, 8), opened.spec)
+        source = {} if batch.source is None else {"source_BS": batch.source.tokens}
+        scores = model.logits(model(batch.tokens, batch.positions, batch.documents, **source)).flatten(0, 1)
+        losses.append(torch.nn.functional.cross_entropy(scores, batch.labels.flatten()).item())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def theirs(model: Any, encodes: bool) -> torch.Tensor:
+    given = {"input_ids": TOKENS.flip(1), "decoder_input_ids": TOKENS} if encodes else {"input_ids": TOKENS}
+    found: torch.Tensor = model.eval()(**given).logits
+    return found[:, -TOKENS.shape[1] :]
+
+
+def their_base(folder: Path, encodes: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return (AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM).from_pretrained(folder)
+
+
+def beside(run: Path) -> OpenModel:
+    """A run's adapters and its base, unmerged."""
+    own, base, _ = open_run_apart(run)
+    return OpenModel(own.spec, lambda name: (own if is_adapter(name) else base).read(name), None, None, (), run)
+
+
+@pytest.mark.parametrize(("family", "method"), PAIRS)
+def test_a_method_learns_and_peft_reads_and_writes_its_files(
+    family: str, method: str, runs: Path, texts: Library, train_on: Train, done: Read, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from peft import PeftModel
+    from transformers import T5ForConditionalGeneration
+
+    # A method that peft looks for, and that releases of transformers after 5.20 have no more.
+    monkeypatch.setattr(
+        T5ForConditionalGeneration, "_prepare_encoder_decoder_kwargs_for_generation", None, raising=False
+    )
+    encodes = family == "t5"
+    deep = {"tune.in_encoder": False} if encodes and method in ("prefix", "p_tuning_v2") else {}
+    config = adapted(family, method, runs, texts, deep)
+    train_on(1, config)
+    run = runs / config.name
+    steps = [step_folder(run / "checkpoints", step) for step in (1, 12)]
+    before, after = (mean_loss(beside(step), config) for step in steps)
+    assert after < before - 3e-4
+    weights = [name.removeprefix("model/") for name in done(config).tensors() if name.startswith("model/")]
+    assert weights and all(map(is_adapter, weights))
+    if method in LEAVES:
+        assert {name.rpartition(".")[2] for name in weights} == LEAVES[method]
+
+    apart = logits(beside(run))
+    assert (apart - logits(open_model(runs / family))).abs().max() > 1e-3
+    torch.testing.assert_close(logits(open_model(run)), apart, rtol=1e-5, atol=1e-5)
+    convert(runs / family, tmp_path / "hf", "fp32")
+    export(run, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(their_base(tmp_path / "hf", encodes), tmp_path / "adapter")
+    torch.testing.assert_close(theirs(loaded, encodes), apart, rtol=1e-4, atol=1e-4)
+
+    loaded.save_pretrained(tmp_path / "again")
+    base = open_model(tmp_path / "hf")
+    read = with_adapters(read_adapters(tmp_path / "again", base), base)
+    torch.testing.assert_close(logits(read), apart, rtol=1e-4, atol=1e-4)
+    if method in LEAVES:
+        merge(run, tmp_path / "merged")
+        torch.testing.assert_close(logits(open_model(tmp_path / "merged")), apart, rtol=1e-5, atol=1e-5)
+    else:
+        with pytest.raises(JinguError, match="which no weights can stand for"):
+            merge(run, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_gradients_are_where_they_should_be(
+    family: str, method: str, runs: Path, texts: Library, tmp_path: Path
+) -> None:
+    spec = open_run(adapted(family, method, runs, texts, {"runs": str(tmp_path)})).spec
+    torch.manual_seed(0)
+    model = make_model(spec)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    opened = OpenModel(spec, dict(model.named_parameters()).__getitem__, None, None, (), runs)
+    _, given = prepared(opened)
+    model.logits(model(**given)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == is_adapter(name), name
+        assert parameter.grad is None or parameter.grad.abs().max() > 0, name
