@@ -162,6 +162,19 @@ class ContinuationSettings(CutSettings):
     type: Literal["continuation"] = "continuation"
 
 
+class TargetFilesSettings(Settings):
+    """The data sets are CPM-2's for encoder-decoders, from which spans are removed already: data.path begins the names
+    of its files, PATH_context.bin and so on. batch.sequence_length is what the encoder reads."""
+
+    type: Literal["target_files"] = "target_files"
+    target_length: Positive = 256
+    """Tokens of the decoder; longer targets are cut."""
+    first_sentinel: NotNegative | None = None
+    """The first id that stands for a removed span in the files; null: the number of the tokenizer's entries."""
+    sentinel: str = "<extra_id_N>"
+    """Names of the tokenizer's special tokens for removed spans, with N for the number."""
+
+
 class FillInTheMiddleSettings(Settings):
     """A share of the documents is written as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et
     al., 2022)."""
@@ -202,11 +215,12 @@ Objective = Annotated[
     | FillInTheMiddleSettings
     | PrefixSettings
     | SpanCorruptionSettings
-    | SupervisedSettings,
+    | SupervisedSettings
+    | TargetFilesSettings,
     Discriminator("type"),
     _type_or("causal"),
 ]
-FOR_ENCODERS = ContinuationSettings, SpanCorruptionSettings
+FOR_ENCODERS = ContinuationSettings, SpanCorruptionSettings, TargetFilesSettings
 """Objectives that give an encoder something to read."""
 
 

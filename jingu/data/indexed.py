@@ -149,7 +149,7 @@ class IndexedReader:
 
     def __init__(self, prefix: Path, reading: Reading = "mmap") -> None:
         bin_path, idx_path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-        self._path = idx_path
+        self.path = idx_path
         # Little is looked at, here and there: mapped pages would add up over many shards.
         self._index = _opened(idx_path, "uint8", _size(idx_path), "lazy")
         self._layout = _layout(idx_path, self._index)
@@ -191,7 +191,7 @@ class IndexedReader:
     def place(self, index: int) -> tuple[int, int]:
         """First token of a sequence in the `.bin`, and its length. Raises IndexError where there is no such."""
         if not 0 <= index < len(self):
-            raise IndexError(f"{self._path} has {len(self):,} sequences, numbered from 0, and no {index:,}")
+            raise IndexError(f"{self.path} has {len(self):,} sequences, numbered from 0, and no {index:,}")
         start = int(self._read(self._layout.pointers, index, index + 1)[0]) * self._layout.pointer_size
         length = int(self._read(self._layout.lengths, index, index + 1)[0])
         return start // np.dtype(self.dtype).itemsize, length

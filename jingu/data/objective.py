@@ -10,7 +10,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from jingu.config.schema import ContinuationSettings, PrefixSettings, RunConfig, SpanCorruptionSettings
+from jingu.config.schema import (
+    ContinuationSettings,
+    PrefixSettings,
+    RunConfig,
+    SpanCorruptionSettings,
+    TargetFilesSettings,
+)
 from jingu.data.batch import IGNORED, Batch, Source
 from jingu.data.batches import BatchSource
 from jingu.data.corruption import plan_corruption
@@ -128,6 +134,17 @@ class Continuation:
         return Batch(tokens_BT, labels_BT, source=Source(source_BS, None if low == high else documents_BS))
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Rows that are read and written already."""
+
+    source_length: int
+    target_length: int
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        return batch
+
+
 def plan_objective(config: RunConfig, tokenizer: Tokenizer) -> Objective | None:
     """How the run's rows are trained on; None: as they come.
 
@@ -135,6 +152,8 @@ def plan_objective(config: RunConfig, tokenizer: Tokenizer) -> Objective | None:
         JinguError: the objective does not fit the rows, the packing or the tokenizer.
     """
     settings, length = config.data.objective, config.batch.sequence_length
+    if isinstance(settings, TargetFilesSettings):
+        return Pairs(length, settings.target_length)
     if not isinstance(settings, PrefixSettings | ContinuationSettings | SpanCorruptionSettings):
         return None
     if length < 2:

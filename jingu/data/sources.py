@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jingu.config.schema import FOR_ENCODERS, BlockOrderSettings, DataSettings, RunConfig, SupervisedSettings
+from jingu.config.schema import (
+    FOR_ENCODERS,
+    BlockOrderSettings,
+    DataSettings,
+    RunConfig,
+    SupervisedSettings,
+    TargetFilesSettings,
+)
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import UNKNOWN, check_tokenizer, open_dataset
 from jingu.data.drop import read_drop
@@ -15,6 +22,7 @@ from jingu.data.fill import plan_fill
 from jingu.data.mixture import Mixture, plan_mixture
 from jingu.data.packing import PackedRows
 from jingu.data.supervised import open_supervised
+from jingu.data.target_files import open_target_files, target_files_source
 from jingu.errors import JinguError
 from jingu.text.corpus import checked_corpora
 from jingu.text.tokenizer import Tokenizer
@@ -35,6 +43,10 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     _check_packing(data)
     windows: list[Windows | PackedRows] = []
     for number, settings in enumerate(checked_corpora(data)):
+        if isinstance(data.objective, TargetFilesSettings):
+            of_run = batch.sequence_length, config.seed + number, data.reading, data.objective, tokenizer
+            windows.append(open_target_files(Path(settings.path), *of_run))
+            continue
         dataset = open_dataset(Path(settings.path), "train", data.reading)
         check_tokenizer(dataset, tokenizer)
         if dataset.manifest.tokenizer == UNKNOWN:
@@ -53,6 +65,8 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     short = isinstance(data.objective, SupervisedSettings) and data.objective.sequences != "packed"
     short &= config.parallel.pipeline == 1  # the schedules know one shape
     source = BatchSource(tuple(windows), mixture, batch.global_size, data.keeps_apart, dropped, fill, short)
+    if isinstance(data.objective, TargetFilesSettings):
+        source = target_files_source(source, data.objective, tokenizer)
     samples = config.train.steps * batch.global_size
     if source.mixture.end is not None and source.mixture.end < samples:
         raise JinguError(

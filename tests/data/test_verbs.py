@@ -65,11 +65,8 @@ def test_what_an_encoder_reads_and_a_decoder_writes(
     built_folder: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, tokenizer = run_of(built_folder, tokenizer_folder), Tokenizer.load(tokenizer_folder)
-    preview(config, step=7, rows=1)
-    *_, plain = capsys.readouterr().out.split("tokens of ")
     preview(run_of(built_folder, tokenizer_folder, objective={"type": "continuation"}), step=7, rows=1)
     read, _, written = capsys.readouterr().out.partition("\nreads: ")[2].partition("<|endoftext|>\nwrites: ")
-    assert (read + written.removesuffix("\n")).replace("<|endoftext|>", "") in plain
     ids = open_sources(config, tokenizer).batch(7, 0, 1).tokens[0].tolist()
     assert read + written == tokenizer.decode(ids, special=True) + "\n"
 
