@@ -27,6 +27,7 @@ class Job:
     Attributes:
         source: what the encoder reads; None: there is no encoder.
         prompt: what the decoder begins with.
+        trained: tokens of a trained prompt that it begins with, which are no text.
         held: where choices are told only when all are made: their events so far, by choice.
         told: tokens of the prompt with their log-probabilities, for the first event.
     """
@@ -36,6 +37,7 @@ class Job:
     source: tuple[int, ...] | None
     prompt: tuple[int, ...]
     prompt_tokens: int
+    trained: int = 0
     cached_tokens: int = 0
     choices: list[Choice] = field(default_factory=list)
     held: dict[int, list[Event]] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class Choice:
     def take(self, logits_V: Tensor) -> Event:
         """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
         request = self.job.request
-        scores_V = penalised(logits_V, self.job.prompt, self.generated, request.sampling)
+        scores_V = penalised(logits_V, self.job.prompt[self.job.trained :], self.generated, request.sampling)
         id_ = choose(scores_V, request.sampling, self._generator)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()

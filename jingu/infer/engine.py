@@ -114,12 +114,15 @@ class Engine:
         ):
             if asked:
                 raise JinguError("the engine cannot do this yet.", where=name, fix="Leave it out.")
+        if request.prompt_logprobs and any(spec.prompts):
+            raise JinguError("behind a trained prompt there are none.", where="prompt_logprobs", fix="Leave it out.")
         if spec.encoder_layers is None:
-            return Job(self._next, request, None, tuple(prompt), len(prompt))
+            return Job(self._next, request, None, spec.prompted(prompt), len(prompt), spec.prompts[0])
         source = (*request.prompt, loaded.tokenizer.end_id)
         if request.prompt_logprobs:
             raise JinguError("a prompt that an encoder reads has none.", where="prompt_logprobs", fix="Leave it out.")
-        return Job(self._next, request, source, (loaded.start_id,), len(source))
+        read, begun = spec.prompted(source, encoder=True), spec.prompted((loaded.start_id,))
+        return Job(self._next, request, read, begun, len(source), spec.prompts[0])
 
     def cancel(self, number: int) -> None:
         """End a request; the next step tells it of each choice that had not ended. An unknown number is no matter."""
@@ -251,5 +254,6 @@ def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
 def room_after(spec: ModelSpec, prompt: int) -> int:
     """Tokens that can be generated after a prompt of so many."""
     if spec.encoder_layers is None:
-        return spec.context - prompt
-    return spec.context if prompt < spec.context else 0  # in the encoder the end token follows it
+        return spec.context - prompt - spec.prompts[0]
+    # In the encoder the end token follows it.
+    return spec.context - spec.prompts[0] if prompt + spec.prompts[1] < spec.context else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -344,6 +345,12 @@ class ModelSpec(Component):
         if isinstance(adapter, DeepPrompt):
             return adapter.tokens, adapter.tokens if encodes and adapter.in_encoder else 0
         return 0, 0
+
+    def prompted(self, ids: Sequence[int], *, encoder: bool = False) -> tuple[int, ...]:
+        """Ids that the decoder, or the encoder, reads, with those of its prompt tokens."""
+        own = range(self.vocabulary, self.vocabulary + self.prompts[encoder])
+        behind = isinstance(self.adapter, SoftPrompt) and self.adapter.behind
+        return (*ids, *own) if behind else (*own, *ids)
 
     def to_json(self) -> str:
         """The spec as indented JSON."""

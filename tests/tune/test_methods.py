@@ -16,9 +16,14 @@ from jingu.checkpoint.verbs import convert
 from jingu.config.schema import RunConfig
 from jingu.data.objective import batches
 from jingu.errors import JinguError
+from jingu.infer.engine import Engine
+from jingu.infer.load import load
+from jingu.infer.request import Request
+from jingu.infer.sampling import Sampling
 from jingu.model.adapters import is_adapter
 from jingu.model.encoder_decoder import make_model
-from jingu.train.prompted import prompt_ids, prompted
+from jingu.text.tokenizer import Tokenizer
+from jingu.train.prompted import prompted
 from jingu.train.run import open_run
 from jingu.tune.adapters import export, merge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
@@ -125,11 +130,10 @@ def runs(texts: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(opened: OpenModel, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model, and what it is given: text behind its prompt."""
     model, spec = load_model(opened, dtype), opened.spec
-    read, encoded = spec.prompts
-    given = torch.cat([torch.tensor(prompt_ids(spec, read), dtype=torch.int64).expand(2, -1), TOKENS], 1)
+    given = torch.tensor([spec.prompted(row) for row in TOKENS.tolist()])
     if spec.encoder_layers is None:
         return model, {"tokens_BT": given}
-    source = torch.cat([torch.tensor(prompt_ids(spec, encoded), dtype=torch.int64).expand(2, -1), TOKENS.flip(1)], 1)
+    source = torch.tensor([spec.prompted(row, encoder=True) for row in TOKENS.flip(1).tolist()])
     return model, {"tokens_BT": given, "source_BS": source}
 
 
@@ -233,3 +237,35 @@ def test_gradients_are_where_they_should_be(
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == is_adapter(name), name
         assert parameter.grad is None or parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "prompt"), ("bloom", "prefix"), ("t5", "p_tuning_v2")])
+def test_a_run_with_a_prompt_writes_on(
+    family: str, method: str, runs: Path, texts: Library, train_on: Train, tmp_path: Path
+) -> None:
+    """What the engine says, with its cache, is what one forward pass after another says without."""
+    place = tmp_path / "runs"
+    place.mkdir()
+    (place / family).symlink_to(runs / family)
+    prompts = {"evaluation": {"every": 4, "prompts": ["def heappop"], "prompt_tokens": 6}}
+    config = adapted(family, method, place, texts, {**prompts, "train.steps": 4})
+    train_on(1, config)
+    opened = open_model(place / config.name)
+    tokenizer, model, spec = Tokenizer.load(opened.tokenizer()), load_model(opened, torch.float64), opened.spec
+    read = tokenizer.encode("def heappop", special=family == "t5")
+    ids, more = read, {}
+    if family == "t5":
+        ids = [tokenizer.start_id]
+        more = {"source_BS": torch.tensor([spec.prompted([*read, tokenizer.end_id], encoder=True)])}
+    for _ in range(6):
+        with torch.no_grad():
+            scores = model.logits(model(torch.tensor([spec.prompted(ids)]), **more))[0, -1]
+        ids = [*ids, int(scores.argmax())]
+    written = ids[1:] if family == "t5" else ids[len(read) :]
+    ends = written.index(tokenizer.end_id) if tokenizer.end_id in written else None
+    engine = Engine(load(place / config.name, "fp64"))
+    [text] = engine.run([Request(engine.loaded.encode("def heappop"), Sampling(), 6)])
+    assert text == tokenizer.decode(written[:ends], special=family == "t5")
+    again = Request(engine.loaded.encode("def heappop"), Sampling(repetition_penalty=1.2, logit_bias={9: 1.0}), 3)
+    assert engine.run([again, again])[0] == engine.run([again])[0]
+    assert Done(place / config.name).lines("sample")
