@@ -106,11 +106,11 @@ class Engine:
         spec = loaded.spec
         check_fit(spec, prompt, request.max_tokens)
         check_ids(request.sampling, spec.vocabulary)
+        loaded.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocabulary, "logprobs", request.logprobs, f"at most {spec.vocabulary}")
         for name, asked in (
             ("beams", request.beams > 1),
             ("constraint", request.constraint),
-            ("adapter", request.adapter),
         ):
             if asked:
                 raise JinguError("the engine cannot do this yet.", where=name, fix="Leave it out.")
@@ -181,7 +181,9 @@ class Engine:
             return linear(hidden_BTD[0, 0 if whole else -1 :], weight_VD)
 
         start = time.perf_counter()
-        with torch.no_grad(), eager():
+        adapters, rows = self.loaded.adapters, tokens_BT.shape[1]
+        taken = [(0, rows, adapters.number(job.request.adapter))]
+        with torch.no_grad(), eager(), adapters.chosen(taken, rows, self._device):
             logits_TV: Tensor = self.loaded.model(tokens_BT, cache=cache, loss=head, **source)
             logits_TV = logits_TV.float().cpu()
         self._model_seconds += time.perf_counter() - start

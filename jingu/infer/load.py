@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ import torch
 
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
+from jingu.infer.adapters import Adapters, stand_beside
 from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder
@@ -35,6 +36,7 @@ class Loaded:
         name: of the model, for people.
         beginning: what a prompt begins with, where the model was trained so.
         residency: its experts, where only some of them are in memory.
+        adapters: that requests can ask for.
     """
 
     model: Model
@@ -46,6 +48,7 @@ class Loaded:
     name: str
     beginning: tuple[int, ...] = ()
     residency: Residency | None = None
+    adapters: Adapters = field(default_factory=lambda: Adapters(()))
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Ids of a prompt. To an encoder, the names of sentinels in it stand for them, as they do in the answer."""
@@ -71,12 +74,6 @@ def load(
     Raises:
         JinguError: what is wrong with it.
     """
-    if adapters:
-        raise JinguError(
-            "adapters cannot be loaded beside a model yet.",
-            where="adapters",
-            fix="Merge one into the model with `jingu tune merge`.",
-        )
     opened = open_model(path)
     tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(_device(device))
@@ -91,13 +88,14 @@ def load(
             pack_weights(model, opened.read, 8 if precision == "int8" else 4, dtype, place)
 
     model = load_model(opened, dtype, place, prepare)
+    beside = stand_beside(model, opened, adapters or {}, dtype)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(
         model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=path.stem,
         beginning=beginning,
     )  # fmt: skip
-    return replace(made, residency=residency)
+    return replace(made, residency=residency, adapters=beside)
 
 
 def loaded(

@@ -59,6 +59,7 @@ class Spoken:
 
     Attributes:
         before: called before each step; it may wait, or raise.
+        adapters: names of those that it has.
     """
 
     loaded: Loaded
@@ -67,6 +68,7 @@ class Spoken:
     live: dict[int, list[Any]] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
     number: int = 0
+    adapters: tuple[str, ...] = ()
 
     def submit(self, request: Request) -> int:
         if len(request.prompt) + request.max_tokens > CONTEXT:

@@ -295,6 +295,27 @@ def test_no_address_is_fetched(tiny: Running) -> None:
     assert "/health" not in [line["path"] for line in tiny.lines[before:]]
 
 
+def test_an_adapter_is_asked_for_by_its_name(serve: Serve, loaded: Loaded) -> None:
+    engine = Spoken(loaded)
+    engine.adapters = ("poems", "org/code")
+    server, seen, submit = serve(engine), list[str | None](), engine.submit
+    engine.submit = lambda request: seen.append(request.adapter) or submit(request)  # type: ignore[func-returns-value]
+    for name in ("tiny", "poems", "org/code", "tgi"):
+        assert server.call("/v1/completions", {"model": name, "prompt": "a"})[1]["model"] == name
+    messages = [{"role": "user", "content": "a"}]
+    assert server.call("/v1/chat/completions", {"model": "poems", "messages": messages})[0] == 200
+    assert server.call("/generate", {"inputs": "a", "parameters": {"adapter_id": "poems"}})[0] == 200
+    assert seen == [None, "poems", "org/code", None, "poems", "poems"]
+    models = server.call("/v1/models")[1]["data"]
+    assert [(each["id"], each["parent"]) for each in models] == [
+        ("tiny", None),
+        ("poems", "tiny"),
+        ("org/code", "tiny"),
+    ]
+    assert server.call("/v1/models/org/code")[1]["id"] == "org/code"
+    assert server.call("/v1/embeddings", {"model": "poems", "input": "a"})[0] == 400
+
+
 def test_the_chat_page_is_there(tiny: Running) -> None:
     status, page, headers = tiny.call("/chat")
     assert status == 200 and page.startswith("<!doctype html>") and headers["content-type"].startswith("text/html")

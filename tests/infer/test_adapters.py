@@ -1,0 +1,106 @@
+"""Adapters beside one base: rows of a batch with different ones are what peft makes of each by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from jingu.checkpoint.export import export_hf
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.load import Loaded, load
+from jingu.infer.request import Request
+from jingu.infer.sampling import Sampling
+from jingu.model.build import spec_from_settings
+from jingu.model.decoder import Decoder
+from jingu.model.initialise import initialise
+from jingu.text.training import train_tokenizer
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "small": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+    "large": {"r": 5, "lora_alpha": 11, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "up_proj"]},
+    "dora": {"r": 2, "use_dora": True, "target_modules": ["q_proj"]},
+}
+PROMPTS = [(7, 8, 9, 10), (40, 41), (99,) * 30, (7, 8, 9, 11)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base, `base`, and beside it adapters that peft wrote."""
+    place = tmp_path_factory.mktemp("adapters")
+    train_tokenizer(iter(["some text"]), 270, ["<|endoftext|>"]).save(place / "tokenizer")
+    settings = ModelSettings(width=24, heads=4, kv_heads=2, layers=2, feed_forward=42, initial_std=0.3)
+    spec = spec_from_settings(settings, 270, 64)
+    model = Decoder(spec)
+    initialise(model, spec, 3)
+    export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / "base")
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(seed)
+        theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(place / "base"), LoraConfig(**config))
+        for key, parameter in theirs.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(parameter, std=0.4)
+        theirs.save_pretrained(str(place / name))
+    return place
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    return load(folder / "base", "fp32", "cpu", {name: folder / name for name in ("small", "large")})
+
+
+def asked(prompt: tuple[int, ...], adapter: str | None) -> Request:
+    return Request(prompt, Sampling(), 12, logprobs=0, adapter=adapter, ignore_end=True)
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """Ids and log-probabilities of each, all asked at once."""
+    found: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
+    while engine.busy:
+        for event in engine.step():
+            assert event.token is not None and event.token.logprob is not None
+            found[event.request][0].append(event.token.id)
+            found[event.request][1].append(event.token.logprob)
+    return list(found.values())
+
+
+def test_rows_of_a_batch_take_different_adapters(folder: Path, loaded: Loaded) -> None:
+    requests = [asked(prompt, name) for prompt in PROMPTS for name in (None, "small", "large")]
+    found = answers(Engine(loaded), requests)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    theirs: dict[str | None, Any] = {None: base.eval()}
+    for name in ("small", "large"):
+        theirs[name] = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / name)
+    for request, (ids, logprobs) in zip(requests, found, strict=True):
+        whole = torch.tensor([[*request.prompt, *ids]])
+        with torch.no_grad():
+            scores = (
+                theirs[request.adapter].eval()(input_ids=whole).logits[0, len(request.prompt) - 1 : -1].log_softmax(-1)
+            )
+        assert scores.argmax(-1).tolist() == ids
+        torch.testing.assert_close(scores.max(-1).values, torch.tensor(logprobs), rtol=1e-4, atol=1e-4)
+    texts = {tuple(ids) for ids, _ in found[:3]}
+    assert len(texts) == 3  # they do make a difference
+
+
+def test_others_in_the_batch_change_nothing(loaded: Loaded) -> None:
+    requests = [asked(prompt, name) for prompt in PROMPTS for name in ("small", None, "large")]
+    together = answers(Engine(loaded), requests)
+    assert together == [answers(Engine(loaded), [request])[0] for request in requests]
+    assert together == answers(Engine(loaded, EngineSettings(max_batch=3, prefill_chunk=7)), requests)
+
+
+def test_what_cannot_stand_beside_is_refused(folder: Path, loaded: Loaded, tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match=r"no adapter other.*small, large"):
+        Engine(loaded).submit(asked((1,), "other"))
+    with pytest.raises(JinguError, match=r"only LoRA of plain matrices.*tune merge"):
+        load(folder / "base", "fp32", "cpu", {"dora": folder / "dora"})
+    with pytest.raises(JinguError):
+        load(folder / "base", "fp32", "cpu", {"none": tmp_path})
+    assert loaded.adapters.names == ("small", "large")
