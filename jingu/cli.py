@@ -42,6 +42,12 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _checkpoints(text: str) -> Any:
+    from jingu.checkpoint.remote import place
+
+    return place(text) if "://" in text else _path(text)
+
+
 def _join(words: Sequence[str], last: str) -> str:
     return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
@@ -97,7 +103,10 @@ _from_0 = _number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = _number(lambda value: 0 < value < math.inf, "above 0")
 _share = _number(lambda value: 0 < value <= 1, "above 0, at most 1")
 _MODEL = _place("model", "MODEL", "a run, a step of it, a Hugging Face folder, a GGUF file or smollm2")
-_CHECKPOINTS = _place("path", "PATH", "a run, or a step of it")
+_CHECKPOINTS: Argument = (
+    "path",
+    {"metavar": "PATH", "type": _checkpoints, "help": "a run, a step of it, or an address of either"},
+)
 _PROCESSES = _option("--processes", "N", _whole(1), "ranks on this machine (1 where not given)")
 _SAMPLING: tuple[Argument, ...] = (
     _option("--top-k", "K", _whole(1), "choose among the K likeliest tokens"),

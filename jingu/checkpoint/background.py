@@ -30,6 +30,7 @@ from torch import Tensor
 import jingu
 from jingu.checkpoint.files import leave_note, partial_name
 from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import Keep
 from jingu.checkpoint.shards import Held, plan_part
 from jingu.checkpoint.store import held_blocks
@@ -39,7 +40,7 @@ from jingu.checkpoint.store import held_blocks
 class Outcome:
     """How a save in the background ended."""
 
-    folder: Path
+    folder: Place
     problem: str | None
     """None: this rank's part is on disk; on the first rank, the whole checkpoint."""
 
@@ -82,7 +83,7 @@ class BackgroundSaver:
             raw.view(block.local.dtype).view(block.slice.size)
             for raw, block in zip(self._memory.split(sizes), written, strict=True)
         ]
-        self._pending: Path | None = None
+        self._pending: Place | None = None
         self._said = b""
         self._process = self._start()
         self._copying: threading.Thread | None = None
@@ -107,7 +108,7 @@ class BackgroundSaver:
 
     def save(
         self,
-        folder: Path,
+        folder: Place,
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         step: int,

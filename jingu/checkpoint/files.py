@@ -7,7 +7,8 @@ A checkpoint is a folder:
     state.json                         step and whatever else is not a tensor
     manifest.json                      files with sizes and checksums, tensors with their pieces; written last
 
-It is written as `.NAME.partial` beside its final name and renamed when all of it is on disk.
+It is written as `.NAME.partial` beside its final name and renamed when all of it is on disk; at an address, where
+nothing can be renamed, under its final name, and is a checkpoint when it has its manifest.
 Nothing here needs torch: the process that writes in the background starts at once.
 """
 
@@ -19,12 +20,13 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import xxhash
 
@@ -40,6 +42,8 @@ from jingu.checkpoint.manifest import (
     merge,
     read_manifest,
 )
+from jingu.checkpoint.remote import Place
+from jingu.runtime.files import sync
 
 CHUNK = 4 << 20
 """Bytes that are hashed and written, or read and hashed, while they are still in the processor's cache."""
@@ -47,7 +51,8 @@ PARTS_SECONDS = 600.0
 """How long the first rank waits for the other ranks' parts before it gives a checkpoint up."""
 LINGER_SECONDS = 5.0
 """The same where it could not write its own part, and waits only to clear away what the others wrote."""
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS, _ASK_SECONDS = 0.02, 0.5
+_NOTE = re.compile(r"failure-(\d{5,})\.txt")
 
 Data = Callable[[Piece], Iterable[memoryview]]
 """The bytes of a piece, a chunk at a time."""
@@ -56,9 +61,31 @@ Data = Callable[[Piece], Iterable[memoryview]]
 # Names
 
 
-def partial_name(folder: Path) -> Path:
+def partial_name(folder: Place) -> Place:
     """Where a checkpoint is while it is being written."""
-    return folder.parent / f".{folder.name}.partial"
+    return folder.parent / f".{folder.name}.partial" if isinstance(folder, Path) else folder
+
+
+def begin(folder: Place, first: bool) -> Place:
+    """Make the place where a checkpoint is written; the first rank also sees to it that there is none meanwhile."""
+    partial = partial_name(folder)
+    if isinstance(partial, Path):
+        partial.mkdir(parents=True, exist_ok=True)
+    else:
+        partial.mkdir()
+        if first:
+            (partial / MANIFEST).unlink()
+    return partial
+
+
+def remove(folder: Place) -> None:
+    """Delete a folder, as far as that goes; at an address the manifest first."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink()
+        folder.remove()
 
 
 def shard_name(rank: int, ranks: int) -> str:
@@ -66,18 +93,18 @@ def shard_name(rank: int, ranks: int) -> str:
     return f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def _part_name(partial: Path, rank: int) -> Path:
+def _part_name(partial: Place, rank: int) -> Place:
     return partial / f"part-{rank:05d}.json"
 
 
-def _note_name(partial: Path, rank: int) -> Path:
+def _note_name(partial: Place, rank: int) -> Place:
     return partial / f"failure-{rank:05d}.txt"
 
 
 # Writing
 
 
-def write_part(partial: Path, plan: Manifest, data: Data, rank: int, direct: bool = False) -> None:
+def write_part(partial: Place, plan: Manifest, data: Data, rank: int, direct: bool = False) -> None:
     """Write one rank's shard file as planned, and the JSON file that tells the first rank about it.
 
     Args:
@@ -89,17 +116,15 @@ def write_part(partial: Path, plan: Manifest, data: Data, rank: int, direct: boo
     shard = partial / shard_name(rank, plan.ranks)
     try:
         part = _write_shard(shard, plan, data, direct)
-        unseen = partial / f".part-{rank:05d}.json"
-        write_bytes(unseen, part.to_bytes())
-        unseen.rename(_part_name(partial, rank))  # the first rank looks for it, and finds it whole
+        write_bytes(_part_name(partial, rank), part.to_bytes())
     except BaseException:
         # A full disk must have room for the note that says that it is full.
         with contextlib.suppress(OSError):
-            shard.unlink(missing_ok=True)
+            shard.unlink()
         raise
 
 
-def _write_shard(path: Path, plan: Manifest, data: Data, direct: bool) -> Manifest:
+def _write_shard(path: Place, plan: Manifest, data: Data, direct: bool) -> Manifest:
     planned = sorted(
         ((piece.bytes, name, stored.dtype, piece) for name, stored in plan.tensors.items() for piece in stored.pieces),
         key=lambda item: item[:2],
@@ -119,10 +144,10 @@ def _write_shard(path: Path, plan: Manifest, data: Data, direct: bool) -> Manife
     return plan.model_copy(update={"files": {path.name: out.record}, "tensors": tensors})
 
 
-def leave_note(partial: Path, rank: int, error: BaseException) -> None:
+def leave_note(partial: Place, rank: int, error: BaseException) -> None:
     """Tell the other ranks what went wrong here, through the folder that all of them see."""
-    with contextlib.suppress(OSError):
-        _note_name(partial, rank).write_text(cause_of(error), encoding="utf-8")
+    with contextlib.suppress(OSError), new_file(_note_name(partial, rank), replacing=True) as file:
+        file.write(cause_of(error).encode())
 
 
 def cause_of(error: BaseException) -> str:
@@ -132,16 +157,17 @@ def cause_of(error: BaseException) -> str:
     return error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def notes(partial: Path) -> dict[int, str]:
+def notes(partial: Place) -> dict[int, str]:
     """What went wrong on which rank."""
     causes = {}
-    for path in partial.glob("failure-*.txt"):
-        with contextlib.suppress(OSError):
-            causes[int(path.stem.removeprefix("failure-"))] = path.read_text(encoding="utf-8")
+    with contextlib.suppress(OSError):
+        for path in partial.iterdir():
+            if match := _NOTE.fullmatch(path.name):
+                causes[int(match[1])] = path.read_bytes().decode()
     return causes
 
 
-def could_not_save(folder: Path, causes: Mapping[int, str]) -> CheckpointError:
+def could_not_save(folder: Place, causes: Mapping[int, str]) -> CheckpointError:
     """The words for a save that failed on these ranks."""
     story = "; ".join(f"rank {number}: {cause}" for number, cause in sorted(causes.items()))
     return CheckpointError(
@@ -151,7 +177,7 @@ def could_not_save(folder: Path, causes: Mapping[int, str]) -> CheckpointError:
     )
 
 
-def wait_for_parts(folder: Path, ranks: int, own: str | None = None) -> None:
+def wait_for_parts(folder: Place, ranks: int, own: str | None = None) -> None:
     """Wait, as the first rank, until every rank has written its part or told why it could not.
 
     Args:
@@ -164,17 +190,25 @@ def wait_for_parts(folder: Path, ranks: int, own: str | None = None) -> None:
     missing, deadline = set(range(ranks)), time.monotonic() + seconds
     while True:
         causes = notes(partial) | ({} if own is None else {0: own})
-        missing = {rank for rank in missing if not _part_name(partial, rank).exists()} - causes.keys()
+        missing = {rank for rank in missing if not _is_whole(_part_name(partial, rank))} - causes.keys()
         if not missing or time.monotonic() > deadline:
             break
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS if isinstance(folder, Path) else _ASK_SECONDS)
     if own is None:
         causes |= dict.fromkeys(missing, f"not heard of in {seconds:.0f} s")
     if causes:
         raise could_not_save(folder, causes)
 
 
-def finish_save(folder: Path, state: Mapping[str, Any], ranks: int) -> None:
+def _is_whole(part: Place) -> bool:
+    try:
+        read_manifest(part)
+    except CheckpointError:
+        return False
+    return True
+
+
+def finish_save(folder: Place, state: Mapping[str, Any], ranks: int) -> None:
     """The first rank's last duty: state, manifest, rename."""
     partial = partial_name(folder)
     parts = [_part_name(partial, rank) for rank in range(ranks)]
@@ -188,39 +222,39 @@ def finish_save(folder: Path, state: Mapping[str, Any], ranks: int) -> None:
     for part in parts:
         part.unlink()
     write_bytes(partial / MANIFEST, manifest.to_bytes())
-    sync_folder(partial)
-    put_in_place(partial, folder)
+    if isinstance(folder, Path) and isinstance(partial, Path):
+        sync(partial)
+        _put_in_place(partial, folder)
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
+def _put_in_place(partial: Path, folder: Path) -> None:
     """Give a finished folder its final name; what had that name is deleted."""
     old = folder.parent / f".{folder.name}.deleted"
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def new_file(path: Place, replacing: bool = False) -> IO[bytes]:
+    """A file to be written, open."""
+    if not isinstance(path, Path):
+        return path.open()
+    return cast(IO[bytes], path.open("wb" if replacing else "xb", buffering=0))
 
 
 class _Writer:
     """A new file, hashed while it is written and on disk when it is closed."""
 
-    def __init__(self, path: Path, direct: bool = False) -> None:
+    def __init__(self, path: Place, direct: bool = False) -> None:
         """`direct`: past the file system's cache, where it can: what is written then passes through one block."""
-        self._file = path.open("xb", buffering=0)
+        self._file, self._local = new_file(path), isinstance(path, Path)
         self._digest = xxhash.xxh3_128()
         self._bytes = self._held = 0
-        self._aligned = memoryview(mmap.mmap(-1, CHUNK) if direct and self._pass_the_cache(True) else b"")
+        direct = direct and self._local and self._pass_the_cache(True)
+        self._aligned = memoryview(mmap.mmap(-1, CHUNK) if direct else b"")
 
     def __enter__(self) -> _Writer:
         return self
@@ -231,7 +265,8 @@ class _Writer:
                 if self._held:
                     self._pass_the_cache(False)  # which takes whole blocks only
                     write_all(self._file, self._aligned[: self._held])
-                os.fsync(self._file.fileno())
+                if self._local:
+                    os.fsync(self._file.fileno())
         finally:
             self._file.close()
 
@@ -273,13 +308,13 @@ class _Writer:
         return FileRecord(bytes=self._bytes, xxh3_128=self._digest.hexdigest())
 
 
-def write_all(file: RawIOBase, view: memoryview) -> None:
+def write_all(file: IO[bytes] | RawIOBase, view: memoryview) -> None:
     """The system may take less than it is given; and it may fail here, for want of room."""
     while len(view):
         view = view[file.write(view) or 0 :]
 
 
-def write_bytes(path: Path, data: bytes) -> FileRecord:
+def write_bytes(path: Place, data: bytes) -> FileRecord:
     """A small file, on disk when this returns."""
     with _Writer(path) as out:
         out.write(data)
@@ -289,14 +324,14 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 # Reading
 
 
-def open_checkpoint(folder: Path) -> Manifest:
+def open_checkpoint(folder: Place) -> Manifest:
     """The manifest of a checkpoint, checked in itself."""
     manifest = read_manifest(folder / MANIFEST)
     check(manifest)
     return manifest
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Place) -> dict[str, Any]:
     """What `save` was given as `state`, checked against its checksum."""
     record = open_checkpoint(folder).files[STATE]
     problem = _file_problem(folder, STATE, record)
@@ -307,12 +342,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def names(folder: Path, prefix: str = "") -> list[str]:
+def names(folder: Place, prefix: str = "") -> list[str]:
     """Names of the logical tensors that begin with `prefix`, sorted."""
     return [name for name in open_checkpoint(folder).tensors if name.startswith(prefix)]
 
 
-def verify(folder: Path) -> list[str]:
+def verify(folder: Place) -> list[str]:
     """Everything that is wrong with a checkpoint, read to its last byte; empty where it is good."""
     try:
         manifest = open_checkpoint(folder)
@@ -328,38 +363,76 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def _file_problem(folder: Path, name: str, record: FileRecord) -> str | None:
-    digest = xxhash.xxh3_128()
+def _file_problem(folder: Place, name: str, record: FileRecord) -> str | None:
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     try:
-        with (folder / name).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.bytes:
-                return f"{name} has {size} bytes, not {record.bytes}"
-            buffer = memoryview(bytearray(CHUNK))
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
+        with reading(folder / name) as file:
+            if file.size != record.bytes:
+                return f"{name} has {file.size} bytes, not {record.bytes}"
+            for first in range(0, file.size, CHUNK):
+                part = buffer[: file.size - first]
+                file.fill(first, part)
+                digest.update(part)
+    except CheckpointError as error:
+        return error.what.removesuffix(".")
     return None if digest.hexdigest() == record.xxh3_128 else f"{name} does not match its checksum"
 
 
-def _tensor_problems(folder: Path, name: str, manifest: Manifest) -> list[str]:
+def _tensor_problems(folder: Place, name: str, manifest: Manifest) -> list[str]:
     """Which tensors a damaged file has damaged; empty where it is not as long as it was, or only its header is."""
     problems: dict[str, None] = {}
-    with contextlib.suppress(OSError), (folder / name).open("rb") as file:
-        if os.fstat(file.fileno()).st_size != manifest.files[name].bytes:
+    with contextlib.suppress(CheckpointError), reading(folder / name) as file:
+        if file.size != manifest.files[name].bytes:
             return []
         for stored in manifest.tensors.values():
             for piece in (piece for piece in stored.pieces if piece.file == name):
-                digest = xxhash.xxh3_128()
-                file.seek(piece.bytes[0])
-                for first in range(*piece.bytes, CHUNK):
-                    digest.update(file.read(min(CHUNK, piece.bytes[1] - first)))
-                if digest.hexdigest() != piece.xxh3_128:
+                part = memoryview(bytearray(piece.bytes[1] - piece.bytes[0]))
+                file.fill(piece.bytes[0], part)
+                if xxhash.xxh3_128_hexdigest(part) != piece.xxh3_128:
                     problems[mismatch(piece)] = None
     return list(problems)
+
+
+class Reading:
+    """An open file, read at any place by several threads."""
+
+    def __init__(self, path: Place, descriptor: int | None) -> None:
+        self._path, self._descriptor = path, descriptor
+        self.size = path.stat().st_size if descriptor is None else os.fstat(descriptor).st_size
+
+    def fill(self, position: int, view: memoryview) -> None:
+        """Fill a buffer with the bytes from a position on."""
+        while len(view):
+            if self._descriptor is None:
+                assert not isinstance(self._path, Path)
+                data = self._path.read_bytes(position, position + len(view))
+                count = len(data)
+                view[:count] = data
+            else:
+                count = os.preadv(self._descriptor, [view], position)
+            if count == 0:
+                raise EOFError
+            position, view = position + count, view[count:]
+
+
+@contextlib.contextmanager
+def reading(path: Place) -> Iterator[Reading]:
+    """Open a file; what goes wrong while reading from it becomes a `CheckpointError` that names it."""
+    descriptor = None
+    try:
+        if isinstance(path, Path):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+        yield Reading(path, descriptor)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing.", where=path.parent) from None
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from error
+    except EOFError:
+        raise CheckpointError(f"{path.name} ended while it was read.", where=path.parent) from None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def mismatch(piece: Piece) -> str:

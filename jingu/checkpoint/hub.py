@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from jingu.checkpoint.manifest import MANIFEST
 from jingu.checkpoint.packaged import PACKAGED, packaged_model
-from jingu.checkpoint.resume import complete_steps, step_folder
+from jingu.checkpoint.remote import Place
+from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
 from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
@@ -63,7 +64,7 @@ class OpenModel:
     read_expert: Callable[[str, int], Tensor]
     tokenizer_folder: Path | None
     end_ids: tuple[int, ...]
-    where: Path
+    where: Place
     dtype: torch.dtype = torch.float32
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] | None = None
@@ -122,31 +123,32 @@ def open_model(path: Path) -> OpenModel:
             "or a .gguf file; or the name of a packaged model: " + ", ".join(PACKAGED) + ".",
         )
     if (path / MANIFEST).is_file():
-        return _whole_step(path)
+        return _whole_step(path, path.absolute().parent.parent)
     if (path / "adapter_config.json").is_file():
         from jingu.checkpoint.peft import open_peft
 
         return open_peft(path)
     if (path / "model.json").is_file():
-        return _whole_step(step_folder(path / "checkpoints", _newest(path)))
+        return _whole_step(_newest(path), path)
     return open_hf(path)
 
 
-def _newest(run: Path) -> int:
-    steps = complete_steps(run / "checkpoints")
+def _newest(run: Path) -> Place:
+    has_settings = (run / "config.yaml").is_file()
+    checkpoints = checkpoints_of(run, load_config(run / "config.yaml", [])) if has_settings else run / "checkpoints"
+    steps = complete_steps(checkpoints)
     if not steps:
         raise JinguError("this run has no checkpoint yet.", where=run, fix="Train it first: `jingu train` saves one.")
-    return steps[-1]
+    return step_folder(checkpoints, steps[-1])
 
 
-def _whole_step(step: Path) -> OpenModel:
-    opened = _open_step(step)
-    return opened if opened.spec.adapter is None else with_adapters(opened, open_run_apart(step)[1])
+def _whole_step(step: Place, run: Path) -> OpenModel:
+    opened = _open_step(step, run)
+    return opened if opened.spec.adapter is None else with_adapters(opened, _base_of(run)[0])
 
 
-def _open_step(step: Path) -> OpenModel:
+def _open_step(step: Place, run: Path) -> OpenModel:
     """A checkpoint of a run; its spec and tokenizer lie in the run's folder."""
-    run = step.absolute().parent.parent
     if not (run / "model.json").is_file():
         raise JinguError(
             "this checkpoint lies outside its run, and so without the run's model.json.",
@@ -198,14 +200,18 @@ def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
 
 def open_run_apart(path: Path) -> tuple[OpenModel, OpenModel, Path]:
     """A run, or a step of it, that trained adapters: these; the model that they stand beside; and where that lies."""
-    step = path if (path / MANIFEST).is_file() else step_folder(path / "checkpoints", _newest(path))
-    opened = _open_step(step)
+    is_step = (path / MANIFEST).is_file()
+    run = path.absolute().parent.parent if is_step else path
+    opened = _open_step(path if is_step else _newest(path), run)
     if opened.spec.adapter is None:
         raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
-    run = step.absolute().parent.parent
+    return opened, *_base_of(run)
+
+
+def _base_of(run: Path) -> tuple[OpenModel, Path]:
     base = load_config(run / "config.yaml", []).initialize.from_
     assert base is not None
-    return opened, open_model(Path(base)), Path(base)
+    return open_model(Path(base)), Path(base)
 
 
 def open_hf(folder: Path) -> OpenModel:
@@ -348,7 +354,7 @@ class WrongTensorsError(JinguError):
     tensors: Mapping[str, list[str]] = {}
 
 
-def _compare(expected: Shapes, stored: Shapes, where: Path) -> None:
+def _compare(expected: Shapes, stored: Shapes, where: Place) -> None:
     """Raise WrongTensorsError with every tensor that is missing, left over, or of another shape."""
     tensors = {
         "missing": [name for name in expected if name not in stored],

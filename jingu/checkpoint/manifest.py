@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from jingu.checkpoint.remote import Place
 from jingu.errors import JinguError
 
 MANIFEST = "manifest.json"
@@ -111,7 +111,7 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """Read a manifest, or a rank's part of one.
 
     Raises:

@@ -1,92 +1,130 @@
-"""Copies of checkpoints at an address: shared storage or an object store, whatever fsspec knows.
+"""Folders of checkpoints at an address: an object store or shared storage, whatever fsspec knows.
 
-Such a store need not be able to rename: a copy is complete where its manifest is, which comes last and goes first.
+Such a store need not be able to rename. A file appears there whole, and a checkpoint is complete where its manifest
+is, which is written last and deleted first.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any, cast
 
-import fsspec
-
-from jingu.checkpoint.files import partial_name, put_in_place, sync_folder
-from jingu.checkpoint.manifest import MANIFEST, STATE, CheckpointError
-from jingu.checkpoint.resume import STEP, Keep, step_folder, superfluous
-from jingu.errors import JinguError
+from jingu.text.storage import filesystem, is_address
 
 
-def copy(folder: Path, address: str, keep: Keep) -> None:
-    """Copy a complete checkpoint to an address, and delete those there that need not stay.
+class RemotePath:
+    """A file or a folder at an address: what `pathlib.Path` is on a disk, as far as checkpoints need it.
 
-    Raises:
-        CheckpointError: the store does not take it; its other checkpoints are as they were.
+    Stores fail each in a way of its own: here all of them raise an OSError.
     """
-    try:
-        store, root = _open(address)
-        target = f"{root}/{folder.name}"
-        _delete(store, target)
-        store.makedirs(target, exist_ok=True)
-        for path in sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
-            store.put_file(str(path), f"{target}/{path.name}")
-        here = steps(address)
-        for step in superfluous(here, keep, lambda step: _state(store, f"{root}/{step_folder(Path(), step)}")):
-            _delete(store, f"{root}/{step_folder(Path(), step)}")
-    except Exception as error:  # stores fail each in a way of its own
-        raise CheckpointError(f"it could not be copied to {address} ({type(error).__name__}: {error}).") from error
+
+    def __init__(self, store: Any, path: str) -> None:
+        self._store, self._path = store, path
+
+    @staticmethod
+    def at(address: str) -> RemotePath:
+        """The folder at an address (or at a local path). Raises JinguError where nothing installed knows the way."""
+        store, path = filesystem(address)
+        return RemotePath(store, str(path).rstrip("/"))
+
+    @property
+    def name(self) -> str:
+        return self._path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self._store, self._path.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self._store, f"{self._path}/{name}")
+
+    def __str__(self) -> str:
+        return str(self._store.unstrip_protocol(self._path))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def absolute(self) -> RemotePath:
+        """Itself: an address is never relative."""
+        return self
+
+    def exists(self) -> bool:
+        with self._asked():
+            return bool(self._store.exists(self._path))
+
+    def is_file(self) -> bool:
+        with self._asked():
+            return bool(self._store.isfile(self._path))
+
+    def is_dir(self) -> bool:
+        with self._asked():
+            return bool(self._store.isdir(self._path))
+
+    def stat(self) -> SimpleNamespace:
+        """`st_size`, as a local file has it."""
+        with self._asked():
+            return SimpleNamespace(st_size=int(self._store.size(self._path)))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        with self._asked():
+            paths = [str(path).rstrip("/") for path in self._store.ls(self._path, detail=False)]
+        return (RemotePath(self._store, path) for path in paths if path != self._path)
+
+    def mkdir(self) -> None:
+        """Make the folder, and those above it; one that is there is well, too."""
+        with self._asked():
+            self._store.makedirs(self._path, exist_ok=True)
+
+    def open(self) -> IO[bytes]:
+        """A new file, there when it is closed."""
+        with self._asked():
+            return cast(IO[bytes], self._store.open(self._path, "wb"))
+
+    def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
+        with self._asked():
+            return bytes(self._store.cat_file(self._path, start=begin, end=end))
+
+    def upload(self, file: Path) -> None:
+        """Become a copy of a local file."""
+        with self._asked():
+            self._store.put_file(str(file), self._path)
+
+    def unlink(self) -> None:
+        """Delete the file, where there is one."""
+        with self._asked():
+            if self._store.exists(self._path):
+                self._store.rm_file(self._path)
+
+    def remove(self) -> None:
+        """Delete the folder with all that is in it, where there is one."""
+        with self._asked():
+            if self._store.exists(self._path):
+                self._store.rm(self._path, recursive=True)
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        self._store.invalidate_cache()  # others write here, too
+        try:
+            yield
+        except OSError as error:
+            if error.strerror is None:
+                error.strerror = str(error)
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(self)) from error
 
 
-def steps(address: str) -> list[int]:
-    """Steps of the complete checkpoints at an address, in order."""
-    store, root = _open(address)
-    if not store.exists(root):
-        return []
-    store.invalidate_cache(root)
-    names = (str(path).rstrip("/").rpartition("/")[2] for path in store.ls(root, detail=False))
-    matches = [match for match in map(STEP.fullmatch, names) if match]
-    return sorted(int(match[1]) for match in matches if store.exists(f"{root}/{match[0]}/{MANIFEST}"))
+Place = Path | RemotePath
+"""A file or a folder of checkpoints."""
 
 
-def fetch(address: str, step: int, checkpoints: Path) -> Path:
-    """Copy a checkpoint from an address to its place in a run; what was read is not checked yet."""
-    folder = step_folder(checkpoints, step)
-    partial = partial_name(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    store, root = _open(address)
-    for path in store.ls(f"{root}/{folder.name}", detail=False):
-        target = partial / str(path).rpartition("/")[2]
-        store.get_file(path, str(target))
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(partial)
-    put_in_place(partial, folder)
-    return folder
-
-
-def _open(address: str) -> tuple[Any, str]:
-    try:
-        store, root = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise JinguError(
-            f"there is no way to this address ({error}).",
-            where=address,
-            fix="Install what fsspec needs for it (`pip install s3fs` for s3://), or mend checkpoint.copy_to.",
-        ) from error
-    return store, str(root).rstrip("/")
-
-
-def _state(store: Any, target: str) -> dict[str, Any]:
-    state = json.loads(store.cat_file(f"{target}/{STATE}"))
-    assert isinstance(state, dict)
-    return state
-
-
-def _delete(store: Any, target: str) -> None:
-    if store.exists(f"{target}/{MANIFEST}"):
-        store.rm_file(f"{target}/{MANIFEST}")
-    if store.exists(target):
-        store.rm(target, recursive=True)
+def place(text: str) -> Place:
+    """A local path, or an address."""
+    return RemotePath.at(text) if is_address(text) else Path(text)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from jingu.checkpoint.files import read_state, sync_folder, verify
+from jingu.checkpoint.files import begin, cause_of, read_state, remove, verify
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from jingu.checkpoint.remote import Place, RemotePath, place
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
+from jingu.runtime.files import sync
 
+P = TypeVar("P", bound=Place)
 STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
 
@@ -21,8 +25,8 @@ class Found:
     """The newest complete and verified checkpoint, and what was passed over on the way to it."""
 
     step: int | None
-    folder: Path | None
-    passed_over: list[tuple[Path, str]] = field(default_factory=list)
+    folder: Place | None
+    passed_over: list[tuple[Place, str]] = field(default_factory=list)
     """Newer checkpoints that cannot be used, and why, newest first."""
 
 
@@ -40,25 +44,26 @@ class Keep:
     """A value of the last evaluation before the checkpoint."""
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
+def step_folder(checkpoints: P, step: int) -> P:
     """Final name of the checkpoint of a step."""
-    return checkpoints / f"step-{step:08d}"
+    return cast(P, checkpoints / f"step-{step:08d}")
 
 
-def all_steps(checkpoints: Path) -> list[int]:
+def all_steps(checkpoints: Place) -> list[int]:
     """Steps that have a folder, complete or not, in order."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (STEP.fullmatch(path.name) for path in checkpoints.iterdir())
+    try:
+        matches = [STEP.fullmatch(path.name) for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"this cannot be read ({cause_of(error)}).", where=checkpoints) from error
     return sorted(int(match[1]) for match in matches if match)
 
 
-def complete_steps(checkpoints: Path) -> list[int]:
+def complete_steps(checkpoints: Place) -> list[int]:
     """Steps whose checkpoint has a sound manifest, in order; the other files are not looked at."""
-    return [step for step in all_steps(checkpoints) if _is_complete(step_folder(checkpoints, step))]
+    return [step for step in all_steps(checkpoints) if is_complete(step_folder(checkpoints, step))]
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Place) -> bool:
     try:
         read_manifest(folder / MANIFEST)
     except CheckpointError:
@@ -66,9 +71,15 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
-def find_latest(checkpoints: Path) -> Found:
+def checkpoints_of(run: Path, config: RunConfig) -> Place:
+    """Where the checkpoints of a run lie. Raises JinguError for an address that nothing installed knows."""
+    address = config.checkpoint.address
+    return run / "checkpoints" if address is None else place(f"{address.rstrip('/')}/{config.name}/checkpoints")
+
+
+def find_latest(checkpoints: Place) -> Found:
     """The newest checkpoint that is complete and whose every byte matches its checksum."""
-    passed_over: list[tuple[Path, str]] = []
+    passed_over: list[tuple[Place, str]] = []
     for step in reversed(all_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         problems = verify(folder)
@@ -79,7 +90,7 @@ def find_latest(checkpoints: Path) -> Found:
     return Found(None, None, passed_over)
 
 
-def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[int]:
+def prune(checkpoints: Place, keep: Keep, *, current: int | None = None) -> list[int]:
     """Delete the complete checkpoints that need not stay, and what dead processes left behind until `current`.
 
     Only saves of later steps may be going on in `checkpoints`.
@@ -98,14 +109,34 @@ def prune(checkpoints: Path, keep: Keep, *, current: int | None = None) -> list[
     doomed = superfluous(steps, keep, lambda step: read_state(step_folder(checkpoints, step)))
     for step in doomed:
         folder = step_folder(checkpoints, step)
-        # Under a dot name first: a process killed while it deletes leaves no half checkpoint under a final name.
-        hidden = checkpoints / f".{folder.name}.deleted"
-        shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
-    if doomed:
-        sync_folder(checkpoints)
+        if isinstance(folder, Path):
+            # Under a dot name first: a process killed while it deletes leaves no half checkpoint under a final name.
+            hidden = folder.parent / f".{folder.name}.deleted"
+            remove(hidden)
+            folder = folder.rename(hidden)
+        remove(folder)
+    if doomed and isinstance(checkpoints, Path):
+        sync(checkpoints)
     clear_leftovers(checkpoints, until=current)
     return doomed
+
+
+def copy(folder: Place, address: str, keep: Keep) -> None:
+    """Copy a complete checkpoint to an address, and delete those there that need not stay.
+
+    Raises:
+        CheckpointError: the store does not take it; its other checkpoints are as they were.
+    """
+    try:
+        to = RemotePath.at(address)
+        target = begin(to / folder.name, first=True)
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
+            assert isinstance(path, Path) and isinstance(target, RemotePath)
+            (target / path.name).upload(path)
+        prune(to, keep, current=int(folder.name.removeprefix("step-")))
+    except (OSError, JinguError) as error:
+        cause = cause_of(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"it could not be copied to {address} ({cause}).") from error
 
 
 def superfluous(steps: list[int], keep: Keep, state_of: Callable[[int], dict[str, Any]]) -> list[int]:
@@ -124,10 +155,11 @@ def superfluous(steps: list[int], keep: Keep, state_of: Callable[[int], dict[str
     return [step for step in steps if step not in stay]
 
 
-def clear_leftovers(checkpoints: Path, until: int | None = None) -> None:
+def clear_leftovers(checkpoints: Place, until: int | None = None) -> None:
     """Delete what processes that died left behind of steps `until` this one, or of all."""
+    local = isinstance(checkpoints, Path)
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        match = _LEFTOVER.fullmatch(path.name)
+        match = (_LEFTOVER if local else STEP).fullmatch(path.name)
         # Other ranks may have begun to write a later step.
-        if match and (until is None or int(match[1]) <= until):
-            shutil.rmtree(path, ignore_errors=True)
+        if match and (until is None or int(match[1]) <= until) and (local or not (path / MANIFEST).exists()):
+            remove(path)

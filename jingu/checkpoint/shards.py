@@ -6,21 +6,19 @@ one after another (https://github.com/huggingface/safetensors#format).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
 import torch
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.files import CHUNK, mismatch, shard_name
+from jingu.checkpoint.files import CHUNK, Reading, mismatch, shard_name
 from jingu.checkpoint.manifest import WIDTHS, CheckpointError, FileRecord, Manifest, Piece, Stored, header_of
+from jingu.checkpoint.remote import Place
 from jingu.checkpoint.slices import Extent, Slice, overlap
 
 PIECE = 32 << 20
@@ -144,35 +142,18 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield memory_of(raw[first : first + CHUNK].cpu())
 
 
-@contextlib.contextmanager
-def reading(path: Path, record: FileRecord) -> Iterator[int]:
-    """A file descriptor; what goes wrong while reading from it becomes a `CheckpointError` that names the file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing.", where=path.parent) from None
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
-        yield descriptor
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from error
-    except EOFError:
-        size = os.fstat(descriptor).st_size
-        raise CheckpointError(f"{path.name} has {size} bytes, not {record.bytes}.", where=path.parent) from None
-    finally:
-        os.close(descriptor)
-
-
-def check_header(descriptor: int, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: Path) -> None:
+def check_header(file: Reading, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: Place) -> None:
     """Refuse a shard file whose length or whose first bytes are not what its pieces (with their dtypes) ask for."""
-    size, expected = os.fstat(descriptor).st_size, header_of(pieces)
-    if size != record.bytes:
-        raise CheckpointError(f"{path.name} has {size} bytes, not {record.bytes}.", where=path.parent)
-    if os.pread(descriptor, len(expected), 0) != expected:
+    expected = header_of(pieces)
+    if file.size != record.bytes:
+        raise CheckpointError(f"{path.name} has {file.size} bytes, not {record.bytes}.", where=path.parent)
+    found = bytearray(len(expected))
+    file.fill(0, memoryview(found))
+    if found != expected:
         raise CheckpointError(f"{path.name} does not match its checksum.", where=path.parent)
 
 
-def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> None:
+def fill_overlap(file: Reading, piece: Piece, block: Held, folder: Place) -> None:
     """Read a stored piece, check it, and copy what it has in common with a block into the block."""
     found = overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size)
     assert found is not None
@@ -181,7 +162,7 @@ def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> No
     for dim, (begin, first, extent) in enumerate(zip(begins, block.slice.offset, size, strict=True)):
         target = target.narrow(dim, begin - first, extent)
     inside = tuple(begin - first for begin, first in zip(begins, piece.offset, strict=True))
-    source = _Source(descriptor)
+    source = _Source(file)
     if not size:  # no dims: one element, read as a row of one
         source.read_block(piece.bytes[0], (1,), (0,), target.reshape(1))
     else:
@@ -191,21 +172,17 @@ def fill_overlap(descriptor: int, piece: Piece, block: Held, folder: Path) -> No
 
 
 class _Source:
-    """An open shard file; hashes all that it reads."""
+    """A shard file; hashes all that it reads."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, file: Reading) -> None:
         self.digest = xxhash.xxh3_128()
-        self._descriptor = descriptor
+        self._file = file
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def _read(self, position: int, view: memoryview) -> None:
         for first in range(0, len(view), CHUNK):
-            chunk = rest = view[first : first + CHUNK]
-            while len(rest):
-                count = os.preadv(self._descriptor, [rest], position)
-                if count == 0:
-                    raise EOFError
-                position, rest = position + count, rest[count:]
+            chunk = view[first : first + CHUNK]
+            self._file.fill(position + first, chunk)
             self.digest.update(chunk)
 
     def _read_aside(self, position: int, size: int) -> Tensor:

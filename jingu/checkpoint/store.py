@@ -6,7 +6,6 @@ of them while training goes on. `jingu.checkpoint.files` tells what is on disk.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from jingu.checkpoint.files import (
+    begin,
     cause_of,
     could_not_save,
     finish_save,
@@ -25,9 +25,12 @@ from jingu.checkpoint.files import (
     notes,
     open_checkpoint,
     partial_name,
+    reading,
+    remove,
     write_part,
 )
 from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece, distinct
+from jingu.checkpoint.remote import Place
 from jingu.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
@@ -36,7 +39,6 @@ from jingu.checkpoint.shards import (
     chunks,
     fill_overlap,
     plan_part,
-    reading,
     rows_of,
 )
 from jingu.checkpoint.slices import overlap, slice_of
@@ -56,7 +58,7 @@ class MismatchError(CheckpointError):
 
 
 def save(
-    folder: Path,
+    folder: Place,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     *,
@@ -81,8 +83,8 @@ def save(
 
     def prepare() -> None:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            remove(partial)
+            begin(folder, first=True)
 
     def write() -> None:
         write_blocks(partial, held_blocks(tensors, rank, ranks), rank, ranks)
@@ -102,18 +104,18 @@ def save(
             _give_up(folder, rank, error, agree)
 
 
-def _give_up(folder: Path, rank: int, error: Exception | None, agree: Agree) -> NoReturn:
+def _give_up(folder: Place, rank: int, error: Exception | None, agree: Agree) -> NoReturn:
     partial = partial_name(folder)
     causes = ({rank: cause_of(error)} if error is not None else {}) | notes(partial)
     agree(True)  # everyone has read the notes
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
     if error is not None and not isinstance(error, OSError | CheckpointError):
         raise error  # not something that a user can mend
     raise could_not_save(folder, causes) from error
 
 
-def write_blocks(partial: Path, blocks: Sequence[Held], rank: int, ranks: int) -> None:
+def write_blocks(partial: Place, blocks: Sequence[Held], rank: int, ranks: int) -> None:
     """Write one rank's part from the memory of its tensors."""
     plan, written = plan_part(blocks, rank, ranks)
     owner = {piece: block for block in written for piece in plan.tensors[block.name].pieces}
@@ -140,7 +142,7 @@ def held_blocks(tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) ->
 
 
 def load(
-    folder: Path,
+    folder: Place,
     tensors: Mapping[str, Tensor],
     *,
     prefix: str = "",
@@ -180,7 +182,7 @@ def load(
             raise error or CheckpointError("another rank could not load this; its log says why.", where=folder)
 
 
-def read_tensor(folder: Path, name: str) -> Tensor:
+def read_tensor(folder: Place, name: str) -> Tensor:
     """One whole logical tensor, in main memory. `Reader` reads several."""
     return Reader(folder).read(name)
 
@@ -188,7 +190,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
 class Reader:
     """Tensors of a checkpoint, one at a time; its manifest, and the header of each file, are read and checked once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder, self.manifest = folder, open_checkpoint(folder)
         self._checked: set[str] = set()
 
@@ -207,6 +209,8 @@ class Reader:
 
         It is not checked against a checksum: those are of whole pieces.
         """
+        if not isinstance(self.folder, Path):
+            return self.read(name)[number]
         stored = self.manifest.tensors[name]
         offset, size = (number, *[0] * len(stored.shape[1:])), torch.Size((1, *stored.shape[1:]))
         whole = torch.empty(size, dtype=DTYPES[stored.dtype])
@@ -224,7 +228,7 @@ class Reader:
         return whole[0]
 
 
-def _compare(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, whole: bool) -> None:
+def _compare(folder: Place, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, whole: bool) -> None:
     stored = {name for name in manifest.tensors if name.startswith(prefix)}
     absent, extra = sorted(tensors.keys() - stored), sorted(stored - tensors.keys() if whole else ())
     wrong = []
@@ -248,7 +252,7 @@ def _compare(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], pr
 
 
 def load_blocks(
-    folder: Path, manifest: Manifest, blocks: Iterable[Held], checked: MutableSet[str] | None = None
+    folder: Place, manifest: Manifest, blocks: Iterable[Held], checked: MutableSet[str] | None = None
 ) -> None:
     """Read every stored piece that a block held here overlaps, file by file; pieces of a file side by side.
 
@@ -268,12 +272,12 @@ def load_blocks(
                 inside[piece.file].append((stored.dtype, piece))
     with one_thread(), ThreadPoolExecutor(READERS) as pool:
         for name in sorted(work):
-            with reading(folder / name, manifest.files[name]) as descriptor:
+            with reading(folder / name) as file:
                 if name in inside:
-                    check_header(descriptor, inside[name], manifest.files[name], folder / name)
+                    check_header(file, inside[name], manifest.files[name], folder / name)
                     checked.add(name)
                 pairs = sorted(work[name], key=lambda pair: pair[0].bytes)
-                jobs = [pool.submit(fill_overlap, descriptor, piece, block, folder) for piece, block in pairs]
+                jobs = [pool.submit(fill_overlap, file, piece, block, folder) for piece, block in pairs]
                 for error in [job.exception() for job in jobs]:
                     if error is not None:
                         raise error

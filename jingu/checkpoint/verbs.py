@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.files import names, read_state
+from jingu.checkpoint.files import names, read_state, remove
 from jingu.checkpoint.files import verify as problems_of
 from jingu.checkpoint.hub import OpenModel, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import Keep, all_steps, complete_steps, find_latest, step_folder
 from jingu.checkpoint.resume import prune as prune_steps
 from jingu.checkpoint.store import Reader
@@ -66,7 +66,7 @@ def write_model(opened: OpenModel, to: Path, dtype: str, check: bool) -> None:
     print(f"Wrote {to} in {str(kind).removeprefix('torch.')}; {loader} loads it as it is.")
 
 
-def list_checkpoints(path: Path) -> None:
+def list_checkpoints(path: Place) -> None:
     """Print the checkpoints of a run: step, size, what is in it, complete or not."""
     checkpoints = _checkpoints_of(path)
     rows = [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)]
@@ -78,14 +78,14 @@ def list_checkpoints(path: Path) -> None:
             "",
             "unfinished: being written, or left by a run that was killed",
         )
-        for path in sorted(checkpoints.glob(".step-*.partial"))
+        for path in (sorted(checkpoints.glob(".step-*.partial")) if isinstance(checkpoints, Path) else ())
     ]
     if not rows:
         raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
     print_table(("checkpoint", "size", "tensors", "ranks", "state"), rows, right=(1, 2, 3))
 
 
-def _row(folder: Path) -> tuple[str, ...]:
+def _row(folder: Place) -> tuple[str, ...]:
     try:
         manifest = read_manifest(folder / MANIFEST)
     except CheckpointError as error:
@@ -95,7 +95,7 @@ def _row(folder: Path) -> tuple[str, ...]:
     return folder.name, size_in_words(_bytes_under(folder)), str(len(manifest.tensors)), str(manifest.ranks), state
 
 
-def verify(path: Path) -> None:
+def verify(path: Place) -> None:
     """Read a checkpoint, or all those of a run, to the last byte, and say what is wrong with it.
 
     Raises:
@@ -124,7 +124,7 @@ def verify(path: Path) -> None:
         )
 
 
-def _remedy(damaged: Sequence[Path]) -> str:
+def _remedy(damaged: Sequence[Place]) -> str:
     checkpoints = damaged[0].parent
     good = [
         step
@@ -136,14 +136,14 @@ def _remedy(damaged: Sequence[Path]) -> str:
     return "No other checkpoint here is good: restore one from a copy, or start the run anew."
 
 
-def prune(run: Path, keep: int = 1, keep_every: int = 0, keep_best: int = 0, damaged: bool = False) -> None:
+def prune(run: Place, keep: int = 1, keep_every: int = 0, keep_best: int = 0, damaged: bool = False) -> None:
     """Delete the checkpoints of a run that need not stay; what verifies last always does.
 
     Raises:
         JinguError: the run has no good checkpoint, and nothing is deleted; or it is being trained.
     """
     checkpoints = _checkpoints_of(run)
-    with _untrained(checkpoints.parent):
+    with _untrained(checkpoints.parent) if isinstance(checkpoints, Path) else nullcontext():
         found = find_latest(checkpoints)
         if found.folder is None:
             raise JinguError(
@@ -155,7 +155,7 @@ def prune(run: Path, keep: int = 1, keep_every: int = 0, keep_best: int = 0, dam
         ]
         for folder, reason in found.passed_over:
             if damaged:
-                shutil.rmtree(folder)
+                remove(folder)
                 deleted.append(folder.name)
             else:
                 print(f"{folder.name} stays, though it is of no use ({reason}); --damaged deletes such, too.")
@@ -176,8 +176,8 @@ def _untrained(run: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _bytes_below(checkpoints: Place) -> int:
+    return sum(_bytes_under(folder) for folder in checkpoints.iterdir() if folder.is_dir())
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Difference:
     norm_b: float
 
 
-def diff(first: Path, second: Path) -> None:
+def diff(first: Place, second: Place) -> None:
     """Print what differs between two checkpoints, tensor by tensor; a run stands for its newest checkpoint."""
     folder_a, folder_b = _locate(first), _locate(second)
     names_a, names_b = names(folder_a), names(folder_b)
@@ -252,18 +252,18 @@ def _short(value: Any) -> str:
 # Where things are
 
 
-def _is_step(path: Path) -> bool:
+def _is_step(path: Place) -> bool:
     return path.name.startswith("step-") or (path / MANIFEST).exists()
 
 
-def _checkpoints_of(path: Path) -> Path:
+def _checkpoints_of(path: Place) -> Place:
     """The folder of checkpoints, given a run or that folder itself."""
     if not path.is_dir():
         raise JinguError("there is no such folder.", where=path, fix="Give a run, such as runs/NAME, or a checkpoint.")
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _step_folders(path: Path) -> list[Path]:
+def _step_folders(path: Place) -> list[Place]:
     checkpoints = _checkpoints_of(path)
     steps = all_steps(checkpoints)
     if not steps:
@@ -271,7 +271,7 @@ def _step_folders(path: Path) -> list[Path]:
     return [step_folder(checkpoints, step) for step in steps]
 
 
-def _locate(path: Path) -> Path:
+def _locate(path: Place) -> Place:
     """A checkpoint's folder, given it or a run (its newest complete one)."""
     if _is_step(path):
         return path
@@ -285,11 +285,11 @@ def _locate(path: Path) -> Path:
 # Printing
 
 
-def _length(path: Path) -> int | None:
+def _length(path: Place) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _bytes_under(folder: Path) -> int:
+def _bytes_under(folder: Place) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 

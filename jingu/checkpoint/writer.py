@@ -15,17 +15,26 @@ import json
 import mmap
 import os
 import queue
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from jingu.checkpoint.files import CHUNK, cause_of, finish_save, leave_note, partial_name, wait_for_parts, write_part
+from jingu.checkpoint.files import (
+    CHUNK,
+    begin,
+    cause_of,
+    finish_save,
+    leave_note,
+    partial_name,
+    remove,
+    wait_for_parts,
+    write_part,
+)
 from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece
-from jingu.checkpoint.resume import Keep, prune
+from jingu.checkpoint.remote import place
+from jingu.checkpoint.resume import Keep, copy, prune
 
 NICENESS = 10
 """Where both work, training gets about ten times the processor time."""
@@ -59,11 +68,11 @@ def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> dict[str, Any]:
     """Write a checkpoint; the first rank also waits for the others' parts, and clears away what is not kept."""
-    folder, ranks = Path(request["folder"]), plan.ranks
+    folder, ranks = place(request["folder"]), plan.ranks
     partial, own = partial_name(folder), None
     try:
         try:
-            partial.mkdir(parents=True, exist_ok=True)
+            begin(folder, first=rank == 0)
             write_part(partial, plan, data, rank, direct=True)
         except Exception as error:
             own = cause_of(error)
@@ -75,7 +84,7 @@ def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> di
             finish_save(folder, request["state"], ranks)
     except Exception as error:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
         return {"folder": str(folder), "problem": cause_of(error)}
     problem = None
     if rank == 0:
@@ -83,8 +92,6 @@ def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> di
         with contextlib.suppress(OSError):
             prune(folder.parent, keep, current=request["step"])
         if request["copy_to"] is not None:
-            from jingu.checkpoint.remote import copy
-
             try:
                 copy(folder, request["copy_to"], keep)
             except CheckpointError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from jingu.config.schema import ConstantSettings, NoamSettings, RunConfig
+from jingu.config.schema import CheckpointSettings, ConstantSettings, NoamSettings, RunConfig
 from jingu.config.tree import written
 
 HARMLESS = frozenset(
@@ -34,7 +34,8 @@ HARMLESS = frozenset(
         "device",
         # What is measured and saved on the way; training does not see it.
         "evaluation",
-        "checkpoint",
+        # (Elsewhere the run would find no checkpoint, and begin again.)
+        *(f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "address"),
     }
 )
 """Keys and whole sections that can change in the middle of a run: it stays the same run, up to rounding."""

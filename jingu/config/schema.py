@@ -781,6 +781,8 @@ class CheckpointSettings(Settings):
     """So many checkpoints are kept whose last evaluation was best; 0: none."""
     best_by: Literal["loss", "bits_per_byte"] = "loss"
     """What of an evaluation decides which is best; lower is better."""
+    address: Annotated[str, Field(min_length=1)] | None = None
+    """Address (s3://bucket/runs, any of fsspec's) where the checkpoints lie in place of the run's own folder."""
     copy_to: Annotated[str, Field(min_length=1)] | None = None
     """Address that fsspec knows (s3://bucket/runs, or a folder) where each checkpoint is copied once it is here."""
     grace: Positive = 120

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from jingu.checkpoint.hub import open_model, parameter_shapes
 from jingu.checkpoint.peft import open_adapters
-from jingu.checkpoint.resume import complete_steps
+from jingu.checkpoint.resume import checkpoints_of, complete_steps
 from jingu.config.schema import (
     FullSettings,
     Ia3Settings,
@@ -43,7 +43,7 @@ def spec_of_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelS
     if config.initialize.from_ is None:
         return spec_from_settings(settings, tokenizer.vocabulary, length)
     begun = folder / "model.json"
-    if complete_steps(folder / "checkpoints") and begun.is_file():
+    if complete_steps(checkpoints_of(folder, config)) and begun.is_file():
         start = ModelSpec.from_json(begun.read_bytes(), begun)
         return spec_from_settings(settings, tokenizer.vocabulary, length, start)
     other = open_model(Path(config.initialize.from_))

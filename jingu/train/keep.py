@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +14,10 @@ from torch import Tensor
 
 from jingu import __version__
 from jingu.checkpoint.background import BackgroundSaver
-from jingu.checkpoint.files import read_state, verify
+from jingu.checkpoint.files import read_state
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.remote import copy, fetch
-from jingu.checkpoint.remote import steps as steps_at
-from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, complete_steps, prune, step_folder
+from jingu.checkpoint.remote import Place, RemotePath
+from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, complete_steps, copy, prune, step_folder
 from jingu.checkpoint.store import MismatchError, save
 from jingu.config.schema import RunConfig
 from jingu.data.receipt import extend
@@ -177,31 +174,16 @@ def copies_of(config: RunConfig) -> str | None:
     return None if address is None else f"{address.rstrip('/')}/{config.name}/checkpoints"
 
 
-def _fetch_newer(checkpoints: Path, address: str) -> None:
-    """Take in the newest good copy at an address, where it is newer than what is here."""
-    here = complete_steps(checkpoints)
-    for step in reversed(steps_at(address)):
-        if here and step <= here[-1]:
-            return
-        folder = fetch(address, step, checkpoints)
-        problems = verify(folder)
-        if not problems:
-            say(f"Fetched step {step} from {address}.")
-            return
-        say(f"Passing over step {step} at {address}: {problems[0]}.")
-        shutil.rmtree(folder)
-
-
 def go_back(
-    checkpoints: Path, ranks: Ranks, fill: Callable[[Path], None], address: str | None = None
+    checkpoints: Place, ranks: Ranks, fill: Callable[[Place, dict[str, Any]], None], copies: str | None = None
 ) -> dict[str, Any] | None:
     """Fill the run's tensors from its newest good checkpoint; say which were passed over and why.
 
     Every byte is checked as it is read, so a checkpoint need not be read twice to be trusted.
 
     Args:
-        fill: loads a checkpoint on all ranks, or raises a CheckpointError on all of them.
-        address: where copies of the run's checkpoints are, which are fetched where they are newer.
+        fill: loads a checkpoint, given the state beside its tensors, on all ranks, or raises a CheckpointError on all.
+        copies: where copies of the run's checkpoints are, which count where they are newer, or good.
 
     Returns:
         The state beside the tensors; None where the run has no checkpoint.
@@ -210,25 +192,31 @@ def go_back(
         JinguError: there are checkpoints, and none of them is good.
         MismatchError: a good one is of other tensors.
     """
+    places = [checkpoints] if copies is None else [checkpoints, RemotePath.at(copies)]
+    found: list[tuple[int, int]] = []
     if ranks.is_first:
         clear_leftovers(checkpoints)
-        if address is not None:
-            _fetch_newer(checkpoints, address)
-    steps = all_steps(checkpoints) if ranks.is_first else []
-    while (step := from_first(steps.pop() if steps else NONE)) != NONE:
-        folder = step_folder(checkpoints, step)
+        found = [(step, 0) for step in all_steps(checkpoints)]
+        found += [(step, -number) for number, place in enumerate(places[1:], 1) for step in complete_steps(place)]
+        found.sort()
+    some = from_first(len(found))
+    while True:
+        step, number = (from_first(value) for value in (found.pop() if found else (NONE, 0)))
+        if step == NONE:
+            break
+        folder = step_folder(places[-number], step)
         try:
-            fill(folder)
             state, error = _state_of(folder)
             if all_agree(error is None):
+                fill(folder, state)
                 return state
         except MismatchError:
             raise
         except CheckpointError as caught:
             error = caught
         why = "another rank could not read it; its log says why." if error is None else error.what
-        say(f"Passing over {folder.name}: {why}")
-    if not all_agree(not all_steps(checkpoints)):
+        say(f"Passing over {folder if number else folder.name}: {why}")
+    if some:
         raise JinguError(
             "the run has checkpoints, and none of them is good.",
             where=checkpoints,
@@ -237,7 +225,7 @@ def go_back(
     return None
 
 
-def _state_of(folder: Path) -> tuple[dict[str, Any], CheckpointError | None]:
+def _state_of(folder: Place) -> tuple[dict[str, Any], CheckpointError | None]:
     try:
         return read_state(folder), None
     except CheckpointError as error:

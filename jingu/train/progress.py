@@ -26,5 +26,7 @@ class Progress:
     evaluation_due: bool = False
     """Whether the run was stopped at a step that it should have evaluated."""
     loss_scale: LossScale = field(default_factory=LossScale)
+    fresh_since: int | None = None
+    """Step at which the optimizer began anew, where every start since then asked for that."""
     receipt: Receipt = field(default_factory=Receipt)
     """What it has been trained on."""

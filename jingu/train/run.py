@@ -14,7 +14,8 @@ from pathlib import Path
 from jingu.checkpoint.files import read_state
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.resume import complete_steps, step_folder
+from jingu.checkpoint.remote import Place
+from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
 from jingu.config.compare import differences, harmful_differences
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import FOR_ENCODERS, RunConfig, SupervisedSettings
@@ -67,8 +68,8 @@ class Run:
     """What of the configuration has changed since the run was last started."""
 
     @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+    def checkpoints(self) -> Place:
+        return checkpoints_of(self.folder, self.config)
 
     @property
     def data_receipt(self) -> list[str]:
@@ -203,7 +204,9 @@ def held(run: Run) -> Iterator[None]:
         JinguError: the folder cannot be made, or another process trains the run.
     """
     try:
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(run.checkpoints, Path):
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run.folder, os.O_RDONLY)
     except OSError as error:
         raise cannot_write(error, run.folder) from error

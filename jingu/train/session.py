@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
 from jingu.checkpoint.hub import parameter_shapes
+from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
@@ -283,9 +284,9 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
         JinguError: there are checkpoints, and none of them is good.
     """
 
-    def fill(folder: Path) -> None:
+    def fill(folder: Place, state: dict[str, Any]) -> None:
         tensors, prefix = checkpoint_tensors(model, optimizer), ""
-        if run.going.fresh_optimizer:
+        if _begins_anew(run, state):
             prefix = "model/"
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         load(folder, tensors, prefix=prefix, whole=not isinstance(model, Pipeline), agree=all_agree)
@@ -299,13 +300,28 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
             say(f"Beginning with the weights of {first}.")
         return Progress(loss_scale=first_scale(run.config.precision))
     kept = state["progress"]
-    fresh = " with a fresh optimizer" if run.going.fresh_optimizer else ""
+    fresh = " with a fresh optimizer" if _begins_anew(run, state) else ""
     say(f"Going on from step {kept['step']}{fresh}.")
     parts = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
     progress = Progress(**{**kept, **parts})
+    if not run.going.fresh_optimizer:
+        progress.fresh_since = None
+    elif fresh:
+        progress.fresh_since = progress.step
+    else:
+        say(
+            f"The optimizer is the one that began anew at step {progress.fresh_since}; "
+            "after a checkpoint without --fresh-optimizer it can be asked for again."
+        )
     if not run.going.other_samples:
         check_receipt(progress.receipt, run.source, step_folder(run.checkpoints, progress.step))
     return progress
+
+
+def _begins_anew(run: Run, state: dict[str, Any]) -> bool:
+    """Whether the optimizer does: a command that asks for it and is started again, as launchers do, goes on with its
+    own steps."""
+    return run.going.fresh_optimizer and state["progress"].get("fresh_since") is None
 
 
 def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

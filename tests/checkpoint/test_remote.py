@@ -9,11 +9,20 @@ import fsspec
 import pytest
 import torch
 
-from jingu.checkpoint import remote
 from jingu.checkpoint.files import verify
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.resume import Keep, step_folder
-from jingu.checkpoint.store import read_tensor, save
+from jingu.checkpoint.remote import RemotePath
+from jingu.checkpoint.resume import (
+    Keep,
+    all_steps,
+    clear_leftovers,
+    complete_steps,
+    copy,
+    find_latest,
+    prune,
+    step_folder,
+)
+from jingu.checkpoint.store import load, read_tensor, save
 from jingu.errors import JinguError
 
 PLACE = "memory://bucket/run/checkpoints"
@@ -33,28 +42,66 @@ def saved(checkpoints: Any, step: int, loss: float = 1.0) -> Any:
     return step_folder(checkpoints, step)
 
 
-def test_a_copy_comes_back_as_it_was(tmp_path):
+def here() -> RemotePath:
+    return RemotePath.at(PLACE)
+
+
+def test_a_copy_is_read_where_it_is(tmp_path):
     for step in (1, 2):
-        remote.copy(saved(tmp_path / "a", step), PLACE, Keep(3))
-    assert remote.steps(PLACE) == [1, 2]
-    folder = remote.fetch(PLACE, 2, tmp_path / "b")
-    assert folder == step_folder(tmp_path / "b", 2) and verify(folder) == []
+        copy(saved(tmp_path, step), PLACE, Keep(3))
+    assert complete_steps(here()) == [1, 2]
+    folder = step_folder(here(), 2)
+    assert verify(folder) == [] and str(folder) == "memory:///bucket/run/checkpoints/step-00000002"
     assert torch.equal(read_tensor(folder, "w"), torch.full((5,), 2.0))
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["step-00000002"]
+    (folder / "state.json").unlink()
+    assert verify(folder) == ["state.json is missing"]
+
+
+def test_saved_at_an_address(store):
+    """Complete only with its manifest; what is there of the same step goes first, what failed goes altogether."""
+    folder = step_folder(here(), 3)
+    for value in (1.0, 2.0):
+        save(folder, {"w": torch.full((700, 3), value)}, {"step": 3})
+        assert verify(folder) == [] and complete_steps(here()) == [3]
+        assert torch.equal(read_tensor(folder, "w"), torch.full((700, 3), value))
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["manifest.json", "shard-00000-of-00001.safetensors", "state.json"]
+    with pytest.raises(TypeError):
+        save(folder, {"w": torch.ones(3)}, {"bad": object()})
+    assert all_steps(here()) == []
+
+
+def test_what_is_damaged_at_an_address_is_seen_and_passed_over(store):
+    for step in (1, 2, 3):
+        save(step_folder(here(), step), {"w": torch.full((5,), float(step))}, {"step": step})
+    (step_folder(here(), 3) / "manifest.json").unlink()
+    shard = step_folder(here(), 2) / "shard-00000-of-00001.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    store.pipe_file(str(shard), bytes(raw))
+    assert find_latest(here()).step == 1
+    with pytest.raises(CheckpointError, match="the bytes of tensor w do not match"):
+        load(step_folder(here(), 2), {"w": torch.zeros(5)})
+    store.pipe_file(str(shard), bytes(raw[:-1]))
+    assert verify(step_folder(here(), 2)) == [f"{shard.name} has {len(raw) - 1} bytes, not {len(raw)}"]
+    clear_leftovers(here())
+    assert all_steps(here()) == [1, 2]
+    save(step_folder(here(), 4), {"w": torch.ones(5)}, {"step": 4})
+    assert prune(here(), Keep(1), current=4) == [1, 2]
 
 
 def test_what_need_not_stay_goes(tmp_path):
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8), (5, 0.7)):
-        remote.copy(saved(tmp_path, step, loss), PLACE, Keep(1, every=3, best=1))
-    assert remote.steps(PLACE) == [2, 3, 5]
+        copy(saved(tmp_path, step, loss), PLACE, Keep(1, every=3, best=1))
+    assert complete_steps(here()) == [2, 3, 5]
 
 
 @pytest.mark.parametrize("good", range(3))
 def test_a_copy_that_breaks_off_is_not_to_be_seen(good, tmp_path, monkeypatch):
     """Also where a complete one of the same step was there before."""
-    remote.copy(saved(tmp_path, 1), PLACE, Keep(3))
+    copy(saved(tmp_path, 1), PLACE, Keep(3))
     for _ in range(2):
-        remote.copy(saved(tmp_path, 2), PLACE, Keep(3))
+        copy(saved(tmp_path, 2), PLACE, Keep(3))
     real, calls = fsspec.implementations.memory.MemoryFileSystem.put_file, []
 
     def broken(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -65,16 +112,16 @@ def test_a_copy_that_breaks_off_is_not_to_be_seen(good, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(fsspec.implementations.memory.MemoryFileSystem, "put_file", broken)
-        with pytest.raises(CheckpointError, match=r"could not be copied to .* the network is gone"):
-            remote.copy(step_folder(tmp_path, 2), PLACE, Keep(3))
-    assert remote.steps(PLACE) == [1]
-    remote.copy(step_folder(tmp_path, 2), PLACE, Keep(3))
-    assert remote.steps(PLACE) == [1, 2]
+        with pytest.raises(CheckpointError, match=r"could not be copied to .*the network is gone"):
+            copy(step_folder(tmp_path, 2), PLACE, Keep(3))
+    assert complete_steps(here()) == [1]
+    copy(step_folder(tmp_path, 2), PLACE, Keep(3))
+    assert complete_steps(here()) == [1, 2]
 
 
 def test_an_address_that_nothing_knows():
-    with pytest.raises(JinguError, match="there is no way to this address"):
-        remote.steps("nowhere://bucket")
+    with pytest.raises(JinguError, match="the address cannot be opened"):
+        RemotePath.at("nowhere://bucket")
 
 
 def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, done, peak, tmp_path, capsys):
@@ -90,11 +137,52 @@ def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, 
     capsys.readouterr()
     assert train(parts) == 0
     said = capsys.readouterr().err
-    assert "Passing over step 10 at file://" in said and "Fetched step 8 from file://" in said
+    assert f"Passing over file://{shared}/step-00000010: state.json has 2 bytes" in said
     assert "Going on from step 8.\n" in said
     ours, theirs = done(parts).tensors(), done(whole).tensors()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert verify(shared / "step-00000010") == []
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_keeps_its_checkpoints_at_an_address(background, tiny_run, done, peak, tmp_path, capsys):
+    from jingu.checkpoint.hub import open_model
+    from jingu.checkpoint.verbs import list_checkpoints
+    from jingu.train.verbs import train
+
+    settings = {"checkpoint.every": 4, "train.steps": 10, "checkpoint.background": background}
+    whole = tiny_run(settings, name="whole")
+    parts = tiny_run({**settings, "checkpoint.address": f"file://{tmp_path}/shared"}, name="parts")
+    assert train(whole) == train(parts) == 0
+    shared = tmp_path / "shared/parts/checkpoints"
+    assert sorted(path.name for path in shared.iterdir()) == ["step-00000008", "step-00000010"]
+    assert not (done(parts).folder / "checkpoints").exists()
+    (shared / "step-00000010/manifest.json").unlink()
+    capsys.readouterr()
+    assert train(parts) == 0
+    assert "Going on from step 8.\n" in capsys.readouterr().err
+    theirs, opened = done(whole).tensors(), open_model(done(parts).folder)
+    assert all(torch.equal(opened.read(name[6:]), theirs[name]) for name in theirs if name.startswith("model/"))
+    list_checkpoints(RemotePath.at(f"file://{tmp_path}/shared/parts"))
+    assert capsys.readouterr().out.count("complete") == 2
+    with pytest.raises(JinguError, match=r"checkpoint\.address: .* → null"):
+        train(parts.model_copy(update={"checkpoint": whole.checkpoint}))
+
+
+def test_two_ranks_keep_theirs_at_an_address(tiny_run, train_on, done, tmp_path):
+    settings = {
+        "checkpoint.every": 4,
+        "train.steps": 10,
+        "parallel.zero": 3,
+        "checkpoint.address": f"file://{tmp_path}",
+    }
+    config, alone = tiny_run(settings, name="two"), tiny_run({"train.steps": 10}, name="alone")
+    train_on(1, alone)
+    train_on(2, config)
+    (tmp_path / "two/checkpoints/step-00000010/manifest.json").unlink()
+    train_on(2, config)
+    assert done(config).column("resumed_from", "start") == [None, 8]
+    assert done(config).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
 
 
 def test_where_copying_fails_training_goes_on(tiny_run, done, peak, tmp_path, capsys):

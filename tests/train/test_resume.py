@@ -261,6 +261,28 @@ def test_a_fresh_optimizer_goes_on_with_the_weights(tiny_run, done, capsys):
         torch.testing.assert_close(tensors[name], weight, rtol=1e-12, atol=1e-12)
 
 
+def test_a_fresh_optimizer_left_in_a_command_applies_once(tiny_run, done, capsys):
+    """Started again after steps of its own, the run goes on with them; asked for anew it begins anew once more."""
+
+    def go(until: int, fresh: bool = True) -> str:
+        train(tiny_run({"train.steps": until, **constant}, name="run"), fresh_optimizer=fresh)
+        return capsys.readouterr().err
+
+    def counter() -> float:
+        return float(done(tiny_run(name="run")).tensors()["optimizer/step/norm.weight"].sum())
+
+    constant = {"schedule": {"type": "constant", "warmup": 0}}
+    go(2, fresh=False)
+    assert "Going on from step 2 with a fresh optimizer." in go(4)
+    assert counter() == 2
+    said = go(6)
+    assert "Going on from step 4.\nThe optimizer is the one that began anew at step 2;" in said
+    assert counter() == 4
+    assert "fresh optimizer" not in go(7, fresh=False) and counter() == 5
+    assert "Going on from step 7 with a fresh optimizer." in go(8)
+    assert counter() == 1
+
+
 def test_a_new_run_begins_with_the_weights_of_another(tiny_run, done):
     first = tiny_run({"train.steps": 2}, name="first")
     assert train(first) == 0
