@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jingu.model import spec as specs
+from jingu.model.documents import Documents
 from jingu.model.layers import Linear, make_norm
 from jingu.model.products import attend
 from jingu.model.prompts import DeepPromptLayer
@@ -20,6 +21,9 @@ from jingu.model.sharding import Table
 
 SHARED = -2
 """In place of a document's number: tokens that every document sees, such as a prompt's."""
+
+Mask = Tensor | Documents | None
+"""Which keys a query sees: booleans, or what is added to the scores; those of its document; None: all, or all before."""
 
 
 class LayerCache(Protocol):
@@ -69,11 +73,14 @@ class Attention(nn.Module):
         split = projected.unflatten(-1, (-1, self.head_size))
         return split if norm is None else norm(split)
 
-    def attended(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    def attended(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask, *, causal: bool) -> Tensor:
         """[B, T, D]: what the queries see, through the output's matrix."""
-        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # one for each head of the whole
-            mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
-        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
+        if isinstance(mask, Documents):
+            y_BHTK = mask.attend(q_BHTK, k_BGSK, v_BGSK, self.scale)
+        else:
+            if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # one for each head of the whole
+                mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
+            y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
 
 
@@ -91,7 +98,7 @@ class SelfAttention(Attention):
         self,
         x_BTD: Tensor,
         rotary: Rotary | None,
-        mask: Tensor | None,
+        mask: Mask,
         cache: LayerCache | None,
         tokens_BT: Tensor | None = None,
     ) -> Tensor:
@@ -107,9 +114,7 @@ class SelfAttention(Attention):
             k, v = self.prompt(k, v, tokens_BT)
         return self.look(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, cache)
 
-    def look(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None, cache: LayerCache | None
-    ) -> Tensor:
+    def look(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor:
         """[B, T, D]: what the queries of tokens see of these and of those in the cache."""
         k_BGSK, v_BGSK = (k_BGTK, v_BGTK) if cache is None else cache.extend(k_BGTK, v_BGTK)
         # Without a mask, either queries and keys are the same tokens, or one new token sees all that came before.
@@ -151,7 +156,7 @@ def attention_mask(
     causal: bool = True,
     bias_NH: Tensor | None = None,
     reach_BT: Tensor | None = None,
-) -> Tensor | None:
+) -> Mask:
     """Which of all keys each new query sees, where the kernel cannot say it by itself.
 
     Args:
@@ -159,7 +164,8 @@ def attention_mask(
         reach_BT: first tokens of the row that a token sees besides those before it.
 
     Returns:
-        None where it can; else booleans that broadcast to [B, H, T, S], or what is added to the scores.
+        None where it can; documents, where these are all there is to say; else booleans that broadcast to
+        [B, H, T, S], or what is added to the scores.
     """
     tokens, device = positions_BT.shape[-1], positions_BT.device
     window, alibi = spec.attention.window, isinstance(spec.position, specs.AlibiPositions)
@@ -167,6 +173,9 @@ def attention_mask(
     all_seen = tokens == 1 or not past or not causal
     if documents_BT is None and reach_BT is None and not narrow and not alibi and bias_NH is None and all_seen:
         return None
+    plain = not (narrow or alibi or any(spec.prompts)) and bias_NH is None and reach_BT is None
+    if documents_BT is not None and plain:
+        return Documents.of(documents_BT, spec.attention.head_size, dtype, causal=causal)
     queries = torch.arange(past, past + tokens, device=device)
     distance_TS = queries[:, None] - torch.arange(past + tokens, device=device)
     if documents_BT is not None and any(spec.prompts):  # one prompt stands right before each of the documents

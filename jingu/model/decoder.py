@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from jingu.model.attention import Cache, CrossAttention, LayerCache, SelfAttention, attention_mask
+from jingu.model.attention import Cache, CrossAttention, LayerCache, Mask, SelfAttention, attention_mask
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.noise import EmbeddingNoise
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: Rotary | None,
-        mask: Tensor | None,
+        mask: Mask,
         cache: LayerCache | None,
         states_BSD: Tensor | None = None,
         states_mask: Tensor | None = None,

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.experimental._context_parallel import _attention as engine
 
-from jingu.model.attention import Attention, CrossAttention, LayerCache, SelfAttention
+from jingu.model.attention import Attention, CrossAttention, LayerCache, Mask, SelfAttention
+from jingu.model.documents import Documents
 from jingu.model.rotary import Rotary
 from jingu.parallel.rows import Rows
 
@@ -53,15 +54,17 @@ def _attended(
     q_BHCK: Tensor,
     k_BGSK: Tensor,
     v_BGSK: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     *,
     causal: bool,
 ) -> Tensor:
     return original(q_BHCK, k_BGSK, v_BGSK, _own_rows(rows, mask), causal=causal)
 
 
-def _own_rows(rows: Rows, mask: Tensor | None) -> Tensor | None:
+def _own_rows(rows: Rows, mask: Mask) -> Tensor | None:
     """A mask's rows for this rank's queries; one that only fills up sees all, as softmax over nothing has no value."""
+    if isinstance(mask, Documents):
+        mask = mask.mask()
     if mask is None or mask.shape[-2] == 1:
         return mask
     filled = F.pad(mask, (0, 0, 0, rows.filled(rows.tokens) - rows.tokens), value=mask.dtype == torch.bool)
@@ -83,7 +86,7 @@ def _look(
     q_BHCK: Tensor,
     k_BGCK: Tensor,
     v_BGCK: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     cache: LayerCache | None,
 ) -> Tensor:
     """`SelfAttention.look` of this rank's queries at the keys of all ranks."""

@@ -1,0 +1,73 @@
+"""Attention inside documents: every way gives what a mask gives, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jingu.model.documents import Documents, block_mask, flex
+from jingu.model.products import attend
+
+
+def tensors(tokens: int, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    made = torch.Generator().manual_seed(tokens)
+    shapes = [(2, heads, tokens, 16), (2, groups, tokens, 16), (2, groups, tokens, 16)]
+    return [torch.randn(shape, generator=made, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def numbered(lengths: list[list[int]]) -> Tensor:
+    return torch.stack([torch.cat([torch.full((n,), 3 - i) for i, n in enumerate(row)]) for row in lengths])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 40), st.lists(st.integers(0, 40), max_size=3), st.sampled_from([(2, 2), (4, 2)]))
+def test_document_by_document_is_what_a_mask_gives(
+    causal: bool, tokens: int, cuts: list[int], heads: tuple[int, int]
+) -> None:
+    places = sorted({0, *(cut % tokens for cut in cuts)})
+    lengths = [[b - a for a, b in zip(places, [*places[1:], tokens], strict=True)], [tokens]]
+    documents = Documents.of(numbered(lengths), 16, torch.float64, causal=causal)
+    results = []
+    for way in (
+        lambda q, k, v: documents.attend(q, k, v, 0.3),
+        lambda q, k, v: attend(q, k, v, documents.mask(), causal=False, scale=0.3),
+    ):
+        inputs = tensors(tokens, *heads, torch.float64)
+        y = way(*inputs)
+        (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
+        results.append([y, *(x.grad for x in inputs)])
+    for ours, masked in zip(*results, strict=True):
+        torch.testing.assert_close(ours, masked, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_blocks_of_the_kernel_say_the_same(causal: bool) -> None:
+    """On CPU the kernel is for results alone; what a document is, it is told there as on CUDA."""
+    numbers = numbered([[100, 1, 49, 50], [200]])
+    documents = Documents(numbers, causal, block_mask(numbers, causal=causal))
+    with torch.no_grad():
+        q, k, v = (x.detach() for x in tensors(200, 4, 2, torch.float32))
+        found = flex(q, k, v, documents.blocks, 0.3)
+        assert torch.equal(found, documents.attend(q, k, v, 0.3))
+        expected = attend(q, k, v, documents.mask(), causal=False, scale=0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_code_is_for_any_documents() -> None:
+    def twice(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        return 2 * documents.attend(q, k, v, None)
+
+    compiled = torch.compile(twice, backend="eager", fullgraph=True, dynamic=False)
+    q, k, v = tensors(30, 2, 2, torch.float64)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number, lengths in enumerate(([[10, 20], [30]], [[1, 2, 27], [15, 15]])):
+            documents = Documents.of(numbered(lengths), 16, torch.float64, causal=True)
+            if number == 0:
+                with torch.compiler.set_stance("default"):
+                    compiled(q, k, v, documents)
+            torch.testing.assert_close(compiled(q, k, v, documents), twice(q, k, v, documents), rtol=1e-11, atol=1e-12)
