@@ -23,7 +23,7 @@ SHARED = -2
 """In place of a document's number: tokens that every document sees, such as a prompt's."""
 
 Mask = Tensor | Documents | None
-"""Which keys a query sees: booleans, or what is added to the scores; those of its document; None: all, or all before."""
+"""Which keys a query sees: booleans, or what is added to the scores; its document; None: all, or earlier ones."""
 
 
 class LayerCache(Protocol):
