@@ -10,15 +10,17 @@ import subprocess
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 
 from jingu.infer.load import Loaded
+from jingu.infer.request import Constraint
 from tests.serve.conftest import Running, Serve, Spoken
 
 CHINESE = "你好，世界！🙂👩‍👩‍👧 naïve café 的数据"
-TOOLS = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {
@@ -135,14 +137,14 @@ def test_openai_chats(client: openai.OpenAI) -> None:
 
 def test_openai_calls_a_tool_and_hears_the_answer(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "The weather of 北京?"}]
-    first = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+    first = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
     choice = first.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me look."
     (call,) = choice.message.tool_calls or []
     assert call.type == "function" and call.function.name == "weather"
     assert json.loads(call.function.arguments) == {"place": "北京"}
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "21 °C, 晴"}]
-    second = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+    second = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
     assert second.choices[0].message.content == "It is 21 °C. 晴" and second.choices[0].finish_reason == "stop"
 
 
@@ -157,6 +159,34 @@ def test_openai_streams_a_tool_call(client: openai.OpenAI) -> None:
     assert text.strip() == "Let me look." and reasons[-1] == "tool_calls"
     assert [(call.index, call.function.name) for call in calls] == [(0, "weather")]
     assert json.loads(calls[0].function.arguments) == {"place": "北京"}
+
+
+class Place(pydantic.BaseModel):
+    place: str
+    degrees: int
+
+
+def test_openai_asks_for_json(serve: Serve, loaded: Loaded) -> None:
+    engine = Spoken(loaded, lambda _: '{"place": "北京", "degrees": 21}')
+    server, seen, submit = serve(engine), list[Constraint | None](), engine.submit
+    engine.submit = lambda request: seen.append(request.constraint) or submit(request)  # type: ignore[func-returns-value]
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "The weather?"}]}
+    answer = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert json.loads(answer.choices[0].message.content) == {"place": "北京", "degrees": 21}
+    parsed = client.chat.completions.parse(**asked, response_format=Place)
+    assert parsed.choices[0].message.parsed == Place(place="北京", degrees=21)
+    named = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="required")
+    (call,) = named.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)["place"]) == ("weather", "北京")
+    assert named.choices[0].message.content is None and named.choices[0].finish_reason == "tool_calls"
+    InferenceClient(model=server.url).text_generation("a", grammar={"type": "regex", "value": "[0-9]+"})
+    kinds = [
+        each and (each.kind, json.loads(each.value) if each.kind == "json_schema" else each.value) for each in seen
+    ]
+    assert kinds[0] == ("json", "") and kinds[3] == ("regex", "[0-9]+")
+    assert kinds[1] is not None and kinds[1][1]["required"] == ["place", "degrees"]
+    assert kinds[2] == ("json_schema", TOOLS[0]["function"]["parameters"])
 
 
 def test_openai_embeds(serve: Serve) -> None:
