@@ -45,7 +45,7 @@ LOADERS = 2
 """Threads that read."""
 LEAST_SLOTS = 2
 """One to compute with, one to fill meanwhile."""
-SURE = 0.8
+SURE = 0.9
 """How likely an expert must be needed next to be read ahead."""
 
 
