@@ -141,6 +141,28 @@ def answer() -> Callable[..., list[Token]]:
     return answer
 
 
+@pytest.fixture
+def in_steps() -> Callable[..., Any]:
+    """Scores [T, V] of a sequence that a cache takes in pieces: `in_steps(model, ids_T, sizes, source_BS)`."""
+    import torch
+
+    from jingu.infer.cache import Held, PagedCache, Part
+
+    def in_steps(model: Any, ids_T: Any, sizes: list[int], source_BS: Any = None) -> Any:
+        cache, held = PagedCache(model.spec, 12, 8, torch.device("cpu")), Held(list(range(2, 12)))
+        scores, first = [], 0
+        for size in sizes:
+            begins = source_BS is not None and not first
+            part = Part(held, first, ids_T[first : first + size].tolist())
+            ids_BT, positions_BT, _ = cache.plan([part], held if begins else None)
+            source = {"source_BS": source_BS} if begins else {}
+            scores.append(model.logits(model(ids_BT, positions_BT=positions_BT, cache=cache, **source))[0, :size])
+            first += size
+        return torch.cat(scores)
+
+    return in_steps
+
+
 def train_all(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
     """Train runs one after another as a rank of a group that exists; returns their exit codes."""
     from jingu.runtime.signals import StopRequest

@@ -1,48 +1,260 @@
-"""A key-value cache of a fixed size, allocated once.
+"""The key-value cache: pages of all sequences in one tensor a layer, and attention of a step's tokens to them.
 
-Shapes: B rows, G key-value heads, S tokens, K head size.
+What a token sees is computed in the same operations, on operands of the same size, whoever else is in the batch and
+in whatever chunks a prompt is read: keys and values are gathered up to the next multiple of SPAN positions, a token
+is always in a product of a multiple of ROWS rows, and of none of the kernels does the result for a row depend on how
+many there are. So the result is the same, to the last bit.
+
+Shapes: T tokens of a step, H heads in G groups of R, K head size, P pages, S keys; of a group of tokens, N sequences
+with Q tokens each, M = Q·R rows, filled up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from jingu.infer.pages import SCRAP, ZEROS
+from jingu.model.attention import score_bias
+from jingu.model.products import matmul
+from jingu.model.rotary import Rotary, rotary_tables
+from jingu.model.spec import ModelSpec, RotaryPositions
 
-class StaticCache:
-    """Keys and values of up to `tokens` tokens a row, for every layer; see `jingu.model.attention.Cache`.
+SPAN = 128
+ROWS = 8
 
-    A layer's memory is allocated with its first keys, whose rows, heads, dtype and device it takes: under a layout
-    a rank may hold only some of the heads, and compute in another dtype than it keeps weights in.
+
+@dataclass(eq=False)
+class Held:
+    """What the cache has of a sequence.
+
+    Attributes:
+        pages: in their order.
+        source: of each layer, keys and values of an encoder's states [1, S, G, K].
     """
 
-    def __init__(self, layers: int, tokens: int) -> None:
-        self.capacity = tokens
-        self.length = 0
-        self._layers = [_Layer(self) for _ in range(layers)]
+    pages: list[int] = field(default_factory=list)
+    source: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of one sequence in a step: as many as `ids`, from a position on."""
+
+    held: Held
+    first: int
+    ids: Sequence[int]
+
+
+@dataclass(eq=False)
+class _Group:
+    """Neighbouring rows of a step whose attention is computed together."""
+
+    helds: list[Held]
+    tokens: int  # Q
+    rows: slice
+    pages: Tensor  # [N · S / page]
+    positions: Tensor  # [N, Q]
+    bias: Tensor | None = None
+
+
+class PagedCache:
+    """Keys and values of many sequences; see `jingu.model.attention.Cache`.
+
+    A layer's memory is allocated with its first keys, whose heads, dtype and device it takes: under a layout a rank
+    may hold only some of the heads, and compute in another dtype than it keeps weights in.
+    """
+
+    def __init__(self, spec: ModelSpec, pages: int, page_tokens: int, device: torch.device) -> None:
+        self.spec, self.pages, self.page_tokens, self.device = spec, pages, page_tokens, device
+        self._layers = [_Layer(self, number) for number in range(spec.layers)]
+        self._rotary: Rotary | None = None
+        self.reading: Held | None = None
+        self.groups: list[_Group] = []
+        self.slots_T = torch.empty(0, dtype=torch.int64)
+        self.bias_NH: Tensor | None = None
 
     def layer(self, number: int) -> _Layer:
         """The part of one block."""
         return self._layers[number]
 
-    def advance(self, tokens: int) -> None:
-        """Count tokens as held, once every layer has them."""
-        self.length += tokens
+    def plan(self, parts: Sequence[Part], reading: Held | None) -> tuple[Tensor, Tensor, list[int]]:
+        """Prepare for a step.
+
+        Args:
+            parts: those of one token first.
+            reading: the sequence whose source the encoder reads in this step.
+
+        Returns:
+            Tokens and positions [1, T], filled up to a multiple of ROWS / 2; and of each part, where it begins.
+        """
+        cuts: dict[tuple[int, int, int], list[tuple[Part, int]]] = {}
+        for number, part in enumerate(parts):
+            begin, end = part.first, part.first + len(part.ids)
+            while begin < end:
+                upto = min((begin // SPAN + 1) * SPAN, end)
+                # Tokens that are alone go together by the keys that they see.
+                alone = len(part.ids) == 1
+                cuts.setdefault((-1 if alone else number, upto - begin, -(-upto // SPAN)), []).append((part, begin))
+                begin = upto
+        ids: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        self.groups = []
+        starts = [0] * len(parts)
+        places = {id(part): number for number, part in enumerate(parts)}
+        for (_, tokens, spans), members in cuts.items():
+            rows = slice(len(ids), len(ids) + tokens * len(members))
+            pages: list[int] = []
+            begins: list[int] = []
+            for part, begin in members:
+                if begin == part.first:
+                    starts[places[id(part)]] = len(ids)
+                ids += part.ids[begin - part.first : begin - part.first + tokens]
+                positions += range(begin, begin + tokens)
+                slots += [
+                    part.held.pages[place // self.page_tokens] * self.page_tokens + place % self.page_tokens
+                    for place in range(begin, begin + tokens)
+                ]
+                wanted = spans * SPAN // self.page_tokens
+                pages += [*part.held.pages[:wanted], *[ZEROS] * (wanted - len(part.held.pages))]
+                begins.append(begin)
+            positions_NQ = torch.tensor(begins)[:, None] + torch.arange(tokens)
+            helds = [part.held for part, _ in members]
+            self.groups.append(_Group(helds, tokens, rows, torch.tensor(pages, device=self.device), positions_NQ))
+        spare = -len(ids) % (ROWS // 2)
+        self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
+        self.reading = reading
+        made = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=self.device)
+        return made[:1], made[1:], starts
+
+    def begin(self, bias_NH: Tensor | None) -> None:
+        """Take the biases of relative positions, before the first layer."""
+        self.bias_NH = bias_NH
+
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
+        """Tables of a step's positions; each position's is the same in every step."""
+        if not isinstance(self.spec.position, RotaryPositions):
+            return None
+        if self._rotary is None:
+            last = -(-self.spec.context // SPAN) * SPAN
+            tables = [
+                rotary_tables(
+                    self.spec.position,
+                    self.spec.attention.head_size,
+                    torch.arange(first, first + SPAN, device=positions_BT.device),
+                    dtype,
+                    each=True,
+                )
+                for first in range(0, last, SPAN)
+            ]
+            self._rotary = torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
+        cos, sin = self._rotary
+        return cos[positions_BT], sin[positions_BT]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Fill pages with zeros: what is no finite number would spoil products, even where it is not seen."""
+        for layer in self._layers:
+            layer.clear(pages)
 
 
 class _Layer:
-    def __init__(self, cache: StaticCache) -> None:
-        self._cache = cache
-        self._held: tuple[Tensor, Tensor] | None = None
-        self.source: tuple[Tensor, Tensor] | None = None
+    def __init__(self, cache: PagedCache, number: int) -> None:
+        self._cache, self._number = cache, number
+        self._store: Tensor | None = None  # [2, G, P, page, K]
 
-    def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        if self._held is None:
-            rows, heads, _, size = k_BGTK.shape
-            shape = (rows, heads, self._cache.capacity, size)
-            self._held = k_BGTK.new_empty(shape), v_BGTK.new_empty(shape)
-        first = self._cache.length
-        last = first + k_BGTK.shape[2]
-        keys_BGSK, values_BGSK = self._held
-        keys_BGSK[:, :, first:last] = k_BGTK
-        values_BGSK[:, :, first:last] = v_BGTK
-        return keys_BGSK[:, :, :last], values_BGSK[:, :, :last]
+    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
+        cache, groups, size = self._cache, k_BTGK.shape[2], k_BTGK.shape[3]
+        scale = size**-0.5 if scale is None else scale
+        q_BTHK, k_BTGK, v_BTGK = (_wide_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
+        if self._store is None:
+            self._store = zeros((2, groups, cache.pages, cache.page_tokens, k_BTGK.shape[3]), k_BTGK)
+        flat = self._store.flatten(2, 3)
+        flat[0].index_copy_(1, cache.slots_T, k_BTGK[0].transpose(0, 1))
+        flat[1].index_copy_(1, cache.slots_T, v_BTGK[0].transpose(0, 1))
+        q_THK = q_BTHK[0].to(torch.promote_types(q_BTHK.dtype, torch.float32))
+        parts = []
+        for group in cache.groups:
+            bias = self._bias(group, groups, q_THK, first_head)
+            k, v = self._store.index_select(2, group.pages).view(2, groups * len(group.helds), -1, q_THK.shape[2])
+            parts.append(_attended(q_THK[group.rows], k, v, groups, group.tokens, bias, scale))
+        spare = q_THK.shape[0] - cache.groups[-1].rows.stop
+        y_THK = F.pad(torch.cat(parts) if len(parts) > 1 else parts[0], (0, 0, 0, 0, 0, spare))
+        return y_THK[None, :, :, :size]
+
+    def _bias(self, group: _Group, groups: int, q_THK: Tensor, first_head: int) -> Tensor:
+        """What is added to the scores [G·N, M, S]; made by the first layer."""
+        if group.bias is None:
+            cache, heads = self._cache, q_THK.shape[1]
+            sequences, size = len(group.helds), cache.page_tokens
+            keys_S = torch.arange(group.pages.numel() // sequences * size)
+            distance = group.positions[:, :, None] - keys_S
+            bias = score_bias(cache.spec, distance.to(q_THK.device), q_THK.dtype, cache.bias_NH)
+            if bias.dim() == 4:  # of each head
+                bias = bias.narrow(1, first_head, heads).unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
+            else:
+                bias = bias[None, :, :, None].expand(groups, -1, -1, heads // groups, -1)
+            group.bias = _filled(bias.flatten(2, 3).flatten(0, 1))
+        return group.bias
+
+    def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
+        held = self._cache.reading
+        assert held is not None
+        held.source[self._number] = _wide_heads(k_BSGK), _wide_heads(v_BSGK)
+
+    def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
+        size = q_BTHK.shape[3]
+        scale = size**-0.5 if scale is None else scale
+        q_BTHK = _wide_heads(q_BTHK)
+        q_THK = q_BTHK[0].to(torch.promote_types(q_BTHK.dtype, torch.float32))
+        y_THK = torch.zeros_like(q_BTHK[0])
+        for group in self._cache.groups:
+            for number, held in enumerate(group.helds):
+                rows = slice(group.rows.start + number * group.tokens, group.rows.start + (number + 1) * group.tokens)
+                k, v = (x[0].transpose(0, 1) for x in held.source[self._number])
+                y_THK[rows] = _attended(q_THK[rows], k, v, k.shape[0], group.tokens, None, scale)
+        return y_THK[None, :, :, :size]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        if self._store is not None:
+            self._store[:, :, list(pages)] = 0
+
+
+def _attended(
+    q_THK: Tensor, k: Tensor, v: Tensor, groups: int, tokens: int, bias: Tensor | None, scale: float
+) -> Tensor:
+    """[N·Q, H, K] of queries alike, in fp32 at least, and of keys and values [G·N, S, K]."""
+    q = q_THK.unflatten(1, (groups, -1)).unflatten(0, (-1, tokens)).permute(2, 0, 1, 3, 4)
+    _, sequences, _, repeats, size = q.shape
+    q = _filled(q.reshape(groups * sequences, tokens * repeats, size))
+    bias = q.new_zeros(1, 1, 1) if bias is None else bias
+    scores = torch.baddbmm(bias, q, k.to(q.dtype).transpose(1, 2), alpha=scale)
+    y = matmul(scores.softmax(-1).to(v.dtype), v)[:, : tokens * repeats]
+    return (
+        y.reshape(groups, sequences, tokens, repeats, size).permute(1, 2, 0, 3, 4).reshape(-1, groups * repeats, size)
+    )
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Filled up [..., M, x] to a multiple of ROWS."""
+    spare = -rows.shape[-2] % ROWS
+    return F.pad(rows, (0, 0, 0, spare)) if spare else rows
+
+
+def _wide_heads(x: Tensor) -> Tensor:
+    """Filled up [..., K] to a multiple of 16: kernels treat rows of other sizes by their places."""
+    spare = -x.shape[-1] % 16
+    return F.pad(x, (0, spare)) if spare else x
+
+
+def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros; on CPUs of memory that is taken only where it is written."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    made = torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * like.itemsize), dtype=np.uint8))
+    return made.view(like.dtype)

@@ -5,7 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -86,6 +86,10 @@ class Choice:
         """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
         request = self.job.request
         scores_V = penalised(logits_V, self.job.prompt[self.job.trained :], self.generated, request.sampling)
+        if not scores_V.max().isfinite():
+            self.finish = "error"
+            words = "the model's scores are not finite numbers"
+            return replace(self.job.event(self.number, None, "error", self.logprob), error=words)
         id_ = choose(scores_V, request.sampling, self._generator)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()

@@ -1,10 +1,13 @@
 """The engine: requests in, events out, a step at a time. It knows nothing of threads or of how requests arrive.
 
+A step computes the next token of every choice that has read its prompt, and a part of the prompts of those that have
+not, in one forward. Choices join and leave between steps. Their keys and values lie in pages (`jingu.infer.cache`);
+where a prompt begins as an earlier one did, with the same adapter, it takes its pages. Where pages run short, the
+choice that began last gives its own back and waits; later it is computed anew, to the same numbers.
+
 Every rank of a model that is laid out over several makes the same calls, and takes the same steps.
 
-Each choice is computed by itself, with a cache of its own.
-
-Shapes: T tokens, V vocabulary.
+Shapes: T tokens, N rows of scores, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
-from jingu.infer.cache import StaticCache
+from jingu.infer.cache import ROWS, SPAN, Held, PagedCache, Part
 from jingu.infer.choice import Choice, Job, told
 from jingu.infer.load import Loaded
+from jingu.infer.pages import Pages, name_of
 from jingu.infer.request import Event, Request, Token
 from jingu.infer.sampling import check_ids
 from jingu.model.products import linear
 from jingu.model.spec import ModelSpec
-from jingu.runtime.device import eager
+from jingu.runtime.device import eager, total_memory
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,9 @@ class EngineSettings:
 
     Attributes:
         max_batch: most choices that are made at a time.
-        page_tokens: tokens of a page of the key-value cache.
-        cache_bytes: size of the cache; None: as the memory allows.
+        page_tokens: tokens of a page of the key-value cache; a divisor of 128.
+        cache_bytes: size of the cache; None: what `max_batch` choices as long as the context need, or a quarter of the
+            memory, whichever is less. On CPUs memory is taken as pages are first used.
         prefill_chunk: most tokens of prompts in a step.
     """
 
@@ -47,6 +53,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in ("max_batch", "page_tokens", "prefill_chunk"):
             refuse(getattr(self, name) < 1, name, getattr(self, name), "1 or more")
+        refuse(SPAN % self.page_tokens > 0, "page_tokens", self.page_tokens, f"a divisor of {SPAN}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class EngineStats:
         waiting: choices that wait to begin.
         pages_used: pages of the cache that running choices hold.
         pages_total: all of them.
+        cached_tokens: tokens in these pages; what is left of the pages is waste.
         generated_tokens: since the start.
         prompt_tokens: since the start, of all requests.
         prefix_hits: tokens of these that were in the cache already.
@@ -69,6 +77,7 @@ class EngineStats:
     waiting: int
     pages_used: int
     pages_total: int
+    cached_tokens: int
     generated_tokens: int
     prompt_tokens: int
     prefix_hits: int
@@ -76,19 +85,41 @@ class EngineStats:
     other_seconds: float
 
 
+@dataclass(eq=False)
+class _Sequence:
+    """A choice that is being made, and its pages: `done` of its tokens are in them."""
+
+    choice: Choice
+    held: Held
+    done: int
+    names: list[bytes]
+    """Of its full pages, and of those to come that the prompt fills."""
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.choice.ids) - self.done
+
+
 class Engine:
     """Generates for many requests at once."""
 
     def __init__(self, loaded: Loaded, settings: EngineSettings | None = None) -> None:
         self.loaded, self.settings = loaded, settings or EngineSettings()
-        self._device = next(loaded.model.parameters()).device
+        parameter = next(loaded.model.parameters())
+        self._device = parameter.device
+        count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
+        self._pages = Pages(count, tokens)
+        self._cache = PagedCache(loaded.spec, count, tokens, self._device)
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Choice] = deque()
-        self._running: dict[Choice, StaticCache] = {}
+        self._running: list[_Sequence] = []
         self._events: list[Event] = []
         self._next = 0
-        self._generated = self._prompted = 0
+        self._generated = self._prompted = self._hits = 0
         self._seconds = self._model_seconds = 0.0
+
+    # Requests
 
     def submit(self, request: Request) -> int:
         """Take a request in; its number. Raises JinguError where it can never be served."""
@@ -108,21 +139,25 @@ class Engine:
         check_ids(request.sampling, spec.vocabulary)
         loaded.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocabulary, "logprobs", request.logprobs, f"at most {spec.vocabulary}")
-        for name, asked in (
-            ("beams", request.beams > 1),
-            ("constraint", request.constraint),
-        ):
-            if asked:
+        for name, value in {"beams": request.beams > 1, "constraint": request.constraint}.items():
+            if value:
                 raise JinguError("the engine cannot do this yet.", where=name, fix="Leave it out.")
         if request.prompt_logprobs and any(spec.prompts):
             raise JinguError("behind a trained prompt there are none.", where="prompt_logprobs", fix="Leave it out.")
-        if spec.encoder_layers is None:
-            return Job(self._next, request, None, spec.prompted(prompt), len(prompt), spec.prompts[0])
-        source = (*request.prompt, loaded.tokenizer.end_id)
-        if request.prompt_logprobs:
+        source = None if spec.encoder_layers is None else (*request.prompt, loaded.tokenizer.end_id)
+        if source is not None and request.prompt_logprobs:
             raise JinguError("a prompt that an encoder reads has none.", where="prompt_logprobs", fix="Leave it out.")
-        read, begun = spec.prompted(source, encoder=True), spec.prompted((loaded.start_id,))
-        return Job(self._next, request, read, begun, len(source), spec.prompts[0])
+        decoded = spec.prompted(prompt if source is None else (loaded.start_id,))
+        tokens = len(decoded) + request.max_tokens
+        if self._pages.needed(tokens) > self._pages.total:
+            raise JinguError(
+                f"prompt and answer have up to {tokens} tokens, and the key-value cache has room for "
+                f"{self._pages.total * self._pages.tokens}.",
+                where="prompt",
+                fix="Ask for fewer tokens, or give the engine a larger cache.",
+            )
+        read = None if source is None else spec.prompted(source, encoder=True)
+        return Job(self._next, request, read, decoded, len(source or prompt), spec.prompts[0])
 
     def cancel(self, number: int) -> None:
         """End a request; the next step tells it of each choice that had not ended. An unknown number is no matter."""
@@ -132,8 +167,8 @@ class Engine:
         for choice in job.choices[: job.request.n] if job.ranks else job.choices:
             if choice.finish is None or job.ranks:
                 self._events.append(job.event(choice.number, None, "cancelled"))
-        for choice in job.choices:
-            self._running.pop(choice, None)
+        for sequence in [each for each in self._running if each.choice.job is job]:
+            self._stop(sequence)
         self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
 
     @property
@@ -141,21 +176,147 @@ class Engine:
         """Whether a step has something to do, or to tell."""
         return bool(self._running or self._waiting or self._events)
 
+    # A step
+
     def step(self) -> list[Event]:
         """Compute a token of every choice that takes part; what there is to tell."""
         start = time.perf_counter()
-        while self._waiting and len(self._running) < self.settings.max_batch:
-            choice = self._waiting.popleft()
-            tokens = len(choice.ids) + choice.job.request.max_tokens
-            self._running[choice] = StaticCache(self.loaded.spec.layers, tokens)
-        for choice, cache in list(self._running.items()):
-            self._tell(choice, choice.take(self._scores(choice, cache)))
-            self._generated += 1
-            if choice.finish is not None:
-                del self._running[choice]
+        reading = self._admit()
+        work = self._schedule()
+        if work:
+            self._compute(work, reading)
         self._seconds += time.perf_counter() - start
         events, self._events = self._events, []
         return events
+
+    def _admit(self) -> _Sequence | None:
+        """Let choices begin, as long as there are pages for their prompts; the one whose source is to be read."""
+        coming = {name for each in self._running for name in each.names[each.done // self._pages.tokens :]}
+        later: deque[Choice] = deque()
+        reading = None
+        while self._waiting and len(self._running) < self.settings.max_batch and reading is None:
+            choice = self._waiting.popleft()
+            names = self._names(choice)
+            pages = []
+            for name in names:
+                page = self._pages.share(name)
+                if page is None:
+                    break
+                pages.append(page)
+            wanted = self._pages.needed(len(choice.ids) + 1) - len(pages)
+            # What another is about to compute is waited for.
+            if (len(pages) < len(names) and names[len(pages)] in coming) or wanted > self._pages.free:
+                for page in pages:
+                    self._pages.release(page)
+                later.append(choice)
+                if wanted > self._pages.free:
+                    break
+                continue
+            sequence = _Sequence(choice, Held(pages), len(pages) * self._pages.tokens, names)
+            self._running.append(sequence)
+            coming |= set(names[len(pages) :])
+            if choice.number == 0 and not choice.generated:
+                choice.job.cached_tokens = max(sequence.done - choice.job.trained, 0)
+            self._hits += sequence.done
+            reading = sequence if choice.job.source is not None else None
+        self._waiting = later + self._waiting
+        return reading
+
+    def _names(self, choice: Choice) -> list[bytes]:
+        """Names of the pages that a choice's tokens fill, but for the last token, whose scores are wanted."""
+        job = choice.job
+        if job.source is not None or _tells_prompt(choice):
+            return []
+        name, names, size = (job.request.adapter or "").encode(), [], self._pages.tokens
+        for first in range(0, (len(choice.ids) - 1) // size * size, size):
+            name = name_of(name, choice.ids[first : first + size])
+            names.append(name)
+        return names
+
+    def _schedule(self) -> list[tuple[_Sequence, int]]:
+        """The choices that take part in this step, those with one token first, and how many tokens each computes."""
+        work, room = [], self.settings.prefill_chunk
+        for sequence in list(self._running):
+            count = min(sequence.left, max(room, 1)) if sequence.left == 1 else min(sequence.left, room)
+            if sequence not in self._running or not count:
+                continue
+            wanted = self._pages.needed(sequence.done + count) - len(sequence.held.pages)
+            while wanted > self._pages.free and sequence in self._running:
+                last = self._running[-1]
+                self._stop(last)
+                self._waiting.appendleft(last.choice)
+            if sequence not in self._running:
+                continue
+            sequence.held.pages += [self._pages.take() for _ in range(wanted)]
+            room -= count if sequence.left > 1 else 0
+            work.append((sequence, count))
+        return sorted(work, key=lambda each: each[1] > 1)
+
+    def _stop(self, sequence: _Sequence) -> None:
+        self._running.remove(sequence)
+        for page in sequence.held.pages:
+            self._pages.release(page)
+
+    def _compute(self, work: list[tuple[_Sequence, int]], reading: _Sequence | None) -> None:
+        parts = [Part(one.held, one.done, one.choice.ids[one.done : one.done + count]) for one, count in work]
+        tokens_BT, positions_BT, starts = self._cache.plan(parts, reading.held if reading else None)
+        rows: list[range] = []
+        for (sequence, count), start in zip(work, starts, strict=True):
+            first = start if _tells_prompt(sequence.choice) else start + count - (count == sequence.left)
+            rows.append(range(first, start + count))
+        number = self.loaded.adapters.number
+        taken = [
+            (start, count, number(sequence.choice.job.request.adapter))
+            for (sequence, count), start in zip(work, starts, strict=True)
+        ]
+        with self.loaded.adapters.chosen(taken, tokens_BT.shape[1], self._device):
+            logits_NV = self._logits(tokens_BT, positions_BT, [row for each in rows for row in each], reading)
+        first = 0
+        for (sequence, count), own in zip(work, rows, strict=True):
+            self._take(sequence, count, logits_NV[first : first + len(own)])
+            first += len(own)
+
+    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, rows: list[int], reading: _Sequence | None) -> Tensor:
+        """Scores [N, V] of the tokens after those in these rows, in fp32 at least on the CPU."""
+        places = torch.tensor(rows or [0], device=self._device)
+        places = F.pad(places, (0, -len(places) % (ROWS // 2)))
+
+        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+            return linear(hidden_BTD[0, places], weight_VD)
+
+        source = {}
+        if reading is not None:
+            source = {"source_BS": torch.tensor([reading.choice.job.source], device=self._device)}
+        start = time.perf_counter()
+        with torch.no_grad(), eager():
+            logits_NV: Tensor = self.loaded.model(
+                tokens_BT, positions_BT=positions_BT, cache=self._cache, loss=head, **source
+            )
+            logits_NV = logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()
+        self._model_seconds += time.perf_counter() - start
+        return logits_NV
+
+    def _take(self, sequence: _Sequence, count: int, logits_NV: Tensor) -> None:
+        """Of a choice so many tokens are computed: name the pages that are full, and take the next token."""
+        choice, size = sequence.choice, self._pages.tokens
+        if _tells_prompt(choice):
+            self._tell_prompt(choice.job, sequence.done, logits_NV)
+        before, sequence.done = sequence.done, sequence.done + count
+        if choice.job.source is None:
+            names = sequence.names
+            for number in range(before // size, sequence.done // size):
+                if number == len(names):
+                    root = names[-1] if names else (choice.job.request.adapter or "").encode()
+                    names.append(name_of(root, choice.ids[number * size : (number + 1) * size]))
+                self._pages.name(sequence.held.pages[number], names[number])
+        if sequence.left:
+            return
+        self._generated += 1
+        self._tell(choice, choice.take(logits_NV[-1]))
+        if choice.finish is not None:
+            if choice.finish == "error":
+                self._cache.clear(sequence.held.pages)
+            self._stop(sequence)
 
     def _tell(self, choice: Choice, event: Event) -> None:
         job = choice.job
@@ -169,45 +330,27 @@ class Engine:
         if job.ranks:
             self._events += likeliest(job)
 
-    def _scores(self, choice: Choice, cache: StaticCache) -> Tensor:
-        """Scores [V] of a choice's next token, in fp32 on the CPU."""
-        job, whole = choice.job, choice.job.request.prompt_logprobs and not cache.length and choice.number == 0
-        source = {}
-        if job.source is not None and not cache.length:
-            source = {"source_BS": torch.tensor([job.source], device=self._device)}
-        tokens_BT = torch.tensor([choice.ids[cache.length :]], device=self._device)
-
-        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            return linear(hidden_BTD[0, 0 if whole else -1 :], weight_VD)
-
-        start = time.perf_counter()
-        adapters, rows = self.loaded.adapters, tokens_BT.shape[1]
-        taken = [(0, rows, adapters.number(job.request.adapter))]
-        with torch.no_grad(), eager(), adapters.chosen(taken, rows, self._device):
-            logits_TV: Tensor = self.loaded.model(tokens_BT, cache=cache, loss=head, **source)
-            logits_TV = logits_TV.float().cpu()
-        self._model_seconds += time.perf_counter() - start
-        if whole:
-            job.told = tuple(self._told(job, logits_TV))
-        return logits_TV[-1]
-
-    def _told(self, job: Job, logits_TV: Tensor) -> list[Token]:
+    def _tell_prompt(self, job: Job, first: int, logits_NV: Tensor) -> None:
+        """Log-probabilities of the tokens after the first so many."""
         text, top = self.loaded.tokenizer.decode, job.request.logprobs or 0
-        tokens = [Token(job.prompt[0], text([job.prompt[0]], special=True))]
-        for place, id_ in enumerate(job.prompt[1:]):
-            tokens.append(Token(id_, text([id_], special=True), *told(logits_TV[place], id_, top)))
-        return tokens
+        tokens = [] if first else [Token(job.prompt[0], text([job.prompt[0]], special=True))]
+        for id_, logits_V in zip(job.prompt[first + 1 :], logits_NV, strict=False):
+            tokens.append(Token(id_, text([id_], special=True), *told(logits_V, id_, top)))
+        job.told = (*(job.told if first else ()), *tokens)
 
     def stats(self) -> EngineStats:
         """What the engine does and has done."""
+        held = {page: None for each in self._running for page in each.held.pages}
+        shared = sum(len(each.held.pages) for each in self._running) - len(held)
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            pages_used=0,
-            pages_total=0,
+            pages_used=self._pages.total - self._pages.free,
+            pages_total=self._pages.total,
+            cached_tokens=sum(each.done for each in self._running) - shared * self._pages.tokens,
             generated_tokens=self._generated,
             prompt_tokens=self._prompted,
-            prefix_hits=0,
+            prefix_hits=self._hits,
             model_seconds=self._model_seconds,
             other_seconds=self._seconds - self._model_seconds,
         )
@@ -220,6 +363,22 @@ class Engine:
                 if event.request in texts and event.choice == 0 and event.token is not None:
                     texts[event.request] += event.token.text
         return list(texts.values())
+
+
+def _tells_prompt(choice: Choice) -> bool:
+    """Whether the scores after every token of the prompt are wanted."""
+    return choice.job.request.prompt_logprobs and choice.number == 0 and not choice.generated
+
+
+def _pages(spec: ModelSpec, settings: EngineSettings, parameter: Tensor) -> int:
+    """Pages of the cache, those that no sequence owns among them."""
+    part, size = spec.attention, settings.page_tokens
+    page_bytes = 2 * spec.layers * part.kv_heads * part.head_size * size * parameter.itemsize
+    room = settings.cache_bytes
+    if room is None:
+        wanted = settings.max_batch * -(-spec.context // size) * page_bytes
+        room = min(wanted, total_memory(parameter.device) // 4)
+    return max(room // page_bytes, 1) + 2
 
 
 def likeliest(job: Job) -> list[Event]:

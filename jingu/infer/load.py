@@ -12,6 +12,7 @@ import torch
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.errors import JinguError
 from jingu.infer.adapters import Adapters, stand_beside
+from jingu.infer.arrange import arrange
 from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder
@@ -89,6 +90,7 @@ def load(
 
     model = load_model(opened, dtype, place, prepare)
     beside = stand_beside(model, opened, adapters or {}, dtype)
+    arrange(model)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(

@@ -6,6 +6,8 @@ Shapes: B rows, T tokens, S keys (T and what a cache holds), D width, H heads, G
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -27,26 +29,34 @@ Mask = Tensor | Documents | None
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer's earlier tokens."""
+    """Keys and values of one layer, of earlier tokens and of an encoder's states."""
 
-    source: tuple[Tensor, Tensor] | None
-    """Those of an encoder's states, computed once."""
+    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
+        """Keep these keys and values, and let each token see its sequence up to itself: [B, T, H, K].
 
-    def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append these, and return all keys and values [B, G, S, K]."""
+        Args:
+            scale: multiplies the scores; None: 1/√K.
+            first_head: of the whole model's heads, the first that is here.
+        """
+
+    def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
+        """Keep keys and values of an encoder's states."""
+
+    def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
+        """Let each token see the states that its sequence's encoder gave."""
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, for generation."""
+    """Keys and values of earlier tokens, for generation: of many sequences, whose tokens of a step are in one row."""
 
-    length: int
-    """Tokens held."""
+    def begin(self, bias_NH: Tensor | None) -> None:
+        """Take the biases of relative positions, before the first layer."""
+
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
+        """Tables of rotary positions, where the model has them."""
 
     def layer(self, number: int) -> LayerCache:
         """The part of one block."""
-
-    def advance(self, tokens: int) -> None:
-        """Count tokens as held, once every layer has them."""
 
 
 class Attention(nn.Module):
@@ -64,6 +74,8 @@ class Attention(nn.Module):
         self.k = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
         self.v = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
         self.output = Linear(spec.heads * spec.head_size, width, bias=spec.output_bias)
+        # The three of self-attention as one, where a model is arranged for inference.
+        self.qkv: Linear | None = None
         self.q_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
         self.k_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
 
@@ -82,6 +94,10 @@ class Attention(nn.Module):
                 mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
             y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
+
+    def recalled(self, look: Callable[..., Tensor], *x_BTHK: Tensor) -> Tensor:
+        """[B, T, D]: what a cache's `look` makes of queries (and keys and values), through the output's matrix."""
+        return self.output(look(*x_BTHK, self.scale).flatten(2))
 
 
 class SelfAttention(Attention):
@@ -103,23 +119,32 @@ class SelfAttention(Attention):
         tokens_BT: Tensor | None = None,
     ) -> Tensor:
         """`tokens_BT` are for a block with a prompt."""
-        q, k, v = (
-            self.heads(self.q(x_BTD), self.q_norm),
-            self.heads(self.k(x_BTD), self.k_norm),
-            self.heads(self.v(x_BTD)),
-        )
-        if rotary is not None:
-            q, k = (rotate(part, rotary, interleaved=self.interleaved) for part in (q, k))
+        q, k, v = self.turned(x_BTD, rotary)
         if self.prompt is not None and tokens_BT is not None:
             k, v = self.prompt(k, v, tokens_BT)
-        return self.look(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, cache)
+        if cache is not None:
+            return self.recalled(partial(cache.attend, first_head=self.first_head), q, k, v)
+        return self.look(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
 
-    def look(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor:
-        """[B, T, D]: what the queries of tokens see of these and of those in the cache."""
-        k_BGSK, v_BGSK = (k_BGTK, v_BGTK) if cache is None else cache.extend(k_BGTK, v_BGTK)
-        # Without a mask, either queries and keys are the same tokens, or one new token sees all that came before.
-        causal = self.causal and mask is None and q_BHTK.shape[2] == k_BGSK.shape[2]
-        return self.attended(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal)
+    def turned(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T, H or G, K], turned to their positions."""
+        if self.qkv is not None:
+            sizes = [part.out_features // self.head_size for part in (self.q, self.k, self.v)]
+            q, k, v = (whole := self.heads(self.qkv(x_BTD))).split(sizes, 2)
+            if self.q_norm is None and rotary is not None:
+                turned = rotate(whole[:, :, : sizes[0] + sizes[1]], rotary, interleaved=self.interleaved)
+                return *turned.split(sizes[:2], 2), v
+            q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        else:
+            q, k = self.heads(self.q(x_BTD), self.q_norm), self.heads(self.k(x_BTD), self.k_norm)
+            v = self.heads(self.v(x_BTD))
+        if rotary is not None:
+            q, k = (rotate(part, rotary, interleaved=self.interleaved) for part in (q, k))
+        return q, k, v
+
+    def look(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Mask) -> Tensor:
+        """[B, T, D]: what the queries of tokens see of these."""
+        return self.attended(q_BHTK, k_BGTK, v_BGTK, mask, causal=self.causal and mask is None)
 
 
 class CrossAttention(Attention):
@@ -133,23 +158,22 @@ class CrossAttention(Attention):
         self, x_BTD: Tensor, states_BSD: Tensor | None, mask: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
         """`states_BSD` may be None where the cache has their keys and values."""
-        held = None if cache is None else cache.source
-        if held is None:
-            if states_BSD is None:
-                raise ValueError("neither an encoder's states nor a cache of them")
+        q = self.heads(self.q(x_BTD), self.q_norm)
+        if states_BSD is not None:
             k, v = self.heads(self.k(states_BSD), self.k_norm), self.heads(self.v(states_BSD))
             k, v = k[:, self.skipped :], v[:, self.skipped :]
-            held = k.transpose(1, 2), v.transpose(1, 2)
-            if cache is not None:
-                cache.source = held
-        q_BHTK = self.heads(self.q(x_BTD), self.q_norm).transpose(1, 2)
-        return self.attended(q_BHTK, *held, mask, causal=False)
+            if cache is None:
+                q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q, k, v))
+                return self.attended(q_BHTK, k_BGSK, v_BGSK, mask, causal=False)
+            cache.read(k, v)
+        if cache is None:
+            raise ValueError("neither an encoder's states nor a cache of them")
+        return self.recalled(cache.attend_source, q)
 
 
 def attention_mask(
     spec: specs.ModelSpec,
     positions_BT: Tensor,
-    past: int,
     documents_BT: Tensor | None,
     dtype: torch.dtype,
     *,
@@ -157,7 +181,7 @@ def attention_mask(
     bias_NH: Tensor | None = None,
     reach_BT: Tensor | None = None,
 ) -> Mask:
-    """Which of all keys each new query sees, where the kernel cannot say it by itself.
+    """Which of all tokens each token sees, where the kernel cannot say it by itself.
 
     Args:
         bias_NH: of relative positions, the bias of each bucket and head.
@@ -167,35 +191,53 @@ def attention_mask(
         None where it can; documents, where these are all there is to say; else booleans that broadcast to
         [B, H, T, S], or what is added to the scores.
     """
-    tokens, device = positions_BT.shape[-1], positions_BT.device
-    window, alibi = spec.attention.window, isinstance(spec.position, specs.AlibiPositions)
-    narrow = window is not None and past + tokens > window
-    all_seen = tokens == 1 or not past or not causal
-    if documents_BT is None and reach_BT is None and not narrow and not alibi and bias_NH is None and all_seen:
+    tokens, window = positions_BT.shape[-1], spec.attention.window
+    narrow, alibi = window is not None and tokens > window, isinstance(spec.position, specs.AlibiPositions)
+    if documents_BT is None and reach_BT is None and not narrow and not alibi and bias_NH is None:
         return None
     plain = not (narrow or alibi or any(spec.prompts)) and bias_NH is None and reach_BT is None
     if documents_BT is not None and plain:
         return Documents.of(documents_BT, spec.attention.head_size, dtype, causal=causal)
-    queries = torch.arange(past, past + tokens, device=device)
-    distance_TS = queries[:, None] - torch.arange(past + tokens, device=device)
+    places = torch.arange(tokens, device=positions_BT.device)
+    distance = places[:, None] - places
     if documents_BT is not None and any(spec.prompts):  # one prompt stands right before each of the documents
-        distance_TS = (positions_BT[..., :, None] - positions_BT[..., None, :]).unsqueeze(-3)
-    seen = distance_TS >= 0 if causal else torch.ones_like(distance_TS, dtype=torch.bool)
+        distance = positions_BT[..., :, None] - positions_BT[..., None, :]
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    seen = seen.unsqueeze(-3) if seen.dim() == 3 else seen
     if reach_BT is not None:
-        seen = seen | (torch.arange(tokens, device=device) < reach_BT.unsqueeze(-1)).unsqueeze(1)
+        seen = seen | (places < reach_BT.unsqueeze(-1)).unsqueeze(1)
     if window is not None:
-        seen &= distance_TS.abs() < window
+        near = distance.abs() < window
+        seen = seen & (near.unsqueeze(-3) if near.dim() == 3 else near)
     if documents_BT is not None:
         keys_B1S = documents_BT[:, None, :]
         same = documents_BT[:, :, None] == keys_B1S
         seen = seen & (same | (keys_B1S == SHARED) if any(spec.prompts) else same).unsqueeze(1)
-    if alibi:
-        slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=device)
-        return (-slopes[:, None, None] * distance_TS.abs()).masked_fill(~seen, -torch.inf)
+    bias = head_bias(spec, distance, dtype, bias_NH, causal=causal)
+    return seen if bias is None else bias.masked_fill(~seen, -torch.inf)
+
+
+def score_bias(spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None) -> Tensor:
+    """What is added to the scores of keys [..., T, S] so far before their queries, -inf where these are not seen:
+    [..., T, S], or [..., H, T, S]."""
+    seen, bias = distance >= 0, head_bias(spec, distance, dtype, bias_NH, causal=True)
+    if spec.attention.window is not None:
+        seen = seen & (distance < spec.attention.window)
+    if bias is None:
+        return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill(~seen, -torch.inf)
+    return bias.masked_fill(~seen.unsqueeze(-3), -torch.inf)
+
+
+def head_bias(
+    spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
+) -> Tensor | None:
+    """Biases [..., H, T, S] of the scores at distances [..., T, S], where positions have such."""
+    if isinstance(spec.position, specs.AlibiPositions):
+        slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=distance.device)
+        return -slopes[:, None, None] * distance.abs().unsqueeze(-3)
     if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
-        bias = bias_NH.to(dtype)[relative_buckets(spec.position, distance_TS, causal=causal)].movedim(-1, -3)
-        return (bias.squeeze(1) if bias.dim() == 5 else bias).masked_fill(~seen, -torch.inf)
-    return seen
+        return bias_NH.to(dtype)[relative_buckets(spec.position, distance, causal=causal)].movedim(-1, -3)
+    return None
 
 
 def skipped_states(spec: specs.ModelSpec) -> int:

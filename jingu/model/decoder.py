@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, S tokens of an encoder, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from jingu.model.attention import Cache, CrossAttention, LayerCache, Mask, SelfA
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.noise import EmbeddingNoise
+from jingu.model.packed import Reordered
 from jingu.model.products import linear
 from jingu.model.prompts import PromptedEmbedding, SoftPromptLayer
 from jingu.model.rotary import Rotary, rotary_tables
@@ -140,15 +141,18 @@ class Stack(nn.Module):
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
         x_BTD, routings, _ = start
-        past = 0 if cache is None else cache.length
-        if past and not (documents_BT is None and reach_BT is None):
+        if cache is not None and not (documents_BT is None and reach_BT is None):
             raise ValueError("documents and reach are not kept in a cache")
         # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        rotary = self._rotary(positions_BT, wide)
         bias_NH = None if self.relative_bias is None else self.relative_bias.weight
-        of_row = positions_BT, past, documents_BT, wide
-        mask = attention_mask(self.spec, *of_row, causal=self.causal, bias_NH=bias_NH, reach_BT=reach_BT)
+        mask = None
+        if cache is None:
+            rotary, of_row = self._rotary(positions_BT, wide), (positions_BT, documents_BT, wide)
+            mask = attention_mask(self.spec, *of_row, causal=self.causal, bias_NH=bias_NH, reach_BT=reach_BT)
+        else:
+            rotary = cache.rotary(positions_BT, wide)
+            cache.begin(bias_NH)
         states, states_mask = (None, None) if encoded is None else (encoded.states, encoded.mask)
         for number, block in zip(self.part, self.blocks, strict=True):
             held = None if cache is None else cache.layer(number)
@@ -156,8 +160,6 @@ class Stack(nn.Module):
             routings = routings if routing is None else [*routings, routing]
         if self.norm is None:
             return Passed(x_BTD, routings)
-        if cache is not None:
-            cache.advance(positions_BT.shape[-1])
         return Passed(self.norm(x_BTD), routings)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
@@ -188,6 +190,8 @@ class Decoder(Stack):
         super().__init__(spec, spec.layers, part, embeds=embeds, causal=True, cross=spec.encoder_layers is not None)
         headed = ends and not spec.tied_embeddings
         self.head = Linear(spec.width, spec.vocabulary, bias=False) if headed else None
+        # The head's weight as `linear` takes it, where a model is arranged for inference.
+        self.arranged_head: Reordered | None = None
 
     def forward(
         self,
@@ -205,9 +209,10 @@ class Decoder(Stack):
 
         Args:
             tokens_BT: token ids, int64.
-            positions_BT: position of each token; None: counted on from what the cache holds.
+            positions_BT: position of each token; None: counted from 0, without a cache.
             documents_BT: document of each token; a token sees only its own document. None: one document.
-            cache: keys and values of earlier tokens, extended by these. Not together with documents.
+            cache: keys and values of earlier tokens, extended by these: one row of tokens of many sequences, as the
+                cache knows. Not together with documents.
             loss: called with the hidden states and the head's weight [V, D] inside this forward, where an engine
                 that shards parameters has gathered the weight.
             auxiliary: called with what the routers did, in training; its results [n] follow the loss in [1 + n].
@@ -234,8 +239,7 @@ class Decoder(Stack):
     ) -> Tensor | Passed:
         """`forward`; with an encoder's states, where there is one."""
         if positions_BT is None:
-            past = 0 if cache is None else cache.length
-            positions_BT = torch.arange(past, past + tokens_BT.shape[1], device=tokens_BT.device)
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         if passed is None:
             start_BTD = self.begin(self.embedding, tokens_BT, positions_BT, noise_2BT)
             passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
@@ -256,6 +260,8 @@ class Decoder(Stack):
 
     def head_weight(self) -> Tensor:
         """Weight [V, D] of the head: its own, or the embedding's."""
+        if self.arranged_head is not None:
+            return cast(Tensor, self.arranged_head)
         module = self.head or self.embedding
         assert module is not None
         weight = module.weight

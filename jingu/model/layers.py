@@ -58,6 +58,10 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
+            scale = wide.square().mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()
+            return wide.mul(scale).mul_(self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
         # Written out: several times faster than torch's own on CPU, and as fast once compiled.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
@@ -79,8 +83,18 @@ def make_norm(spec: Norm, width: int) -> nn.Module:
     return RMSNorm(width, spec.epsilon)
 
 
+_VECTOR = 64
+"""Elements of two of the widest registers: kernels go by as many."""
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The non-linearity a spec names."""
+    """The non-linearity a spec names.
+
+    Without gradients, on CPUs, an element's result does not depend on what follows it: the last elements of a tensor,
+    which do not fill a vector register, are computed by other functions, so rows are filled up.
+    """
+    if x.device.type == "cpu" and not torch.is_grad_enabled() and (spare := -x.shape[-1] % _VECTOR):
+        return activate(F.pad(x, (0, spare)), activation)[..., : x.shape[-1]]
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":
@@ -100,8 +114,13 @@ class FeedForwardLayer(nn.Module):
         self.gate = Linear(width, spec.size, bias=spec.bias) if gated else None
         self.up = Linear(width, spec.size, bias=spec.bias)
         self.down = Linear(spec.size, width, bias=spec.bias)
+        # Gate and up as one, where a model is arranged for inference.
+        self.gate_up: Linear | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.gate_up is not None:
+            gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, -1)
+            return self.down(activate(gate_BTF, self.activation) * up_BTF)
         up_BTF = self.up(x_BTD)
         if self.gate is None:
             return self.down(activate(up_BTF, self.activation))

@@ -20,6 +20,9 @@ GROUP = 32
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried: what lies beyond is cut off, and the rest is finer."""
 
+STEADY_ROWS = 4
+"""On CPUs, kernels add up in another order where rows are fewer."""
+
 
 @dataclass(frozen=True, eq=False)
 class Packed:
@@ -58,6 +61,32 @@ class Packed:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix of 8 bits."""
         return self.values[ids].to(self.scales.dtype) * self.scales[ids].unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Reordered:
+    """A matrix [O, I] as it is, in the order that oneDNN's kernels for CPUs read at once: nearly twice as fast for few
+    rows, and the result is the same. A row of it depends on its row of `x` alone, to the last bit.
+
+    Attributes:
+        values: oneDNN's own.
+    """
+
+    values: Tensor
+
+    @staticmethod
+    def of(weight_OI: Tensor) -> Reordered:
+        """A copy of a matrix."""
+        return Reordered(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), STEADY_ROWS))
+
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ self.T + bias`."""
+        x_NI = x.reshape(-1, x.shape[-1])
+        rows = x_NI.shape[0]
+        if spare := -rows % STEADY_ROWS:
+            x_NI = F.pad(x_NI, (0, 0, 0, spare))
+        y_NO = torch.ops.mkldnn._linear_pointwise(x_NI, self.values, bias, "none", [], "")
+        return y_NO[:rows].view(*x.shape[:-1], -1)
 
 
 def on_cpu(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.causal import CausalAttention
-from jingu.model.packed import Packed
+from jingu.model.packed import STEADY_ROWS, Packed, Reordered
 
 # Facts of the processor, read once; constants so that compiled code folds them.
 CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -58,14 +58,25 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, rounded once to the dtype of `x`; so are weight and bias before, where they are wider."""
+def linear(x: Tensor, weight: Tensor | Packed | Reordered, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, rounded once to the dtype of `x`; so are weight and bias before, where they are wider.
+
+    Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for very few
+    rows add up in another order than those for more, so rows are filled up to a multiple of STEADY_ROWS.
+    """
+    if isinstance(weight, Reordered):
+        return weight.times(x, bias)
     if isinstance(weight, Packed):
         return weight.times(x) if bias is None else weight.times(x) + bias.to(x.dtype)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        rows = x.numel() // x.shape[-1]
+        if spare := -rows % STEADY_ROWS:
+            y = linear(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, spare)), weight, bias)
+            return y[:rows].view(*x.shape[:-1], -1)
     if computes_wide(x):
-        y: Tensor = _WideLinear.apply(x, weight, bias)
-        return y
+        wide: Tensor = _WideLinear.apply(x, weight, bias)
+        return wide
     return F.linear(x, weight, bias)
 
 

@@ -22,21 +22,34 @@ from jingu.model.spec import (
 Rotary = tuple[Tensor, Tensor]
 
 
-def rotary_tables(spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines [..., T, 1, K/2] of position times frequency, in `dtype`; fewer where a part is turned."""
-    angles = positions.to(dtype)[..., None] * frequencies(spec, rotary_size(spec, head_size), positions, dtype)
+def rotary_tables(
+    spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, each: bool = False
+) -> Rotary:
+    """Cosines and sines [..., T, 1, K/2] of position times frequency, in `dtype`; fewer where a part is turned.
+
+    Args:
+        each: where frequencies change with the length of the sequence, each position's are those of the sequence
+            that ends with it, as a cache needs it: what it holds does not change.
+    """
+    angles = positions.to(dtype)[..., None] * frequencies(
+        spec, rotary_size(spec, head_size), positions[..., None] if each else positions.max(), dtype
+    )
     cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
     if isinstance(spec.scaling, YarnScaling):
         return cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
     return cos, sin
 
 
-def frequencies(spec: RotaryPositions, size: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """base^(-2i/size), scaled. In this order of operations the fp32 numbers are bitwise those of transformers."""
-    steps = torch.arange(0, size, 2, device=positions.device).to(dtype) / size
+def frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
+    """base^(-2i/size), scaled. In this order of operations the fp32 numbers are bitwise those of transformers.
+
+    Args:
+        last: position of the sequence's last token.
+    """
+    steps = torch.arange(0, size, 2, device=last.device).to(dtype) / size
     scaling = spec.scaling
     if isinstance(scaling, DynamicScaling):
-        return 1.0 / _stretched_base(spec.base, scaling, size, positions, dtype) ** steps
+        return 1.0 / _stretched_base(spec.base, scaling, size, last, dtype) ** steps
     plain = 1.0 / spec.base**steps
     if scaling is None:
         return plain
@@ -49,9 +62,9 @@ def frequencies(spec: RotaryPositions, size: int, positions: Tensor, dtype: torc
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 
-def _stretched_base(base: float, scaling: DynamicScaling, size: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """The base grows with the longest position at hand, once that is beyond the original context."""
-    length = (positions.max() + 1).clamp(min=scaling.original_context).to(dtype)
+def _stretched_base(base: float, scaling: DynamicScaling, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
+    """The base grows with the sequence, once that is longer than the original context."""
+    length = (last + 1).clamp(min=scaling.original_context).to(dtype)
     stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
     return base * stretch ** (size / (size - 2))
 
@@ -85,7 +98,10 @@ def rotate(x_BTHK: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tens
     """
     cos, sin = rotary
     x, rest = x_BTHK.split((2 * cos.shape[-1], x_BTHK.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    if not torch.is_grad_enabled():
+        x = x.to(cos.dtype)  # once, not in each product
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     y = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return y.to(x.dtype) if rest.shape[-1] == 0 else torch.cat((y.to(x.dtype), rest), dim=-1)
+    y = y.to(x_BTHK.dtype)
+    return y if rest.shape[-1] == 0 else torch.cat((y, rest), dim=-1)

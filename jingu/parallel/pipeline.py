@@ -202,7 +202,6 @@ class Pipeline(nn.Module):
         """As `Decoder.forward`, through all stages, without gradients; every rank of the pipeline gets the result."""
         group, owners = self.layout.group, self.layout.owners
         place = dist.get_group_rank(group, dist.get_rank())
-        past = None if cache is None else cache.length
         source = keywords.get("source_BS")
         shapes = partial(
             self._received,
@@ -222,8 +221,6 @@ class Pipeline(nn.Module):
             if number + 1 < len(owners) and owners[number + 1] != place and result is not None:
                 for tensor in _pack(result):
                     dist.send(tensor.contiguous(), group=group, group_dst=owners[number + 1])
-        if cache is not None and cache.length == past:
-            cache.advance(tokens_BT.shape[1])
         return self._from_last(result if isinstance(result, Tensor) else None, tokens_BT.device)
 
     def _from_last(self, result: Tensor | None, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Context parallelism that keeps the heads together: each rank's queries see the keys and values of all ranks.
 
 Where no mask is needed these travel in a ring, a part at a time, through PyTorch's ring attention (Liu et al., 2023);
-elsewhere (documents, windows, biases of positions, a cache, a dtype without such a kernel) they are gathered.
+elsewhere (documents, windows, biases of positions, a dtype without such a kernel) they are gathered.
 
 Shapes: B rows, T tokens of a row, C of them on a context rank, H heads, G key-value heads, K head size, S keys.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.experimental._context_parallel import _attention as engine
 
-from jingu.model.attention import Attention, CrossAttention, LayerCache, Mask, SelfAttention
+from jingu.model.attention import Attention, CrossAttention, Mask, SelfAttention
 from jingu.model.documents import Documents
 from jingu.model.rotary import Rotary
 from jingu.parallel.rows import Rows
@@ -35,6 +35,7 @@ def share_keys(part: Attention, rows: Rows, keys: Rows) -> None:
         keys: those that attention looks at.
     """
     replaced: Any = part
+    replaced.recalled = partial(_recalled, rows, part)
     if isinstance(part, CrossAttention):
         for child in (part.k, part.v):
             child.forward = partial(_gathered, keys, child.forward)  # type: ignore[method-assign]
@@ -87,21 +88,23 @@ def _look(
     k_BGCK: Tensor,
     v_BGCK: Tensor,
     mask: Mask,
-    cache: LayerCache | None,
 ) -> Tensor:
     """`SelfAttention.look` of this rank's queries at the keys of all ranks."""
-    if part.causal and mask is None and cache is None and _has_kernel(q_BHCK):
+    if part.causal and mask is None and _has_kernel(q_BHCK):
         groups = q_BHCK.shape[1] // k_BGCK.shape[1]
         k_BHCK, v_BHCK = (x.repeat_interleave(groups, 1) for x in (k_BGCK, v_BGCK))
         y: Tensor = _Ring.apply(q_BHCK, k_BHCK, v_BHCK, part.scale, rows.context_group)
         return part.output(y.transpose(1, 2).flatten(2))
     k_BGTK, v_BGTK = (rows.row(x.transpose(1, 2)).transpose(1, 2) for x in (k_BGCK, v_BGCK))
-    if cache is not None:
-        k_BGTK, v_BGTK = cache.extend(k_BGTK, v_BGTK)
     if mask is None and part.causal and rows.tokens > 1:
-        seen = torch.ones(rows.tokens, k_BGTK.shape[2], dtype=torch.bool, device=q_BHCK.device)
-        mask = seen.tril(k_BGTK.shape[2] - rows.tokens)
+        mask = torch.ones(rows.tokens, rows.tokens, dtype=torch.bool, device=q_BHCK.device).tril()
     return part.attended(q_BHCK, k_BGTK, v_BGTK, _own_rows(rows, mask), causal=False)
+
+
+def _recalled(rows: Rows, part: Attention, look: Callable[..., Tensor], *x_BCHK: Tensor) -> Tensor:
+    """`Attention.recalled` of the tokens of all ranks, which all have in their caches, for this rank's tokens."""
+    y_BTHK = look(*(rows.row(x) for x in x_BCHK), part.scale)
+    return part.output(rows.of_context(y_BTHK.movedim(1, -1)).movedim(-1, 1).flatten(2))
 
 
 def _has_kernel(q: Tensor) -> bool:

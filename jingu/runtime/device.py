@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import shutil
 import sys
@@ -70,6 +71,13 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(mmap_max, 0)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the card's memory, or of the machine's: the same on every rank of alike machines, whatever is free."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jingu.config.schema import ModelSettings
-from jingu.infer.cache import StaticCache
+from jingu.infer.cache import PagedCache
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
@@ -117,9 +117,9 @@ def test_a_window_hides_what_is_further_back() -> None:
     assert differs.tolist() == [2 <= number < 5 for number in range(9)]
 
 
-def test_documents_and_a_filled_cache_are_refused() -> None:
-    model, cache = tiny_decoder(), StaticCache(2, 8)
-    model(ids(1, 3), cache=cache)
+def test_documents_and_a_cache_are_refused() -> None:
+    model = tiny_decoder()
+    cache = PagedCache(model.spec, 4, 16, torch.device("cpu"))
     with pytest.raises(ValueError, match="documents"):
         model(ids(1, 2), documents_BT=torch.zeros(1, 2, dtype=torch.int64), cache=cache)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
-from jingu.infer.cache import StaticCache
-from jingu.infer.generate import next_logits
 from jingu.model.build import spec_from_settings
 from jingu.model.encoder_decoder import EncoderDecoder, all_blocks, make_model
 from jingu.model.experts import Routing
@@ -63,15 +62,12 @@ def test_who_sees_whom(family: str) -> None:
 
 
 @EACH
-def test_cached_equals_uncached(family: str) -> None:
-    model, source, tokens = model_of(spec_of(family)), ids(2, 13), ids(2, 11)
+def test_cached_equals_uncached(family: str, in_steps: Callable[..., Tensor]) -> None:
+    model, source, tokens = model_of(spec_of(family)), ids(1, 13), ids(1, 11)
     with torch.no_grad():
         whole = model.logits(model(tokens, source_BS=source))
-        cache, first = StaticCache(model.spec.layers, 11), 0
-        for size in (3, 1, 1, 6):
-            scores = next_logits(model, tokens[:, first : first + size], cache, None if first else source)
-            first += size
-            torch.testing.assert_close(scores, whole[:, first - 1], rtol=1e-10, atol=1e-12)
+        scores = in_steps(model, tokens[0], [3, 1, 1, 6], source)
+    torch.testing.assert_close(scores, whole[0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["t5", "llama", "mistral"])
@@ -90,15 +86,14 @@ def test_documents_equal_separate_runs(family: str) -> None:
     torch.testing.assert_close(packed, separate, rtol=1e-10, atol=1e-10)
 
 
-def test_a_decoder_alone_may_have_relative_biases() -> None:
+def test_a_decoder_alone_may_have_relative_biases(in_steps: Callable[..., Tensor]) -> None:
     spec = replaced(spec_of("llama"), encoder_layers=None, position=RelativeBias(buckets=8, max_distance=9))
     model, tokens = make_model(spec).double(), ids(1, 14)
     initialise(model, spec, 5)
     assert not isinstance(model, EncoderDecoder) and model.relative_bias is not None
     with torch.no_grad():
-        whole, cache = model.logits(model(tokens)), StaticCache(2, 14)
-        next_logits(model, tokens[:, :9], cache)
-        torch.testing.assert_close(next_logits(model, tokens[:, 9:], cache), whole[:, -1], rtol=1e-10, atol=1e-12)
+        whole, scores = model.logits(model(tokens)), in_steps(model, tokens[0], [9, 5])
+    torch.testing.assert_close(scores, whole[0], rtol=1e-10, atol=1e-12)
 
 
 def test_routers_of_both_sides_are_heard() -> None:

@@ -1,0 +1,68 @@
+"""A model's matrices as CPUs multiply few rows by them fastest: those with the same input as one, in oneDNN's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from jingu.model.attention import SelfAttention
+from jingu.model.decoder import Decoder
+from jingu.model.layers import FeedForwardLayer, Linear
+from jingu.model.packed import Reordered
+from jingu.model.products import product_dtype
+
+
+def arrange(model: Decoder) -> None:
+    """Arrange a whole model's matrices, in place; from then on it only computes. Nothing is done where oneDNN has no
+    kernel. Matrices that are packed, and those of experts, stay as they are."""
+    parameter = next(model.parameters())
+    narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+    missing = narrow and product_dtype(parameter.dtype, parameter.device) != parameter.dtype
+    if parameter.device.type != "cpu" or parameter.dtype == torch.float64 or missing or not _has_onednn():
+        return
+    head = model.head or model.embedding
+    if head is not None and isinstance(head.weight, Tensor):
+        weight = normalize(head.weight) if model.spec.normalised_head else head.weight
+        model.arranged_head = Reordered.of(weight)
+        if head is model.head:
+            _forget(head)
+    for part in list(model.modules()):
+        if isinstance(part, SelfAttention):
+            part.qkv = _joined((part.q, part.k, part.v))
+        elif isinstance(part, FeedForwardLayer) and part.gate is not None:
+            part.gate_up = _joined((part.gate, part.up))
+    for part in model.modules():
+        if type(part) is Linear and isinstance(part.weight, Tensor) and not part.weight.is_meta:
+            _order(part)
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())
+
+
+def _joined(parts: Sequence[Linear]) -> Linear | None:
+    """One matrix of several with the same input, whose own go; None where they are of another kind."""
+    if any(type(part) is not Linear or not isinstance(part.weight, Tensor) for part in parts):
+        return None
+    whole = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
+    whole.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]), requires_grad=False)
+    if parts[0].bias is not None:
+        whole.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
+    for part in parts:
+        _forget(part)
+    _order(whole)
+    return whole
+
+
+def _order(part: Linear) -> None:
+    weight = Reordered.of(part.weight)
+    del part.weight
+    part.weight = weight  # type: ignore[assignment]
+
+
+def _forget(part: nn.Module) -> None:
+    """Let go of a matrix that another stands for now."""
+    part.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)

@@ -1,0 +1,160 @@
+"""Many requests at once: nobody's answer depends on the others, on chunks, on pages shared, or on pages taken away."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.load import Loaded, loaded
+from jingu.infer.request import Request
+from jingu.infer.sampling import Sampling
+from jingu.model.build import spec_from_settings
+from jingu.model.encoder_decoder import make_model
+from jingu.model.initialise import initialise
+from jingu.text.tokenizer import Tokenizer
+
+KINDS: dict[str, dict[str, object]] = {
+    "llama-bf16": {"width": 48, "heads": 3, "kv_heads": 1, "feed_forward": 88},
+    "mistral": {"family": "mistral", "width": 40, "heads": 4, "kv_heads": 2, "feed_forward": 50},
+    "bloom": {"family": "bloom", "width": 48, "heads": 3},
+    "gpt2": {"family": "gpt2", "width": 30, "heads": 3},
+    "mixtral": {"family": "mixtral", "width": 24, "heads": 3, "kv_heads": 1, "feed_forward": 20},
+    "t5": {"family": "t5", "width": 36, "heads": 3, "encoder_layers": 2},
+}
+
+
+def model_of(kind: str, tokenizer: Tokenizer) -> Loaded:
+    settings = ModelSettings.model_validate({"layers": 2, "initial_std": 0.3, **KINDS[kind]})
+    spec = spec_from_settings(settings, tokenizer.vocabulary, 400)
+    if kind == "mistral":
+        spec = spec.model_copy(update={"attention": spec.attention.model_copy(update={"window": 37})})
+    model = make_model(spec)
+    initialise(model, spec, 1)
+    return loaded(model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval(), spec, tokenizer)
+
+
+def drawn(source: random.Random, vocabulary: int, beginnings: list[tuple[int, ...]]) -> Request:
+    begin = source.choice([(), (), *beginnings])
+    prompt = (*begin, *(source.randrange(1, vocabulary) for _ in range(source.choice([1, 2, 7, 40, 150]))))
+    sampling = Sampling(temperature=source.choice([0.0, 0.9]), seed=source.randrange(9))
+    return Request(
+        prompt, sampling, source.randrange(1, 20), logprobs=0, ignore_end=True, n=source.choice([1, 1, 1, 3])
+    )
+
+
+def answers(
+    engine: Engine, requests: list[Request], source: random.Random
+) -> list[list[tuple[int, int, float | None]]]:
+    """(choice, token, log-probability) of each request; requests arrive while others are answered, some leave."""
+    found: dict[int, list[tuple[int, int, float | None]]] = {}
+    numbers, waiting, gone = {}, list(enumerate(requests)), 0
+    while waiting or engine.busy:
+        while waiting and (not engine.busy or source.random() < 0.4):
+            place, request = waiting.pop(0)
+            numbers[engine.submit(request)] = place
+            if source.random() < 0.1:
+                gone = engine.submit(request)
+        if gone and source.random() < 0.3:
+            engine.cancel(gone)
+            gone = 0
+        for event in engine.step():
+            if event.token is not None and event.request in numbers:
+                told = (event.choice, event.token.id, event.token.logprob)
+                found.setdefault(numbers[event.request], []).append(told)
+    assert engine.stats().pages_used == 0
+    return [sorted(found[place], key=lambda each: each[0]) for place in range(len(requests))]
+
+
+def check_mixes(model: Loaded, mixes: int, seed: int) -> None:
+    source = random.Random(seed)
+    beginnings = [tuple(source.randrange(1, model.spec.vocabulary) for _ in range(size)) for size in (33, 130)]
+    preempted = 0
+    for _ in range(mixes):
+        requests = [drawn(source, model.spec.vocabulary, beginnings) for _ in range(source.randrange(2, 6))]
+        alone = [answers(Engine(model), [request], source)[0] for request in requests[:2]]
+        settings = EngineSettings(
+            max_batch=source.choice([2, 5, 16]),
+            page_tokens=source.choice([8, 16, 32]),
+            cache_bytes=source.choice([200_000, 10_000_000]),
+            prefill_chunk=source.choice([3, 50, 512]),
+        )
+        together = answers(Engine(model, settings), requests, source)
+        assert together[:2] == alone
+        preempted += settings.cache_bytes == 200_000
+    assert preempted or mixes < 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_else_matters(kind: str, tokenizer: Tokenizer) -> None:
+    check_mixes(model_of(kind, tokenizer), 5, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_else_matters_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
+    check_mixes(model_of(kind, tokenizer), 167, 2)
+
+
+def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
+    model = model_of("gpt2", tokenizer)
+    engine = Engine(model)
+    prompt = tuple(1 + place % 250 for place in range(200))
+    requests = [Request((*prompt, 7 + number), Sampling(), 100, ignore_end=True) for number in range(8)]
+    for request in requests:
+        engine.submit(request)
+    events = engine.step()
+    assert engine.stats().running == 1  # the others wait for what the first computes
+    for _ in range(40):
+        events += engine.step()
+    stats = engine.stats()
+    assert [event.cached_tokens for event in events if event.request == 5] == [192] * 40
+    assert stats.prefix_hits == 7 * 192
+    assert stats.pages_used == 16 + 7 * 3
+    assert stats.cached_tokens == 241 + 7 * 48
+    while engine.busy:
+        engine.step()
+    again = engine.submit(replace(requests[0], prompt=(*prompt, 7, 3)))
+    (event,) = engine.step()
+    assert event.request == again and event.cached_tokens == 192
+    engine.cancel(again)
+    assert engine.stats().pages_used == 0
+
+
+def test_kept_prefixes_make_room(tokenizer: Tokenizer) -> None:
+    """The one not used for the longest goes first."""
+    model = model_of("gpt2", tokenizer)
+    page = 2 * 2 * 30 * 16 * 4
+    engine = Engine(model, EngineSettings(cache_bytes=8 * page))
+    prompts = [tuple(number + place for place in range(1, 49)) for number in (0, 50, 100)]
+    requests = [Request(prompt, Sampling(), 2, ignore_end=True) for prompt in prompts]
+    for number in (0, 1, 0, 2, 2, 0, 1):
+        engine.run([requests[number]])
+    assert engine.stats().prefix_hits == 32 + 32 + 32
+    with pytest.raises(JinguError) as error:
+        engine.submit(Request(tuple(range(1, 160)), Sampling(), 2))
+    assert str(error.value) == (
+        "prompt: prompt and answer have up to 161 tokens, and the key-value cache has room for 128. Ask for fewer "
+        "tokens, or give the engine a larger cache."
+    )
+
+
+def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> None:
+    model = model_of("gpt2", tokenizer)
+    engine = Engine(model)
+    whole = engine.run([Request((5, 6), Sampling(), 9, ignore_end=True)])
+    weight = model.model.embedding.weight
+    kept = weight[77].clone()
+    with torch.no_grad():
+        weight[77] = torch.nan
+        engine.submit(Request((5, 77, 6), Sampling(), 9, logprobs=0))
+        (event,) = engine.step()
+        weight[77] = kept
+    assert event.finish == "error" and event.error == "the model's scores are not finite numbers"
+    assert engine.stats().pages_used == 0
+    assert engine.run([Request((5, 6), Sampling(), 9, ignore_end=True)]) == whole
