@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import ServeError, as_serve_error, told
 
+LOGGER = logging.getLogger("jingu.serve")
 T = TypeVar("T")
 MAY_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the answer, whole or as server-sent events", "content": {"text/event-stream": {}}}
@@ -103,8 +105,8 @@ class EventStream(Response):
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except Exception as error:
-            known = as_serve_error(error)
-            if known is not error:
-                raise
-            await send({"type": "http.response.body", "body": event(told(known, path)[1]), "more_body": True})
+            if not isinstance(error, ServeError):
+                LOGGER.exception("a stream failed")
+            last = event(told(as_serve_error(error), path)[1])
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

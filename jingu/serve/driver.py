@@ -142,8 +142,8 @@ class Ticket:
             if event.finish is not None:
                 self._awaited.discard((number, event.choice))
                 account.finish = event.finish
-        self._events.extend(events)
         broken = next((event for _, event in events if event.finish in ("error", "cancelled")), None)
+        self._events.extend(each for each in events if each[1].finish not in ("error", "cancelled"))
         if broken is not None:
             self._driver.drop(self)
             self.fail(ServeError(500, broken.error or "the engine gave the request up", kind="generation"))

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,6 +294,24 @@ def test_a_failed_step_fails_its_requests_and_no_others(serve: Serve, loaded: Lo
     events = server.events("/v1/completions", {"model": "tiny", "prompt": "the weather is fine", "stream": True})
     assert events[-1]["error"]["type"] == "server_error"
     assert server.call("/health")[0] == 200
+    eventually(lambda: free(server))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_an_answer_that_the_engine_breaks_off_is_told(serve: Serve, loaded: Loaded, path: str) -> None:
+    class Breaking(Spoken):
+        def step(self) -> Any:
+            events = super().step()
+            return [replace(each, finish="error", error="scores are not finite") for each in events]
+
+    server = serve(Breaking(loaded))
+    status, answer, _ = server.call(path, LONG)
+    if path == "/generate_stream":
+        assert status == 200
+        answer = json.loads(answer.removeprefix("data: "))
+    else:
+        assert status == 500
+    assert answer == {"error": "scores are not finite", "error_type": "generation"}
     eventually(lambda: free(server))
 
 
