@@ -1,4 +1,4 @@
-"""The data layer: opening at any size, batches from a warm page cache, and building beside `datasets.map`.
+"""The data layer: opening at any size, batches from a warm page cache, steps with them, building beside `datasets.map`.
 
 Opening: sparse files of 64 shards, of which only the header and the last entry of each index hold anything, as a data
 set of that size would have them. Building: the same text, the same tokenizer, one process each, both to the disk.
@@ -82,17 +82,23 @@ def opening(place: Path, sizes: dict[str, int], rounds: int) -> list[str]:
     return [*rows, f"| the larger beside the smaller | {times[-1] / times[0]:.2f} × | 1.2 × |"]
 
 
+def filled(folder: Path, tokens: int, vocabulary: int) -> Path:
+    """A simulated data set that holds ids."""
+    simulated(folder, tokens // (SHARDS * 1000) * SHARDS * 1000)
+    noise = np.random.default_rng(0).integers(0, vocabulary, tokens // SHARDS, dtype=np.int32).tobytes()
+    for path in folder.glob("*.bin"):
+        size = path.stat().st_size
+        path.write_bytes(noise[:size])
+    return folder
+
+
 def batches(place: Path, tokens: int, seconds: float) -> list[str]:
     """Tokens a second of one process in micro-batches of 8, and the files it opens meanwhile."""
     from jingu.data.batches import BatchSource, Windows
     from jingu.data.dataset import TokenDataset, open_dataset
     from jingu.data.mixture import plan_mixture
 
-    folder = simulated(place / "batches", tokens // (SHARDS * 1000) * SHARDS * 1000)
-    noise = np.random.default_rng(0).integers(0, 100_000, tokens // SHARDS, dtype=np.int32).tobytes()
-    for path in folder.glob("*.bin"):
-        size = path.stat().st_size
-        path.write_bytes(noise[:size])
+    folder = filled(place / "batches", tokens, 100_000)
     opened: list[str] = []
     counting = [False]
     sys.addaudithook(lambda event, arguments: opened.append(event) if counting[0] and event == "open" else None)
@@ -111,6 +117,49 @@ def batches(place: Path, tokens: int, seconds: float) -> list[str]:
         found = f"{rate:.0f} M tokens/s, {len(opened)} files opened meanwhile"
         rows.append(f"| {step:,} batches, {reading} | {found} | {f'20 M, {SHARDS}' if reading == 'mmap' else ''} |")
     return rows
+
+
+def stepping(place: Path, tokens: int, rounds: int, steps: int) -> list[str]:
+    """Training steps (of `bench.train_step`'s model) with data from the loader beside steps with the same batch again
+
+    and again; some of each in turn, in a process of its own.
+    """
+    from bench.train_step import VOCABULARY
+
+    folder = filled(place / "stepping", tokens, VOCABULARY)
+    command = [sys.executable, "-m", "bench.data", str(folder), str(rounds), str(steps)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    ratios = [float(word) for word in done.stdout.split()]
+    shown = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+    return [f"| a training step with real data / with constant data | {median(ratios):.3f} ({shown}) | 1.01 |"]
+
+
+def steps_with_and_without(folder: Path, rounds: int, steps: int) -> None:
+    """Child process: print the ratio of each round."""
+    import torch
+
+    from bench.train_step import BATCH, SEQUENCE, THREADS, trainer
+    from jingu.data.batches import BatchSource, Windows
+    from jingu.data.dataset import open_dataset
+    from jingu.data.loader import Loader
+    from jingu.data.mixture import plan_mixture
+
+    torch.set_num_threads(THREADS)
+    source = BatchSource(
+        (Windows(open_dataset(folder, "train"), SEQUENCE, 0),), plan_mixture([(0, [1.0])], [None]), BATCH
+    )
+    loader, step, done = Loader(source.batch, pinned=False), trainer("fp32", False), 0
+    constant = source.batch(0, 0, BATCH)
+    step(constant)
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(steps):
+            step(constant)
+        between = time.perf_counter()
+        for _ in range(steps):
+            step(loader.batch(done, 0, BATCH))
+            done += 1
+        print((time.perf_counter() - between) / (between - started), flush=True)
 
 
 def corpus(folder: Path, megabytes: float) -> Path:
@@ -174,15 +223,21 @@ def building(place: Path, megabytes: float) -> list[str]:
 
 
 def run(
-    sizes: dict[str, int] | None = None, tokens: int = 64_000_000, seconds: float = 5.0, megabytes: float = 40.0
+    sizes: dict[str, int] | None = None,
+    tokens: int = 64_000_000,
+    seconds: float = 5.0,
+    megabytes: float = 40.0,
+    rounds: int = 7,
+    steps: int = 6,
 ) -> str:
     """The table, as Markdown."""
     sizes = sizes or {"1 billion": 10**9, "1 trillion": 10**12}
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        rows = [*opening(place, sizes, 5), *batches(place, tokens, seconds), *building(place, megabytes)]
+        rows = [*opening(place, sizes, 5), *batches(place, tokens, seconds), *stepping(place, tokens, rounds, steps)]
+        rows += building(place, megabytes)
     return "\n".join(["| | | must reach |", "|---|---|---|", *rows])
 
 
 if __name__ == "__main__":
-    print(run())
+    steps_with_and_without(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -46,7 +46,7 @@ def measure(side: str, precision: str, steps: int) -> None:
     print(json.dumps(figures.__dict__))
 
 
-def _jingu(precision: str, compiled: bool):
+def trainer(precision: str, compiled: bool):
     """What `jingu train` does in a step, on one rank."""
     import torch
 
@@ -98,20 +98,28 @@ def _jingu(precision: str, compiled: bool):
 
     class Constant(Pretraining):
         def batch(self, step: int, first: int, count: int) -> Batch:
-            return Batch(current[0][:, :-1], current[0][:, 1:], None, None)
+            return current[0]
 
-    current: list[torch.Tensor] = []
+    current: list[Batch] = []
     chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
     task = Constant(None, None, chunk)  # type: ignore[arg-type]
     plan = BatchPlan(1, BATCH, BATCH, 1, BATCH * SEQUENCE)
 
-    def step(tokens: torch.Tensor) -> None:
-        current[:] = [tokens]
+    def step(batch: Batch) -> None:
+        current[:] = [batch]
         result = train_step(model, optimizer, task, plan, step=0, mesh=mesh, device=ranks.device, zero=1, clip_norm=1.0)
         result.loss.item()
 
     step.group = group  # type: ignore[attr-defined]  # keeps the process group alive
     return step
+
+
+def _jingu(precision: str, compiled: bool):
+    """Steps on rows of tokens."""
+    from jingu.data.batch import Batch
+
+    step = trainer(precision, compiled)
+    return lambda tokens: step(Batch(tokens[:, :-1], tokens[:, 1:]))
 
 
 def _transformers(precision: str, _compiled: bool):
