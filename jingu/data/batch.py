@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 IGNORED = -100
@@ -41,6 +42,13 @@ class Batch:
     """[2, rows, sequence] keys and scales of noise on the embedded tokens."""
     source: Source | None = None
     """For encoder-decoders; the fields above are then the decoder's side."""
+
+
+def written(source: Source, labels_BT: Tensor, start_id: int) -> Batch:
+    """What a decoder writes of a source: each token is the label before it, the first one `start_id`."""
+    starts_B1 = labels_BT.new_full((len(labels_BT), 1), start_id)
+    before_BT = torch.cat([starts_B1, labels_BT[:, :-1]], dim=1)
+    return Batch(before_BT.where(before_BT >= 0, start_id), labels_BT, source=source)
 
 
 Part = TypeVar("Part", Batch, Source)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jingu.config.schema import SpanCorruptionSettings
-from jingu.data.batch import IGNORED, Batch, Source
+from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.order import Permutation
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
@@ -67,8 +67,7 @@ class SpanCorruption:
         """The batch of texts that are the samples `first`, `first` + 1 and so on."""
         rows = [self.corrupted(text, first + number) for number, text in enumerate(texts_BL.numpy())]
         sources_BS, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-        starts_B1 = torch.full((len(rows), 1), self.start_id)
-        return Batch(torch.cat([starts_B1, labels_BT[:, :-1]], dim=1), labels_BT, source=Source(sources_BS))
+        return written(Source(sources_BS), labels_BT, self.start_id)
 
     def corrupted(self, text_L: Ids, sample: int) -> tuple[Ids, Ids]:
         """Source [S] and target [T] of one text."""

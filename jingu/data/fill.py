@@ -34,6 +34,8 @@ class FillInTheMiddle:
     middle_id: int
     end_id: int
     seed: int
+    beginning: tuple[int, ...] = ()
+    """What a document may begin with, which stays before all parts."""
 
     def batch(self, tokens: Ids, labels: Ids, samples: Ids) -> tuple[Ids, Ids]:
         """Tokens and labels of rows that are these samples of the run."""
@@ -53,6 +55,8 @@ class FillInTheMiddle:
 
     def _document(self, ids: Ids, sample: int, number: int) -> Ids:
         text, end = (ids[:-1], ids[-1:]) if ids[-1] == self.end_id else (ids, ids[:0])
+        begins = len(self.beginning) if tuple(text[: len(self.beginning)].tolist()) == self.beginning else 0
+        before, text = text[:begins], text[begins:]
         key = f"{self.seed} {sample} {number}".encode()
         digest = hashlib.blake2b(key, digest_size=24, person=b"jingu fill").digest()
         chance, first, second = np.frombuffer(digest, "<u8").tolist()
@@ -60,7 +64,7 @@ class FillInTheMiddle:
             return ids
         low, high = sorted((first % (len(text) + 1), second % (len(text) + 1)))
         marks = [np.array([mark]) for mark in (self.prefix_id, self.suffix_id, self.middle_id)]
-        return np.concatenate([marks[0], text[:low], marks[1], text[high:], marks[2], text[low:high], end])
+        return np.concatenate([before, marks[0], text[:low], marks[1], text[high:], marks[2], text[low:high], end])
 
 
 def plan_fill(settings: FillInTheMiddleSettings, tokenizer: Tokenizer, seed: int) -> FillInTheMiddle:
@@ -74,4 +78,6 @@ def plan_fill(settings: FillInTheMiddleSettings, tokenizer: Tokenizer, seed: int
             fix="Train one with it (tokenizer.special_tokens), or name those that it has.",
         )
     prefix_id, suffix_id, middle_id = (known[name] for name in names)
-    return FillInTheMiddle(settings.rate, prefix_id, suffix_id, middle_id, tokenizer.end_id, seed)
+    return FillInTheMiddle(
+        settings.rate, prefix_id, suffix_id, middle_id, tokenizer.end_id, seed, tuple(tokenizer.beginning)
+    )

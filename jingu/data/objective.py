@@ -17,7 +17,7 @@ from jingu.config.schema import (
     SpanCorruptionSettings,
     TargetFilesSettings,
 )
-from jingu.data.batch import IGNORED, Batch, Source
+from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.batches import BatchSource
 from jingu.data.corruption import plan_corruption
 from jingu.errors import JinguError
@@ -128,10 +128,8 @@ class Continuation:
             documents_BS[row, : cut + 1] = 0
             if not (batch.labels[row] < 0).any():
                 labels_BT[row, : self.length - cut] = text_L[cut:]
-        starts_B1 = torch.full((rows, 1), self.start_id)
-        tokens_BT = torch.cat([starts_B1, labels_BT[:, :-1].where(labels_BT[:, :-1] >= 0, self.end_id)], dim=1)
         low, high = self.cut.bounds(self.length)
-        return Batch(tokens_BT, labels_BT, source=Source(source_BS, None if low == high else documents_BS))
+        return written(Source(source_BS, None if low == high else documents_BS), labels_BT, self.start_id)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from jingu.config.schema import TargetFilesSettings
-from jingu.data.batch import IGNORED, Batch, Source
+from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.indexed import IndexedReader
@@ -79,7 +79,6 @@ class TargetFilesSource(BatchSource):
     """T; what is longer is cut."""
     sentinel_ids: tuple[int, ...] = ()
     start_id: int = 0
-    end_id: int = 0
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         which, _, starts = (part[first : first + count] for part in self.locate(step))
@@ -99,9 +98,7 @@ class TargetFilesSource(BatchSource):
             target = np.concatenate([*parts, marks[-1:]])[: self.target_length]
             if self.dropped is None or step not in self.dropped or not self._drops(number, start):
                 labels_BT[row, : len(target)] = torch.from_numpy(target)
-        shifted_BT = labels_BT[:, :-1].where(labels_BT[:, :-1] >= 0, self.end_id)
-        tokens_BT = torch.cat([torch.full((count, 1), self.start_id), shifted_BT], dim=1)
-        return Batch(tokens_BT, labels_BT, source=Source(sources_BS))
+        return written(Source(sources_BS), labels_BT, self.start_id)
 
     def _drops(self, number: int, start: Numbers) -> bool:
         """Whether a part of a window is left out: then none of it is trained."""
@@ -147,7 +144,6 @@ def target_files_source(source: BatchSource, settings: TargetFilesSettings, toke
         target_length=settings.target_length,
         sentinel_ids=tuple(found),
         start_id=tokenizer.start_id,
-        end_id=tokenizer.end_id,
     )
 
 

@@ -40,6 +40,16 @@ def undone(row: list[int]) -> tuple[list[int], int]:
     return text, anew
 
 
+def test_what_documents_begin_with_stays_before_the_parts() -> None:
+    plain = FillInTheMiddle(1.0, PREFIX, SUFFIX, MIDDLE, END, 5)
+    row = np.array([5, 6, 7, 8, END, *[END] * 5])
+    (made,) = plain.rows(row[None], np.array([3]))
+    (begun,) = FillInTheMiddle(1.0, PREFIX, SUFFIX, MIDDLE, END, 5, (77, 78)).rows(
+        np.array([[77, 78, *row]]), np.array([3])
+    )
+    assert begun.tolist() == [77, 78, *made.tolist()]
+
+
 @given(
     st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=6), st.integers(0, 10**9), st.booleans()
 )

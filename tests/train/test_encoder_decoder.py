@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
 from jingu.data.build import build
 from jingu.data.dataset import open_dataset
+from jingu.data.indexed import IndexedWriter
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.verbs import train as train_tokenizer
@@ -182,3 +184,23 @@ def test_objective_and_model_must_fit(corrupted, tiny_run):
 def test_without_sentinels_the_tokenizer_is_refused(tiny_run):
     with pytest.raises(JinguError, match=r"the tokenizer lacks 3 of the 3 sentinels .* such as <extra_id_0>"):
         open_run(tiny_run({**T5, "tokenizer.vocabulary": 389}))
+
+
+def test_it_trains_on_a_data_set_of_cpm2(corrupted, tiny_run, train_on, done, tmp_path):
+    chance = np.random.default_rng(3)
+    kinds = {
+        name: IndexedWriter(tmp_path / f"story_{name}", "uint16") for name in ("context", "target", "target_offset")
+    }
+    for _ in range(30):
+        kept, removed = chance.integers(20, 30, (2, 16)), chance.integers(20, 30, (2, 4))
+        context = [id_ for n in range(2) for id_ in [*kept[n], 397 + n]]
+        target = [id_ for n in range(2) for id_ in [397 + n, *removed[n]]]
+        for writer, ids in zip(kinds.values(), (context, target, [0, 5, 5, 5]), strict=True):
+            writer.add(np.array(ids), np.array([len(ids)]))
+    for writer in kinds.values():
+        writer.close()
+    changes = {**corrupted, **T5, "data.path": str(tmp_path / "story"), "train.steps": 8, "evaluation.every": 0}
+    run = tiny_run({**changes, "data.objective": {"type": "target_files", "target_length": 20}})
+    train_on(1, run)
+    losses = done(run).column("loss")
+    assert losses[-1] < losses[0] - 0.5
