@@ -16,7 +16,11 @@ from pathlib import Path
 
 CONFIG = "examples/tune.yaml"
 PLACE = Path("build/tune")
-QUESTIONS = ("Give three tips for staying healthy.", "Explain why the sky is blue.", "Describe a process of making tea.")
+QUESTIONS = (
+    "Give three tips for staying healthy.",
+    "Explain why the sky is blue.",
+    "Describe a process of making tea.",
+)
 COLUMN = 56
 """Characters of a column of answers."""
 
@@ -52,7 +56,7 @@ def side_by_side(left: str, right: str) -> str:
     return "\n".join(f"{a:{COLUMN}} │ {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))
 
 
-def main(model: Path, rows: Path, overrides: list[str], tokens: int = 120) -> None:
+def main(model: Path, rows: Path, overrides: list[str], tokens: int = 80) -> None:
     """All of it, with the time it took."""
     from jingu.config.load import load_config
 

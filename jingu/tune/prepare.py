@@ -33,7 +33,7 @@ from jingu.tune.templates import Template, find_template
 UNITS_A_WORKER = 2
 """Processes start only where there is work for them: each takes seconds to begin."""
 READ, CUT, DIVIDED, KEPT, TOKENS, TRAINED, UNENDED = (
-    *("read: ", "cut", "divided", "kept", "tokens", "trained tokens"),
+    *("read: ", "cut", "divided", "made", "tokens", "trained tokens"),
     "without an end",
 )
 LEFT_OUT = "left out: "
@@ -140,7 +140,7 @@ def told(tally: Tally, copies: int, *, drops: bool) -> list[str]:
     count = {what: tally.rows.get(what, 0) for what in (KEPT, TOKENS, TRAINED, CUT, DIVIDED, UNENDED)}
     lines = [
         f"rows: {several(READ)}",
-        f"kept: {count[KEPT]:,} of {count[TOKENS]:,} tokens, {count[TRAINED]:,} of them trained "
+        f"made: {count[KEPT]:,} of {count[TOKENS]:,} tokens, {count[TRAINED]:,} of them trained "
         f"({count[TRAINED] / max(count[TOKENS], 1):.0%})",
         f"too long: {count[CUT]:,} cut, {count[DIVIDED]:,} divided",
         f"left out: {several(LEFT_OUT)}",

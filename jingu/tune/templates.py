@@ -154,6 +154,7 @@ class Template:
             raise JinguError(f"the template is not Jinja ({error}).", where=where) from error
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._names = tokenizer.special_names
+        self._ends = tuple(tokenizer.special_tokens)
         self._special = [] if obey_special else sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._mention = re.compile("|".join(map(re.escape, self._special))) if self._special else None
 
@@ -177,7 +178,10 @@ class Template:
             whole, answers = _without_marks(whole)
         elif marks:
             answers = [
-                (self._beginning(whole, messages[:place], tools, asks=True), self._beginning(whole, until, tools))
+                (
+                    self._beginning(whole, messages[:place], tools, asks=True),
+                    self._ended(whole, self._beginning(whole, until, tools)),
+                )
                 for place, message in enumerate(messages)
                 if message["role"] == "assistant"
                 for until in [messages[: place + 1]]
@@ -216,6 +220,11 @@ class Template:
                 "train on all tokens (task.train_on=all).",
             )
         return len(part)
+
+    def _ended(self, whole: str, end: int) -> int:
+        """Where an answer ends: no model writes the space after its end token."""
+        before = len(whole[:end].rstrip())
+        return before if whole.endswith(self._ends, 0, before) else end
 
     def _mentioning(self, value: Any) -> Any:
         """A value whose texts only mention special tokens."""

@@ -30,3 +30,23 @@ def test_rows_are_shown_with_what_is_trained(
     preview(config, rows=1, to=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>春" not in page and "眠" in page and "row 3" not in page
+
+
+def test_what_one_should_know_before(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies, answers without an end, rows of which no trained token is left."""
+    endless = tmp_path / "endless.jinja"
+    endless.write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        encoding="utf-8",
+    )
+    rows = [{"instruction": "a", "output": "b"}] * 2 + [{"instruction": "x" * 200, "output": "never seen"}]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    preview(
+        tiny_run({"data.input": str(file), "data.objective": {"type": "supervised", "template": str(endless)}}), rows=0
+    )
+    told = capsys.readouterr().out
+    assert "rows: 3 alpaca" in told and "too long: 1 cut, 0 divided" in told
+    assert "left out: 1 without a trained token" in told
+    assert "warning: 1 are copies" in told and "warning: in 2 the last trained token is no special one" in told
