@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -166,7 +167,7 @@ def row_files(data: DataSettings) -> list[Path]:
 
 
 def _hash(ids: list[int]) -> int:
-    digest = hashlib.blake2b(np.array(ids, "<i4").tobytes(), digest_size=8, key=b"jingu held out").digest()
+    digest = hashlib.blake2b(array("i", ids).tobytes(), digest_size=8, key=b"jingu held out").digest()
     return int.from_bytes(digest, "little")
 
 
@@ -284,14 +285,20 @@ def _maker(tokenizer: Path, fingerprint: str, data: str, length: int) -> Maker:
 def _encode(tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit) -> EncodedUnit:
     """The rows of a unit as ids and weights."""
     maker, tally = _maker(tokenizer, fingerprint, data.model_dump_json(), length), Tally()
-    made = list(maker.rows(unit, tally))
-    tally.documents = len(made)
     dtype = best_dtype(maker.tokenizer.vocabulary)
+    ids, weights = [np.zeros(0, dtype)], [np.zeros(0, np.uint8)]
+    lengths, hashes = [], []
+    for one in maker.rows(unit, tally):  # lists of numbers are large, and let go of at once
+        ids.append(np.array(one.row.ids, dtype))
+        weights.append(one.row.weights)
+        lengths.append(len(one.row.ids))
+        hashes.append(one.hash)
+    tally.documents = len(lengths)
     encoded = Encoded(
-        ids=np.concatenate([np.zeros(0, dtype), *(np.array(one.row.ids, dtype) for one in made)]),
-        lengths=np.array([len(one.row.ids) for one in made], np.int64),
-        text_bytes=np.zeros(len(made), np.int64),
-        hashes=np.array([one.hash for one in made], np.uint64),
-        beside=np.concatenate([np.zeros(0, np.uint8), *(one.row.weights for one in made)]),
+        ids=np.concatenate(ids),
+        lengths=np.array(lengths, np.int64),
+        text_bytes=np.zeros(len(lengths), np.int64),
+        hashes=np.array(hashes, np.uint64),
+        beside=np.concatenate(weights),
     )
     return EncodedUnit(tally, [encoded])

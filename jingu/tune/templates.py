@@ -168,10 +168,14 @@ class Template:
             RowError: the template has no place for it.
             JinguError: it cannot be proved what the model said.
         """
-        if self._without_tools and (row.tools or any(message.role == "tool" for message in row.messages)):
+        if self._without_tools and (row.tools or "tool" in [message.role for message in row.messages]):
             raise RowError(f"the template {self.where} has no place for tools")
-        messages = [self._mentioning(_as_they_have_it(message)) for message in row.messages]
-        tools = self._mentioning(list(row.tools)) or None
+        messages: Any = [_as_they_have_it(message) for message in row.messages]
+        tools: Any = list(row.tools) or None
+        texts = "\0".join([message.content for message in row.messages])
+        calls: Any = tools or [message for message in row.messages if message.tool_calls]
+        if self._mention is not None and (calls or self._mention.search(texts)):
+            messages, tools = self._mentioning(messages), self._mentioning(tools)
         whole = self._render(messages, tools)
         answers: list[tuple[int, int]] = []
         if self._marks:
