@@ -121,7 +121,7 @@ class Sampled(Body):
     model: str
     frequency_penalty: Penalty | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     max_tokens: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None

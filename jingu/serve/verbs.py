@@ -53,7 +53,8 @@ def serve(
         from jingu.serve.service import ServeSettings
     except ImportError as error:
         raise JinguError(
-            f"a package is missing that the server needs ({error.name}).", fix="pip install 'jingu[serve]'"
+            f"a package is missing that the server needs ({error.name}).",
+            fix="Install it: `pip install 'jingu[serve]'`.",
         ) from error
     loopback = _is_loopback(host)
     settings = ServeSettings(

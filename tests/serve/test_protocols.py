@@ -269,6 +269,7 @@ def test_embeddings(serve: Serve, tiny: Running) -> None:
         ("completions", {"prompt": PROMPT, "temperature": -1}, "`temperature`"),
         ("completions", {"prompt": PROMPT, "logit_bias": {"x": 1}}, "`logit_bias`"),
         ("completions", {"prompt": PROMPT, "stop": ""}, "`stop`"),
+        ("completions", {"prompt": PROMPT, "logit_bias": {str(n): 1 for n in range(2000)}}, "`logit_bias`"),
         ("completions", {"prompt": PROMPT, "best_of": 2, "stream": True}, "`best_of`"),
         ("chat/completions", {"messages": []}, "`messages`"),
         ("chat/completions", {"messages": [{"role": "god", "content": "a"}]}, "role"),

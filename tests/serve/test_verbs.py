@@ -1,0 +1,54 @@
+"""`jingu serve`: what is wrong with its options, and how they become settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.errors import JinguError
+from jingu.infer.load import Loaded
+from jingu.serve import run, verbs
+from jingu.serve.service import ServeSettings
+
+
+def test_keys_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(JinguError, match="cannot be read"):
+        verbs.serve(tmp_path, api_key_file=file)
+    file.write_text("\n  \n", encoding="utf-8")
+    with pytest.raises(JinguError, match=r"has none. Write a key a line"):
+        verbs.serve(tmp_path, api_key_file=file)
+    file.write_text("one\n\n two \n", encoding="utf-8")
+    with pytest.raises(JinguError, match=r"poems does not say an adapter. Write NAME=PATH"):
+        verbs.serve(tmp_path, api_key_file=file, adapter=["poems"])
+
+
+def test_a_server_that_others_can_reach_has_any_name(
+    monkeypatch: pytest.MonkeyPatch, loaded: Loaded, tmp_path: Path
+) -> None:
+    seen: list[tuple[ServeSettings, str, tuple[str, ...]]] = []
+    monkeypatch.setattr(verbs, "load", lambda *_: loaded)
+    monkeypatch.setattr(run, "run", lambda _engine, _loaded, *told: seen.append(told[:3]))
+    for host, options in (("127.0.0.1", {}), ("::1", {"allow_host": ["gate"]}), ("0.0.0.0", {"name": "mine"})):
+        asked: dict[str, Any] = options
+        verbs.serve(tmp_path, host=host, adapter=["a=b"], api_key=["k"], **asked)
+    assert seen[0][0].hosts == ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")
+    assert seen[1][0].hosts[-1] == "gate"
+    assert seen[2][0].hosts == () and seen[2][0].keys == ("k",)
+    assert [(name, adapters) for _, name, adapters in seen] == [("tiny", ("a",)), ("tiny", ("a",)), ("mine", ("a",))]
+
+
+def test_a_missing_package_is_named() -> None:
+    code = (
+        "import sys; sys.modules['fastapi'] = None; from jingu.cli import main; raise SystemExit(main(['serve', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "jingu: a package is missing that the server needs (fastapi). Install it: `pip install 'jingu[serve]'`.\n"
+    )
