@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -72,7 +73,7 @@ class TokenDataset:
             return ""
         numbers = IndexedReader(self.path / beside[shard].name).storage.read(2 * number, 2 * number + 2)
         file, place = numbers.tolist()
-        return place_in_words(json.loads((self.path / FILES).read_text(encoding="utf-8"))[file], place)
+        return place_in_words(_names(self.path / FILES)[file], place)
 
     @property
     def end_id(self) -> int:
@@ -91,6 +92,13 @@ class TokenDataset:
                 done, place = done + len(part), 0
                 shard = (shard + 1) % len(self.shards)
         return out
+
+
+@lru_cache(maxsize=4)
+def _names(path: Path) -> list[str]:
+    """The names of a corpus' files."""
+    found: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer"] = "mmap") -> TokenDataset:
