@@ -305,3 +305,18 @@ def test_memory_of_saving_and_loading_does_not_grow_with_the_tensor(tmp_path):
     tensor = torch.zeros(3 * shards.CHUNK // 4 + 5)
     addresses = [torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() for chunk in shards.chunks(tensor)]
     assert addresses == [tensor.data_ptr() + i * shards.CHUNK for i in range(4)]
+
+
+def test_a_reader_reads_manifest_and_header_once(tmp_path, monkeypatch):
+    tensors = {f"model/{name}": torch.randn(3, 5) for name in "abc"}
+    store.save(tmp_path / "step", tensors, {})
+    reader = store.Reader(tmp_path / "step")
+    (tmp_path / "step" / "manifest.json").unlink()
+    checks = []
+    check = store.check_header
+    monkeypatch.setattr(store, "check_header", lambda *given: (checks.append(given[-1]), check(*given)))
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+    assert len(checks) == 1
+    assert all(torch.equal(reader.read_expert(name, 1), tensor[1]) for name, tensor in tensors.items())
+    with pytest.raises(CheckpointError, match="no tensor model/d"):
+        reader.read("model/d")
