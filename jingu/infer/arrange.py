@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 
 from jingu.model.attention import SelfAttention
 from jingu.model.decoder import Decoder
+from jingu.model.experts import ExpertsLayer
 from jingu.model.layers import FeedForwardLayer, Linear
 from jingu.model.packed import Reordered
 from jingu.model.products import product_dtype
@@ -17,7 +18,7 @@ from jingu.model.products import product_dtype
 
 def arrange(model: Decoder) -> None:
     """Arrange a whole model's matrices, in place; from then on it only computes. Nothing is done where oneDNN has no
-    kernel. Matrices that are packed, and those of experts, stay as they are."""
+    kernel. Matrices that are packed, and those of routers and experts, stay as they are."""
     parameter = next(model.parameters())
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
     missing = narrow and product_dtype(parameter.dtype, parameter.device) != parameter.dtype
@@ -34,7 +35,10 @@ def arrange(model: Decoder) -> None:
             part.qkv = _joined((part.q, part.k, part.v))
         elif isinstance(part, FeedForwardLayer) and part.gate is not None:
             part.gate_up = _joined((part.gate, part.up))
+    routers = {part.router for part in model.modules() if isinstance(part, ExpertsLayer)}  # multiplied in fp32
     for part in model.modules():
+        if part in routers:
+            continue
         if type(part) is Linear and isinstance(part.weight, Tensor) and not part.weight.is_meta:
             _order(part)
 

@@ -187,6 +187,10 @@ class _Layer:
         y_THK = F.pad(torch.cat(parts) if len(parts) > 1 else parts[0], (0, 0, 0, 0, 0, spare))
         return y_THK[None, :, :, :size]
 
+    def tokens(self, rows: int) -> int:
+        whole = rows == len(self._cache.slots_T)  # else a rank has a part of them
+        return self._cache.groups[-1].rows.stop if whole else rows
+
     def _bias(self, group: _Group, groups: int, q_THK: Tensor, first_head: int) -> Tensor:
         """What is added to the scores [G·N, M, S]; made by the first layer."""
         if group.bias is None:

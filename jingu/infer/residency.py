@@ -314,12 +314,13 @@ class Residency:
         if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
             return None
         _, block, mixture = self._blocks[layer]
-        assert self._states is not None
+        assert self._states is not None and self._chosen_NK is not None
+        states_ND = self._states.flatten(0, 1)[: len(self._chosen_NK)]  # the others only fill up
         # `forward` itself: a call would have these states remembered as that block's.
-        x_BTD = block.feed_forward_norm.forward(self._states)
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = linear(x_BTD.to(wide), mixture.router.weight.to(x_BTD.dtype))
-        guess_NK = logits_BTE.topk(mixture.spec.active, dim=-1).indices.flatten(0, -2)
+        x_ND = block.feed_forward_norm.forward(states_ND)
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        logits_NE = linear(x_ND.to(wide), mixture.router.weight.to(x_ND.dtype))
+        guess_NK = logits_NE.topk(mixture.spec.active, dim=-1).indices
         self._guess = layer, guess_NK
         guesses_KE = nn.functional.one_hot(guess_NK, mixture.spec.number).sum(0).cpu().numpy()
         return self._foresight.foresee(layer, guesses_KE)

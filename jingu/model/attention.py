@@ -39,6 +39,9 @@ class LayerCache(Protocol):
             first_head: of the whole model's heads, the first that is here.
         """
 
+    def tokens(self, rows: int) -> int:
+        """Of so many rows of a step, the first that are tokens; the others fill up, and what they give is not asked."""
+
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
         """Keep keys and values of an encoder's states."""
 

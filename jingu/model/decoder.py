@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from jingu.model.attention import Cache, CrossAttention, LayerCache, Mask, SelfAttention, attention_mask
 from jingu.model.experts import ExpertsLayer, Routing
@@ -57,10 +57,14 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache, tokens_BT)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             x_BTD = x_BTD + self.cross_attention(self.cross_attention_norm(x_BTD), states_BSD, states_mask, cache)
-        y_BTD, routing = self.feed_forward(self.feed_forward_norm(x_BTD)), None
-        if isinstance(y_BTD, tuple):
-            y_BTD, routing = y_BTD
-        return x_BTD + y_BTD, routing
+        normed_BTD = self.feed_forward_norm(x_BTD)
+        if not isinstance(self.feed_forward, ExpertsLayer):
+            return x_BTD + self.feed_forward(normed_BTD), None
+        # What only fills up a step has no need of experts.
+        rows = x_BTD.shape[1]
+        tokens = rows if cache is None else cache.tokens(rows)
+        y_BTD, routing = self.feed_forward(normed_BTD[:, :tokens] if tokens < rows else normed_BTD)
+        return x_BTD + (pad(y_BTD, (0, 0, 0, rows - tokens)) if tokens < rows else y_BTD), routing
 
 
 class Passed(NamedTuple):

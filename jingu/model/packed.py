@@ -40,7 +40,7 @@ class Packed:
 
     def times(self, x: Tensor) -> Tensor:
         """`x @ self.T`."""
-        x_NI = x.reshape(-1, x.shape[-1]).to(self.scales.dtype)
+        x_NI = x.reshape(-1, x.shape[-1]).to(self.scales.dtype).contiguous()
         if not on_cpu(self.values):
             y_NO = F.linear(x_NI, self.whole())
         elif self.bits == 8:
