@@ -18,6 +18,8 @@ from jingu.text.formats import GPT2_SPLIT, LETTERS, SPLIT, SPLIT_DIGITS
 
 REMEMBERED = 100_000
 """Words; with more, memory would be for rare ones."""
+LONGEST = 64
+"""Letters of a word that is remembered; longer ones hardly come again."""
 FIRST = 20_000
 """Words that are remembered before text of too many others is left to the library."""
 RARE = 0.1
@@ -69,6 +71,9 @@ class Words:
                 letters = word.encode().decode("latin-1").translate(LETTERS)
                 self._known[word] = [token.id for token in self._model.tokenize(letters)]
             yield np.fromiter(chain.from_iterable(map(self._known.__getitem__, words)), dtype)
+            for word in missing:
+                if len(word) > LONGEST:
+                    del self._known[word]
             if len(self._known) > REMEMBERED:
                 self._known.clear()
 

@@ -74,6 +74,7 @@ def test_slices_and_forgetting_change_nothing(pattern: str, size: int, text: str
         patch.setattr(words_module, "SLICE", size)
         patch.setattr(words_module, "REMEMBERED", 9)
         patch.setattr(words_module, "FIRST", 4)
+        patch.setattr(words_module, "LONGEST", 3)
         assert together(TOKENIZERS[pattern], text * 3) == TOKENIZERS[pattern].encode(text * 3)
 
 
