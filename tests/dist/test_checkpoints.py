@@ -22,6 +22,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2": (2, {"pipeline": 2}),
     "pipeline 2 × shard 2": (4, {"pipeline": 2, "shard": 2, "zero": 2}),
 }
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "expert 2": (2, {"expert": 2}),
+    "expert 2 × tensor 2": (4, {"expert": 2, "tensor": 2}),
+    "expert 2 × zero3 × 4": (4, {"expert": 2, "zero": 3}),
+    "host × zero3 × 2": (2, {"zero": 3, "offload": {"type": "host"}}),
+    "disk × zero2 × 2": (2, {"zero": 2, "offload": {"type": "disk"}}),
+    "eight": (8, {"pipeline": 2, "tensor": 2, "shard": 2, "zero": 3}),
+}
 
 
 def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, Path]]) -> None:
@@ -57,14 +66,24 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("layouts", [list(LAYOUTS)[1::2], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)])
 def test_every_ordered_pair_of_layouts(layouts, tiny_run, train_on, done, ranks, tmp_path):
-    changes = {"model.heads": 4, "model.kv_heads": 2, "train.steps": 2, "precision.type": "fp32"}
+    load_all_in_all(LAYOUTS, layouts, {}, tiny_run, train_on, done, ranks, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_ordered_pair_with_experts_offload_and_eight_ranks(tiny_run, train_on, done, ranks, tmp_path):
+    experts = {"model.family": "mixtral", "model.experts.number": 6, "model.experts.active": 2}
+    load_all_in_all(EXPERT_LAYOUTS, list(EXPERT_LAYOUTS), experts, tiny_run, train_on, done, ranks, tmp_path)
+
+
+def load_all_in_all(known, layouts, model, tiny_run, train_on, done, ranks, tmp_path):
+    changes = {"model.heads": 4, "model.kv_heads": 2, "train.steps": 2, "precision.type": "fp32", **model}
     begun = tiny_run(changes, name="begun")
     train_on(1, begun)
     expected = done(begun).tensors()
     places = {name: tmp_path / str(number) for number, name in enumerate(["begun", *layouts])}
 
     def go(layout: str, journeys: list[tuple[Path, Path]]) -> None:
-        world, parallel = LAYOUTS[layout]
+        world, parallel = known[layout]
         config = tiny_run({**changes, **{f"parallel.{key}": value for key, value in parallel.items()}}, name="laid-out")
         ranks.run(pass_through, world, config, journeys)
         for _, target in journeys:

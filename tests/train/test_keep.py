@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pathlib
 import signal
 import threading
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from jingu.checkpoint import files
 from jingu.checkpoint.background import BackgroundSaver
 from jingu.checkpoint.files import names, read_state
-from jingu.checkpoint.resume import all_steps, step_folder
+from jingu.checkpoint.resume import all_steps, find_latest, step_folder
 from jingu.checkpoint.store import read_tensor
 from jingu.config.schema import RunConfig
 from jingu.runtime.signals import Told
@@ -87,6 +90,47 @@ def test_the_best_and_every_so_many_stay(tiny_run, done):
     state = read_state(done(config).checkpoint())
     assert state["progress"]["evaluation"]["loss"] == losses[20]
     assert state["configuration"]["optimizer"]["lr"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "code"),
+    [
+        (files, "write_all", errno.ENOSPC),
+        (os, "fsync", errno.EIO),
+        (pathlib.Path, "mkdir", errno.EROFS),
+        (pathlib.Path, "rename", errno.EACCES),
+    ],
+    ids=["full", "failing fsync", "read-only", "no permission"],
+)
+def test_training_survives_a_disk_that_fails_and_its_last_good_one_loads(
+    place, name, code, tiny_run, done, monkeypatch, capsys
+):
+    """It fails from step 4 to step 11: those saves are told of, the one before stays, the next works."""
+    settings = {"checkpoint.every": 3, "checkpoint.keep": 1, "checkpoint.background": False, "train.steps": 14}
+    undisturbed, config = tiny_run(settings, name="undisturbed"), tiny_run(settings, name="run")
+    assert train(undisturbed) == 0
+    real, save, left = getattr(place, name), keep.save, {}
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def failing(folder: Path, *arguments: Any, **keywords: Any) -> None:
+        with monkeypatch.context() as patch:
+            if folder.name in ("step-00000006", "step-00000009"):
+                patch.setattr(place, name, fails)
+            try:
+                save(folder, *arguments, **keywords)
+            finally:
+                patch.setattr(place, name, real)
+                left[folder.name] = find_latest(folder.parent).step
+
+    monkeypatch.setattr(keep, "save", failing)
+    assert train(config) == 0
+    assert left == {f"step-{step:08d}": good for step, good in ((3, 3), (6, 3), (9, 3), (12, 12), (14, 14))}
+    said = capsys.readouterr().err
+    assert said.count(f"(rank 0: {os.strerror(code)})") == said.count("Training goes on without this checkpoint.") == 2
+    ours, theirs = done(config).tensors(), done(undisturbed).tensors()
+    assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
 
 
 @pytest.fixture
