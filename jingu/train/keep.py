@@ -112,10 +112,12 @@ class Keeper:
             timer = threading.Timer(grace, self._leave, (progress.step, grace, code))
             timer.daemon = True
             timer.start()
-        self._hear(None)
-        self._save_now(progress)
-        if timer is not None:
-            timer.cancel()
+        try:
+            self._hear(None)
+            self._save_now(progress)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _leave(self, step: int, grace: float, code: int) -> None:
         warn(f"Step {step} could not be saved within {grace:,.0f} s (checkpoint.grace); leaving without it.")
