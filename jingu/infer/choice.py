@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from jingu.infer.constrain import Grammar
 from jingu.infer.load import Loaded
 from jingu.infer.request import Event, Finish, Request, Token
 from jingu.infer.sampling import choose, penalised
@@ -65,12 +66,13 @@ class Choice:
         finish: why it has ended; None: it goes on.
     """
 
-    def __init__(self, job: Job, number: int, loaded: Loaded) -> None:
+    def __init__(self, job: Job, number: int, loaded: Loaded, grammar: Grammar | None = None) -> None:
         self.job, self.number = job, number
         self.ids = list(job.prompt)
         self.logprob = 0.0
         self.finish: Finish | None = None
         request = job.request
+        self._grammar = grammar
         special = job.source is not None
         self._stream = TextStream(partial(loaded.tokenizer.decode, special=special), request.stop)
         self._ends = () if request.ignore_end else loaded.end_ids
@@ -86,6 +88,7 @@ class Choice:
         """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
         request = self.job.request
         scores_V = penalised(logits_V, self.job.prompt[self.job.trained :], self.generated, request.sampling)
+        scores_V = scores_V if self._grammar is None else self._grammar.allowed(scores_V)
         if not scores_V.max().isfinite():
             self.finish = "error"
             words = "the model's scores are not finite numbers"
@@ -105,6 +108,8 @@ class Choice:
         """The text that a token settles; sets `finish` where it is the last."""
         finish: Finish | None = "end" if id_ in self._ends else None
         text = "" if finish else self._stream.push(id_)
+        if self._grammar is not None and self._grammar.take(id_):
+            finish = "end"
         if finish is None and self._stream.stopped:
             finish = "stop"
         if finish is None and len(self.generated) == self.job.request.max_tokens:

@@ -24,6 +24,7 @@ from torch import Tensor
 from jingu.errors import JinguError, refuse
 from jingu.infer.cache import ROWS, SPAN, Held, PagedCache, Part
 from jingu.infer.choice import Choice, Job, told
+from jingu.infer.constrain import Grammars
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
 from jingu.infer.request import Event, Request, Token
@@ -111,6 +112,7 @@ class Engine:
         count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
         self._pages = Pages(count, tokens)
         self._cache = PagedCache(loaded.spec, count, tokens, self._device)
+        self._grammars = Grammars(loaded.tokenizer, loaded.spec.vocabulary, loaded.end_ids[0])
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Choice] = deque()
         self._running: list[_Sequence] = []
@@ -124,10 +126,12 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Take a request in; its number. Raises JinguError where it can never be served."""
         job = self._job(request)
+        made = request.best_of or request.n
+        wanted = request.constraint
+        grammars = [None if wanted is None else self._grammars.open(wanted) for _ in range(made)]
+        job.choices = [Choice(job, number, self.loaded, grammar) for number, grammar in enumerate(grammars)]
         self._next += 1
         self._jobs[job.number] = job
-        made = request.best_of or request.n
-        job.choices = [Choice(job, number, self.loaded) for number in range(made)]
         self._waiting.extend(job.choices)
         self._prompted += job.prompt_tokens
         return job.number
@@ -139,9 +143,8 @@ class Engine:
         check_ids(request.sampling, spec.vocabulary)
         loaded.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocabulary, "logprobs", request.logprobs, f"at most {spec.vocabulary}")
-        for name, value in {"beams": request.beams > 1, "constraint": request.constraint}.items():
-            if value:
-                raise JinguError("the engine cannot do this yet.", where=name, fix="Leave it out.")
+        if request.beams > 1:
+            raise JinguError("the engine has no beam search yet.", where="beams", fix="Leave it out.")
         if request.prompt_logprobs and any(spec.prompts):
             raise JinguError("behind a trained prompt there are none.", where="prompt_logprobs", fix="Leave it out.")
         source = None if spec.encoder_layers is None else (*request.prompt, loaded.tokenizer.end_id)

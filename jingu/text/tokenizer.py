@@ -88,6 +88,11 @@ class Tokenizer:
         config = json.dumps(self._config, ensure_ascii=False, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
 
+    @property
+    def content(self) -> str:
+        """Its tokenizer.json."""
+        return self._content
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of the text: no special token is added, and none is recognised in it unless `special` says so."""
         if special:

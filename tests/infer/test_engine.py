@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from jingu.errors import JinguError
 from jingu.infer import verbs
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, loaded
-from jingu.infer.request import Event, Request, Token
+from jingu.infer.request import Constraint, Event, Request, Token
 from jingu.infer.sampling import Sampling
 
 WARM = Sampling(temperature=1.0, seed=4)
@@ -193,3 +196,45 @@ def test_verb_prints_prompt_and_continuation(tiny: Loaded, tmp_path: Path, capsy
     (text,) = Engine(tiny).run([Request(tiny.encode("the end"), Sampling(), 9)])
     assert printed.out == f"the end{text}\n"
     assert "tokens" in printed.err
+
+
+def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:
+    """Of a model whose text is noise."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 9}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
+    engine = Engine(tiny)
+    wanted = {
+        "json_schema": Constraint("json_schema", json.dumps(schema)),
+        "regex": Constraint("regex", "(le|la) [的数]{2} [0-9]{3}"),
+        "json": Constraint("json"),
+    }
+    requests = [
+        Request((7,), Sampling(1.0, seed=seed, logit_bias={}), 55, constraint=constraint, ignore_end=seed == 1)
+        for constraint in wanted.values()
+        for seed in range(3)
+    ]
+    events = events_of(engine, *requests)
+    texts = ["".join(event.token.text for event in each if event.token) for each in events.values()]
+    ends = [each[-1].finish for each in events.values()]
+    assert ends[:6] == ["end"] * 6
+    for text in texts[:3]:
+        found = json.loads(text)
+        assert set(found) == {"n", "ok"} and 3 <= found["n"] <= 9 and isinstance(found["ok"], bool)
+    assert all(re.fullmatch(wanted["regex"].value, text) for text in texts[3:6])
+    for text, end in zip(texts[6:], ends[6:], strict=True):
+        assert text.startswith("{") and (end == "length" or isinstance(json.loads(text), dict))
+    assert len(set(texts)) > 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("json_schema", '{"type": "nothing"}'), ("json_schema", "{"), ("regex", "(")]
+)
+def test_constraints_that_make_no_sense(tiny: Loaded, kind: Any, value: str) -> None:
+    engine = Engine(tiny)
+    with pytest.raises(JinguError, match="constraint: this cannot be asked of an answer"):
+        engine.submit(Request((7,), Sampling(), 5, constraint=Constraint(kind, value)))
+    assert not engine.busy

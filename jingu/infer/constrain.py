@@ -1,0 +1,79 @@
+"""Text that must be JSON, or what a regular expression matches: tokens that could not lead there are never chosen.
+
+By llguidance, which knows of a tokenizer's tokens which a grammar allows next.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.infer.request import Constraint
+from jingu.text.tokenizer import Tokenizer
+
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Where any space were allowed, some models would write nothing else."""
+
+
+class Grammars:
+    """The grammars of one tokenizer. Its entries are read with the first."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_id: int) -> None:
+        self._tokenizer, self._vocabulary, self._end_id = tokenizer, vocabulary, end_id
+        self._read: Any = None
+
+    def open(self, constraint: Constraint) -> Grammar:
+        """A grammar at its beginning. Raises JinguError where the library is missing or does not take it."""
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError as error:
+            raise JinguError(
+                "answers can be held to a schema with llguidance only, which is not installed.",
+                where="constraint",
+                fix="pip install 'jingu[constrain]'",
+            ) from error
+        if self._read is None:
+            self._read = LLTokenizer(self._tokenizer.content, n_vocab=self._vocabulary, eos_token=self._end_id)
+        try:
+            if constraint.kind == "regex":
+                rules = LLMatcher.grammar_from_regex(constraint.value)
+            else:
+                schema = json.loads(constraint.value) if constraint.kind == "json_schema" else {"type": "object"}
+                rules = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+        except ValueError as error:
+            raise _refused(str(error)) from error
+        matcher = LLMatcher(self._read, rules)
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        return Grammar(matcher, self._vocabulary)
+
+
+class Grammar:
+    """Where a text is in its grammar."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._mask = torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32)
+
+    def allowed(self, scores_V: Tensor) -> Tensor:
+        """Scores, -inf of tokens that may not follow."""
+        from llguidance.torch import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, self._mask)
+        bits = self._mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+        return scores_V.masked_fill(bits.flatten()[: len(scores_V)] == 0, -torch.inf)
+
+    def take(self, id_: int) -> bool:
+        """Go on by a token; whether nothing can follow it."""
+        self._matcher.consume_token(id_)
+        return bool(self._matcher.is_stopped())
+
+
+def _refused(words: str) -> JinguError:
+    return JinguError(f"this cannot be asked of an answer ({words.strip()}).", where="constraint")
