@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 NAMES = {
+    "infer": "Generation with SmolLM2-135M in bf16, prompts of 100 tokens, 2 threads",
     "startup": "Waiting for the first sign of life",
     "train_step": "A training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "The loop beside a bare one around the same model (17M Llama, fp32, not compiled)",

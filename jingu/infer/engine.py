@@ -47,7 +47,7 @@ class EngineSettings:
     """
 
     max_batch: int = 64
-    page_tokens: int = 16
+    page_tokens: int = 8
     cache_bytes: int | None = None
     prefill_chunk: int = 512
 

@@ -103,7 +103,7 @@ def test_nobody_else_matters_in_many_mixes(kind: str, tokenizer: Tokenizer) -> N
 
 def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
     model = model_of("gpt2", tokenizer)
-    engine = Engine(model)
+    engine = Engine(model, EngineSettings(page_tokens=16))
     prompt = tuple(1 + place % 250 for place in range(200))
     requests = [Request((*prompt, 7 + number), Sampling(), 100, ignore_end=True) for number in range(8)]
     for request in requests:
@@ -130,7 +130,7 @@ def test_kept_prefixes_make_room(tokenizer: Tokenizer) -> None:
     """The one not used for the longest goes first."""
     model = model_of("gpt2", tokenizer)
     page = 2 * 2 * 30 * 16 * 4
-    engine = Engine(model, EngineSettings(cache_bytes=8 * page))
+    engine = Engine(model, EngineSettings(cache_bytes=8 * page, page_tokens=16))
     prompts = [tuple(number + place for place in range(1, 49)) for number in (0, 50, 100)]
     requests = [Request(prompt, Sampling(), 2, ignore_end=True) for prompt in prompts]
     for number in (0, 1, 0, 2, 2, 0, 1):

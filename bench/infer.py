@@ -1,0 +1,166 @@
+"""Generation with SmolLM2-135M on 2 threads: one client and 16, beside transformers and beside the matrix products.
+
+Every figure is of one process, the sides in turn; tokens a second are those of the steps after the prompts are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.smollm2 import smollm2
+
+CLIENTS, PROMPT, ANSWER, ROUNDS, THREADS = 16, 100, 64, 3, 2
+SIZES = {"full": (CLIENTS, PROMPT, ANSWER, ROUNDS), "tiny": (4, 20, 5, 1)}
+
+
+def run(size: str = "full") -> str:
+    """The table."""
+    import torch
+
+    from jingu.infer.load import load
+
+    clients, prompt, answer, rounds = SIZES[size]
+    torch.set_num_threads(THREADS)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(100, 40_000, (clients, prompt), generator=generator).tolist()
+    with TemporaryDirectory() as folder:
+        path = smollm2(Path(folder))
+        loaded, theirs = load(path, "bf16"), _transformers(path, Path(folder))
+        sides: dict[str, Callable[[], float]] = {
+            "one client": lambda: _ours(loaded, prompts[:1], answer)[0],
+            f"{clients} clients": lambda: _ours(loaded, prompts, answer)[0],
+            "transformers' generate, one by one": lambda: _theirs(theirs, prompts[0], answer),
+            "transformers' generate_batch": lambda: _theirs_together(theirs, prompts, answer),
+            "matrix products alone, PyTorch's own, 1 row": lambda: _products(loaded, 1, packed=False),
+            "matrix products alone, as the engine has them, 1 row": lambda: _products(loaded, 4, packed=True) / 4,
+        }
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                found[name].append(side())
+    outside, waste = _ours(loaded, prompts, answer)[1:]
+    rates = {name: median(values) for name, values in found.items()}
+    lines = ["| | tokens a second | of one client |", "|---|---|---|"]
+    one = rates["one client"]
+    lines += [f"| {name} | {_number(rate)} | {_number(rate / one)} |" for name, rate in rates.items()]
+    bandwidth = _bandwidth()
+    bytes_a_token = 2 * sum(o * i for o, i in _shapes(loaded))
+    lines += [
+        "",
+        f"Reading all weights at the memory's speed ({bandwidth / 1e9:.1f} GB/s) would allow "
+        f"{bandwidth / bytes_a_token:.0f} tokens a second to one client. With {clients} clients, {outside:.1%} of the "
+        f"time is outside of the model, and {waste:.1%} of the cache's pages are empty.",
+    ]
+    return "\n".join(lines)
+
+
+def _number(rate: float) -> str:
+    return "cannot run here" if rate != rate else f"{rate:.2f}"
+
+
+def _ours(loaded: Any, prompts: list[list[int]], answer: int) -> tuple[float, float, float]:
+    """Tokens a second; the share of time outside the model; and the share of pages' places that hold nothing."""
+    from jingu.infer.engine import Engine
+    from jingu.infer.request import Request
+    from jingu.infer.sampling import Sampling
+
+    engine = Engine(loaded)
+    for prompt in prompts:
+        engine.submit(Request(tuple(prompt), Sampling(), answer, ignore_end=True))
+    while engine.stats().generated_tokens < len(prompts):
+        engine.step()
+    before, start, wastes = engine.stats(), time.perf_counter(), []
+    while engine.busy:
+        engine.step()
+        stats = engine.stats()
+        if stats.pages_used:
+            places = stats.pages_used * engine.settings.page_tokens
+            wastes.append(1 - stats.cached_tokens / places)
+    seconds, after = time.perf_counter() - start, engine.stats()
+    rate = (after.generated_tokens - before.generated_tokens) / seconds
+    return rate, (after.other_seconds - before.other_seconds) / seconds, sum(wastes) / len(wastes)
+
+
+def _transformers(path: Path, folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from jingu.checkpoint.verbs import convert
+
+    convert(path, folder / "model")
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).eval()
+
+
+def _theirs(model: Any, prompt: list[int], answer: int) -> float:
+    import torch
+
+    ids = torch.tensor([prompt])
+
+    def seconds(tokens: int) -> float:
+        start = time.perf_counter()
+        model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+        return time.perf_counter() - start
+
+    return (answer - 1) / (seconds(answer) - seconds(1))
+
+
+def _theirs_together(model: Any, prompts: list[list[int]], answer: int) -> float:
+    """With the reading of prompts; not a number where it does not run."""
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    start = time.perf_counter()
+    try:
+        made = model.generate_batch(prompts, generation_config=settings)
+    except Exception as error:  # it is written for accelerators
+        print(f"generate_batch: {error}")
+        return float("nan")
+    tokens = sum(len(each.generated_tokens) for each in made.values())
+    return tokens / (time.perf_counter() - start) if tokens else float("nan")
+
+
+def _shapes(loaded: Any) -> list[tuple[int, int]]:
+    spec = loaded.spec
+    part, inner, width = spec.attention, spec.feed_forward.size, spec.width
+    heads = part.heads * part.head_size
+    block = [(heads + 2 * part.kv_heads * part.head_size, width), (width, heads), (2 * inner, width), (width, inner)]
+    return block * spec.layers + [(spec.vocabulary, width)]
+
+
+def _products(loaded: Any, rows: int, *, packed: bool) -> float:
+    """Rows a second that pass through products with matrices of the model's shapes."""
+    import torch
+
+    from jingu.model.packed import Reordered
+    from jingu.model.products import linear
+
+    weights = [torch.randn(shape).to(torch.bfloat16) for shape in _shapes(loaded)]
+    used = [Reordered.of(weight) for weight in weights] if packed else weights
+    inputs = {size: torch.randn(rows, size).to(torch.bfloat16) for size in {weight.shape[1] for weight in weights}}
+    best = float("inf")
+    with torch.inference_mode(not packed), torch.no_grad():
+        for _ in range(5):
+            start = time.perf_counter()
+            for weight, matrix in zip(weights, used, strict=True):
+                x = inputs[weight.shape[1]]
+                linear(x, matrix) if packed else torch.nn.functional.linear(x, weight)
+            best = min(best, time.perf_counter() - start)
+    return rows / best
+
+
+def _bandwidth() -> float:
+    """Bytes a second that two threads read."""
+    import torch
+
+    data = torch.ones(2**26)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return data.nbytes / best
