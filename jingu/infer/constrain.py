@@ -17,7 +17,7 @@ from jingu.errors import JinguError
 from jingu.infer.request import Constraint
 from jingu.text.tokenizer import Tokenizer
 
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Where any space were allowed, some models would write nothing else."""
 
 
