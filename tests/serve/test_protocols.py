@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 import struct
@@ -209,6 +210,31 @@ def test_chat_is_the_template_and_what_follows(echo: Running) -> None:
     assert done == "[DONE]" and chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(each["choices"][0]["delta"].get("content", "") for each in chunks) == said
     assert [each["choices"][0]["finish_reason"] for each in chunks][-2:] == [None, "stop"]
+
+
+def test_answers_have_the_form_that_is_asked_for(tiny: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["的", "🙂"]}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 300}
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    for seed in range(3):
+        answer = tiny.call("/v1/chat/completions", {**asked, "response_format": form, "seed": seed})[1]["choices"][0]
+        found = json.loads(answer["message"]["content"])
+        assert isinstance(found["a"], bool) and found["b"] in ("的", "🙂") and len(found) == 2
+        assert answer["finish_reason"] == "stop"
+    functions = [{"name": name, "parameters": schema} for name in ("one", "two")]
+    tools = {"tools": [{"type": "function", "function": each} for each in functions], "tool_choice": "required"}
+    message = tiny.call("/v1/chat/completions", {**asked, **tools})[1]["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] in ("one", "two") and json.loads(call["function"]["arguments"])["b"] in ("的", "🙂")
+    grammar = {"type": "regex", "value": "数据[🙂的]{5}"}
+    parameters = {"grammar": grammar, "do_sample": True, "max_new_tokens": 100}
+    *events, last = tiny.events("/generate_stream", {"inputs": PROMPT, "parameters": parameters})
+    assert re.fullmatch(grammar["value"], last["generated_text"]) and last["details"]["finish_reason"] == "eos_token"
+    assert all("\ufffd" not in each["token"]["text"] for each in events)
+    for wrong in ({"type": "regex", "value": "("}, {"type": "json", "value": {"type": "nothing"}}):
+        status, answer, _ = tiny.call("/generate", {"inputs": PROMPT, "parameters": {"grammar": wrong}})
+        assert (status, answer["error_type"]) == (422, "validation")
 
 
 def test_special_tokens_in_a_message_are_only_text(echo: Running) -> None:
