@@ -78,6 +78,8 @@ class PagedCache:
         self.groups: list[_Group] = []
         self.slots_T = torch.empty(0, dtype=torch.int64)
         self.bias_NH: Tensor | None = None
+        self.multiple = ROWS // 2
+        """A step's rows are filled up to a multiple of this."""
 
     def layer(self, number: int) -> _Layer:
         """The part of one block."""
@@ -91,7 +93,7 @@ class PagedCache:
             reading: the sequence whose source the encoder reads in this step.
 
         Returns:
-            Tokens and positions [1, T], filled up to a multiple of ROWS / 2; and of each part, where it begins.
+            Tokens and positions [1, T], filled up to a `multiple`; and of each part, where it begins.
         """
         cuts: dict[tuple[int, int, int], list[tuple[Part, int]]] = {}
         for number, part in enumerate(parts):
@@ -127,7 +129,7 @@ class PagedCache:
             positions_NQ = torch.tensor(begins)[:, None] + torch.arange(tokens)
             helds = [part.held for part, _ in members]
             self.groups.append(_Group(helds, tokens, rows, torch.tensor(pages, device=self.device), positions_NQ))
-        spare = -len(ids) % (ROWS // 2)
+        spare = -len(ids) % self.multiple
         self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
         self.reading = reading
         made = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=self.device)

@@ -16,19 +16,22 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
-from jingu.infer.cache import ROWS, SPAN, Held, PagedCache, Part
+from jingu.infer.cache import SPAN, Held, PagedCache, Part
 from jingu.infer.choice import Choice, Job, told
 from jingu.infer.constrain import Grammars
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
 from jingu.infer.request import Event, Request, Token
 from jingu.infer.sampling import check_ids
+from jingu.model.decoder import Decoder
+from jingu.model.packed import Packed
 from jingu.model.products import linear
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import eager, total_memory
@@ -112,6 +115,8 @@ class Engine:
         count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
         self._pages = Pages(count, tokens)
         self._cache = PagedCache(loaded.spec, count, tokens, self._device)
+        if isinstance(loaded.model, Decoder) and isinstance(cast(object, loaded.model.head_weight()), Packed):
+            self._cache.multiple = 1  # products with packed matrices take each row by itself, and cost by the row
         self._grammars = Grammars(loaded.tokenizer, loaded.spec.vocabulary, loaded.end_ids[0])
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Choice] = deque()
@@ -282,7 +287,7 @@ class Engine:
     def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, rows: list[int], reading: _Sequence | None) -> Tensor:
         """Scores [N, V] of the tokens after those in these rows, in fp32 at least on the CPU."""
         places = torch.tensor(rows or [0], device=self._device)
-        places = F.pad(places, (0, -len(places) % (ROWS // 2)))
+        places = F.pad(places, (0, -len(places) % self._cache.multiple))
 
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
             return linear(hidden_BTD[0, places], weight_VD)
