@@ -47,16 +47,21 @@ class EngineSettings:
         cache_bytes: size of the cache; None: what `max_batch` choices as long as the context need, or a quarter of the
             memory, whichever is less. On CPUs memory is taken as pages are first used.
         prefill_chunk: most tokens of prompts in a step.
+        guesses: tokens that are guessed to follow in a step, by what followed the last two or three where they stood
+            before (Saxena, 2023); 0: none. Those that the model would not have chosen itself go, so that answers are
+            the same, and only come sooner where they repeat what is there.
     """
 
     max_batch: int = 64
     page_tokens: int = 8
     cache_bytes: int | None = None
     prefill_chunk: int = 512
+    guesses: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "page_tokens", "prefill_chunk"):
             refuse(getattr(self, name) < 1, name, getattr(self, name), "1 or more")
+        refuse(self.guesses < 0, "guesses", self.guesses, "0 or more")
         refuse(SPAN % self.page_tokens > 0, "page_tokens", self.page_tokens, f"a divisor of {SPAN}")
 
 
@@ -103,6 +108,15 @@ class _Sequence:
     def left(self) -> int:
         """Tokens that are not computed yet."""
         return len(self.choice.ids) - self.done
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a choice computes in a step: so many of its tokens, and those that are guessed to follow."""
+
+    sequence: _Sequence
+    count: int
+    guesses: list[int]
 
 
 class Engine:
@@ -241,14 +255,17 @@ class Engine:
             names.append(name)
         return names
 
-    def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """The choices that take part in this step, those with one token first, and how many tokens each computes."""
+    def _schedule(self) -> list[_Work]:
+        """What the choices that take part in this step compute, those with one token first."""
         work, room = [], self.settings.prefill_chunk
         for sequence in list(self._running):
-            count = min(sequence.left, max(room, 1)) if sequence.left == 1 else min(sequence.left, room)
+            count = 1 if sequence.left == 1 else min(sequence.left, room)
             if sequence not in self._running or not count:
                 continue
-            wanted = self._pages.needed(sequence.done + count) - len(sequence.held.pages)
+            guesses = _guesses(sequence.choice, self.settings.guesses) if sequence.left == 1 else []
+            wanted = self._pages.needed(sequence.done + count + len(guesses)) - len(sequence.held.pages)
+            if guesses and wanted > self._pages.free:
+                guesses, wanted = [], self._pages.needed(sequence.done + count) - len(sequence.held.pages)
             while wanted > self._pages.free and sequence in self._running:
                 last = self._running[-1]
                 self._stop(last)
@@ -257,31 +274,31 @@ class Engine:
                 continue
             sequence.held.pages += [self._pages.take() for _ in range(wanted)]
             room -= count if sequence.left > 1 else 0
-            work.append((sequence, count))
-        return sorted(work, key=lambda each: each[1] > 1)
+            work.append(_Work(sequence, count, guesses))
+        return sorted(work, key=lambda each: each.count + len(each.guesses) > 1)
 
     def _stop(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
         for page in sequence.held.pages:
             self._pages.release(page)
 
-    def _compute(self, work: list[tuple[_Sequence, int]], reading: _Sequence | None) -> None:
-        parts = [Part(one.held, one.done, one.choice.ids[one.done : one.done + count]) for one, count in work]
+    def _compute(self, work: list[_Work], reading: _Sequence | None) -> None:
+        parts = []
+        for each in work:
+            held, done = each.sequence.held, each.sequence.done
+            parts.append(Part(held, done, [*each.sequence.choice.ids[done : done + each.count], *each.guesses]))
         tokens_BT, positions_BT, starts = self._cache.plan(parts, reading.held if reading else None)
-        rows: list[range] = []
-        for (sequence, count), start in zip(work, starts, strict=True):
-            first = start if _tells_prompt(sequence.choice) else start + count - (count == sequence.left)
-            rows.append(range(first, start + count))
-        number = self.loaded.adapters.number
-        taken = [
-            (start, count, number(sequence.choice.job.request.adapter))
-            for (sequence, count), start in zip(work, starts, strict=True)
-        ]
+        rows, taken = [], []
+        for each, part, start in zip(work, parts, starts, strict=True):
+            choice, end = each.sequence.choice, start + len(part.ids)
+            scored = 1 + len(each.guesses) if each.count == each.sequence.left else 0
+            rows.append(range(start if _tells_prompt(choice) else end - scored, end))
+            taken.append((start, len(part.ids), self.loaded.adapters.number(choice.job.request.adapter)))
         with self.loaded.adapters.chosen(taken, tokens_BT.shape[1], self._device):
             logits_NV = self._logits(tokens_BT, positions_BT, [row for each in rows for row in each], reading)
         first = 0
-        for (sequence, count), own in zip(work, rows, strict=True):
-            self._take(sequence, count, logits_NV[first : first + len(own)])
+        for each, own in zip(work, rows, strict=True):
+            self._take(each, logits_NV[first : first + len(own)])
             first += len(own)
 
     def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, rows: list[int], reading: _Sequence | None) -> Tensor:
@@ -304,26 +321,29 @@ class Engine:
         self._model_seconds += time.perf_counter() - start
         return logits_NV
 
-    def _take(self, sequence: _Sequence, count: int, logits_NV: Tensor) -> None:
-        """Of a choice so many tokens are computed: name the pages that are full, and take the next token."""
-        choice, size = sequence.choice, self._pages.tokens
+    def _take(self, work: _Work, logits_NV: Tensor) -> None:
+        """Take the tokens that follow what is computed, as far as they were guessed; name the pages that are full."""
+        sequence, choice, size = work.sequence, work.sequence.choice, self._pages.tokens
         if _tells_prompt(choice):
             self._tell_prompt(choice.job, sequence.done, logits_NV)
-        before, sequence.done = sequence.done, sequence.done + count
-        if choice.job.source is None:
+        before, sequence.done = sequence.done, sequence.done + work.count
+        if not sequence.left:
+            for guess, logits_V in zip([*work.guesses, None], logits_NV[-1 - len(work.guesses) :], strict=True):
+                self._generated += 1
+                self._tell(choice, choice.take(logits_V))
+                if choice.finish is not None or choice.ids[-1] != guess:
+                    break
+                sequence.done += 1
+        if choice.finish == "error":
+            self._cache.clear(sequence.held.pages)
+        elif choice.job.source is None:
             names = sequence.names
             for number in range(before // size, sequence.done // size):
                 if number == len(names):
                     root = names[-1] if names else (choice.job.request.adapter or "").encode()
                     names.append(name_of(root, choice.ids[number * size : (number + 1) * size]))
                 self._pages.name(sequence.held.pages[number], names[number])
-        if sequence.left:
-            return
-        self._generated += 1
-        self._tell(choice, choice.take(logits_NV[-1]))
         if choice.finish is not None:
-            if choice.finish == "error":
-                self._cache.clear(sequence.held.pages)
             self._stop(sequence)
 
     def _tell(self, choice: Choice, event: Event) -> None:
@@ -371,6 +391,16 @@ class Engine:
                 if event.request in texts and event.choice == 0 and event.token is not None:
                     texts[event.request] += event.token.text
         return list(texts.values())
+
+
+def _guesses(choice: Choice, most: int) -> list[int]:
+    """What followed the last tokens where they stood before, the latest such place."""
+    ids, most = choice.ids, min(most, choice.job.request.max_tokens - len(choice.generated) - 1)
+    for size in (3, 2) if most > 0 else ():
+        for place in range(len(ids) - size - 1, -1, -1):
+            if ids[place : place + size] == ids[-size:]:
+                return ids[place + size : place + size + most]
+    return []
 
 
 def _tells_prompt(choice: Choice) -> bool:

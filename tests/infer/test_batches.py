@@ -74,19 +74,21 @@ def answers(
 def check_mixes(model: Loaded, mixes: int, seed: int) -> None:
     source = random.Random(seed)
     beginnings = [tuple(source.randrange(1, model.spec.vocabulary) for _ in range(size)) for size in (33, 130)]
-    preempted = 0
+    part, preempted = model.spec.attention, 0
+    least = 320 * 2 * model.spec.layers * part.kv_heads * part.head_size * next(model.model.parameters()).itemsize
     for _ in range(mixes):
         requests = [drawn(source, model.spec.vocabulary, beginnings) for _ in range(source.randrange(2, 6))]
         alone = [answers(Engine(model), [request], source)[0] for request in requests[:2]]
         settings = EngineSettings(
             max_batch=source.choice([2, 5, 16]),
             page_tokens=source.choice([8, 16, 32]),
-            cache_bytes=source.choice([200_000, 10_000_000]),
+            cache_bytes=source.choice([least, 20 * least]),
             prefill_chunk=source.choice([3, 50, 512]),
+            guesses=source.choice([0, 3]),
         )
         together = answers(Engine(model, settings), requests, source)
         assert together[:2] == alone
-        preempted += settings.cache_bytes == 200_000
+        preempted += settings.cache_bytes == least
     assert preempted or mixes < 9
 
 
@@ -158,3 +160,20 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
     assert event.finish == "error" and event.error == "the model's scores are not finite numbers"
     assert engine.stats().pages_used == 0
     assert engine.run([Request((5, 6), Sampling(), 9, ignore_end=True)]) == whole
+
+
+def test_guesses_come_sooner_and_change_nothing(tokenizer: Tokenizer) -> None:
+    model = model_of("llama-bf16", tokenizer)
+    prompt = (5, 6, 7, 8, 9, 10, 11, 12) * 4
+    for sampling in (Sampling(), Sampling(0.8, seed=3, repetition_penalty=1.1)):
+        request = Request(prompt, sampling, 60, logprobs=1, ignore_end=True)
+        found, steps = [], []
+        for guesses in (0, 4):
+            engine, events = Engine(model, EngineSettings(guesses=guesses)), []
+            engine.submit(request)
+            while engine.busy:
+                events.append(engine.step())
+            found.append([event.token for each in events for event in each])
+            steps.append(len(events))
+        assert found[0] == found[1]
+        assert steps[0] == 60 and (steps[1] < 60 or sampling.temperature)
