@@ -23,7 +23,7 @@ NAMES = {
     "precision": "Losses in bf16 and fp16 beside fp32: 200 steps of a real run (4 × 192, 8 × 256 tokens a step)",
     "data": "Data: opening at any size, batches from a warm page cache, building beside `datasets.map`",
     "serve": "The server (SmolLM2-135M): first tokens beside 16 streams, time outside the model, 2 threads",
-    "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, sequence 256, batch 8, 2 threads",
+    "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, 2 threads",
     "checkpoint": "Checkpoints of a model with 300 MB of state (26M Llama with AdamW, fp32), 2 threads",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
