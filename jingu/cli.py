@@ -31,6 +31,8 @@ class Verb:
     arguments: tuple[Argument, ...] = ()
     run_file: bool = False
     """Whether it takes RUN.yaml and overrides; its function's first argument is then the configuration."""
+    on_ranks: bool = False
+    """Whether it takes --processes, which starts the same words as so many ranks that share the model."""
 
     def function(self) -> Callable[..., int | None]:
         """The function, imported."""
@@ -126,6 +128,8 @@ _COMPUTE = (
     _option("--device", "TYPE", _one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
     _option("--experts-resident", "SIZE", str, "so much of a mixture's experts in memory, such as 25%% or 3GB (all)"),
 )
+_PIPELINE = _option("--pipeline", "N", _whole(1), "stages that ranks divide the blocks into; those of one share it", 1)
+_SHARED = (_option("--processes", "N", _whole(1), "ranks on this machine that share the model (1 where not given)"),)
 _CONVERT: tuple[Argument, ...] = (
     _MODEL,
     ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
@@ -238,7 +242,9 @@ VERBS = {
             *_SAMPLING,
             ("--stop", {"metavar": "TEXT", "action": "append", "help": "stop at this text; can be given again"}),
             *_COMPUTE,
+            _PIPELINE,
         ),
+        on_ranks=True,
     ),
     "chat": Verb(
         "talk with a model in the terminal",
@@ -285,7 +291,9 @@ VERBS = {
             ),
             ("--log-prompts", {"action": "store_true", "help": "write prompts into the log, too"}),
             *_COMPUTE,
+            _PIPELINE,
         ),
+        on_ranks=True,
     ),
     "model list": Verb("show the families and the presets", "jingu.checkpoint.models:list_models"),
     "model inspect": Verb(
@@ -404,6 +412,12 @@ def _run(words: list[str]) -> int:
     options = _parse(name, verb, rest)
     if options is None:
         return 0
+    if verb.on_ranks and (processes := options.pop("processes") or 1) > 1:
+        from jingu.runtime.local import start_local_ranks
+        from jingu.runtime.ranks import under_launcher
+
+        if not under_launcher():
+            return start_local_ranks(processes, words)
     if not verb.run_file:
         return verb.function()(**options) or 0
     from jingu.config.load import load_config
@@ -467,7 +481,7 @@ def _parse(name: str, verb: Verb, words: list[str]) -> dict[str, Any] | None:
         parser.add_argument("file", metavar="RUN.yaml", type=_path, help="the file of the run")
         text = "settings to change, such as optimizer.lr=3e-4"
         parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
-    for flag, known in verb.arguments:
+    for flag, known in (*verb.arguments, *(_SHARED if verb.on_ranks else ())):
         parser.add_argument(flag, **known)
     parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):

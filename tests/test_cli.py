@@ -71,7 +71,9 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module.function = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "stand_in", module)
         real = VERBS[name]
-        monkeypatch.setitem(VERBS, name, Verb(real.help, "stand_in:function", real.arguments, real.run_file))
+        monkeypatch.setitem(
+            VERBS, name, Verb(real.help, "stand_in:function", real.arguments, real.run_file, real.on_ranks)
+        )
 
     return put
 
@@ -137,6 +139,8 @@ def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
     assert options is not None
     if entry.run_file:
         assert (options.pop("file"), options.pop("overrides")) == (Path("run.yaml"), [])
+    if entry.on_ranks:
+        assert options.pop("processes") is None  # This is for who starts the ranks.
     signature = inspect.signature(entry.function())
     signature.bind(*([RunConfig()] if entry.run_file else []), **options)
     for option, value in options.items():

@@ -9,16 +9,22 @@ from typing import Literal
 
 import torch
 
-from jingu.checkpoint.hub import load_model, open_model
+from jingu.checkpoint.hub import OpenModel, load_model, open_model
+from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
 from jingu.errors import JinguError
 from jingu.infer.adapters import Adapters, stand_beside
 from jingu.infer.arrange import arrange
 from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder
+from jingu.model.encoder_decoder import make_model
 from jingu.model.spec import ModelSpec
-from jingu.parallel.pipeline import Model
+from jingu.parallel.apply import parallelize
+from jingu.parallel.mesh import axis_sizes, build_mesh
+from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.sharing import sharing_of
 from jingu.runtime.device import has_fast_bf16
+from jingu.runtime.ranks import Ranks
 from jingu.text.tokenizer import Tokenizer
 
 Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
@@ -38,6 +44,7 @@ class Loaded:
         beginning: what a prompt begins with, where the model was trained so.
         residency: its experts, where only some of them are in memory.
         adapters: that requests can ask for.
+        ranks: processes that share it.
     """
 
     model: Model
@@ -50,6 +57,7 @@ class Loaded:
     beginning: tuple[int, ...] = ()
     residency: Residency | None = None
     adapters: Adapters = field(default_factory=lambda: Adapters(()))
+    ranks: int = 1
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Ids of a prompt. To an encoder, the names of sentinels in it stand for them, as they do in the answer."""
@@ -62,6 +70,8 @@ def load(
     device: Device = "auto",
     adapters: Mapping[str, Path] | None = None,
     experts_resident: str | None = None,
+    ranks: Ranks | None = None,
+    pipeline: int = 1,
 ) -> Loaded:
     """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
 
@@ -71,13 +81,21 @@ def load(
         adapters: name → a run that trained adapters, or a folder of peft's.
         experts_resident: how much of a mixture's experts is in memory (25%, 3GB), the rest being read from the model's
             files when it is needed; None: all.
+        ranks: this process among those that share the model, each of which calls this; None: it has all of it.
+        pipeline: stages that they divide its blocks into.
 
     Raises:
         JinguError: what is wrong with it.
     """
+    if ranks is not None and (adapters or experts_resident is not None or precision in ("int8", "int4")):
+        raise JinguError(
+            "a model that processes share has no adapters beside it, all experts in memory and no rounded matrices.",
+            where="--processes",
+            fix="Leave out --adapter, --experts-resident, and --precision int8 or int4.",
+        )
     opened = open_model(path)
     tokenizer = Tokenizer.load(opened.tokenizer())
-    place = torch.device(_device(device))
+    place = torch.device(_device(device)) if ranks is None else ranks.device
     name = precision if precision in _DTYPES else "bf16" if has_fast_bf16(place) else "fp32"
     dtype = _DTYPES[name]
     residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place)
@@ -88,16 +106,47 @@ def load(
         if precision == "int8" or precision == "int4":
             pack_weights(model, opened.read, 8 if precision == "int8" else 4, dtype, place)
 
-    model = load_model(opened, dtype, place, prepare)
-    beside = stand_beside(model, opened, adapters or {}, dtype)
-    arrange(model)
+    model: Model
+    if ranks is None:
+        model = load_model(opened, dtype, place, prepare)
+        beside = stand_beside(model, opened, adapters or {}, dtype)
+        arrange(model)
+    else:
+        model, beside = _shared(opened, dtype, ranks, pipeline), Adapters(())
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(
         model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=path.stem,
         beginning=beginning,
     )  # fmt: skip
-    return replace(made, residency=residency, adapters=beside)
+    return replace(made, residency=residency, adapters=beside, ranks=1 if ranks is None else ranks.world)
+
+
+def _layout(pipeline: int) -> ParallelSettings:
+    """How ranks share a model that answers: a stage's matrices and heads are divided over those that have it."""
+    return ParallelSettings(pipeline=pipeline, tensor="auto", zero=0)
+
+
+def _shared(opened: OpenModel, dtype: torch.dtype, ranks: Ranks, pipeline: int) -> Model:
+    """This rank's part of a model, by the tables that training divides it by."""
+    settings = _layout(pipeline)
+    mesh = build_mesh(axis_sizes(settings, ranks.world, opened.spec), ranks.device)
+    with torch.device("meta"):
+        whole = make_model(opened.spec).to(dtype)
+    model = parallelize(
+        whole,
+        mesh,
+        settings,
+        compute=dtype,
+        reduce=dtype,
+        activation_checkpointing=ActivationCheckpointingSettings(),
+        compile=False,
+    )
+    model.to_empty(device=ranks.device)
+    sharing_of(model).fill(model, opened.read)
+    if isinstance(model, Pipeline):
+        model.refresh_copies()
+    return model.eval()
 
 
 def loaded(

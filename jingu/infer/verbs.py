@@ -9,8 +9,10 @@ from pathlib import Path
 
 from jingu.infer.engine import Engine
 from jingu.infer.load import Device, Precision, load
+from jingu.infer.lockstep import Lockstep, in_lockstep, ranks_of
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
+from jingu.runtime.signals import STOPPED, interruptible
 
 
 def generate(
@@ -28,7 +30,8 @@ def generate(
     precision: Precision = "auto",
     device: Device = "auto",
     experts_resident: str | None = None,
-) -> None:
+    pipeline: int = 1,
+) -> int:
     """Print the prompt and its continuation (with an encoder, its answer) as it grows; then, to stderr, the speed.
 
     Args:
@@ -37,21 +40,37 @@ def generate(
         max_tokens: most tokens to generate.
         precision: auto computes in bf16 where the device has units for it, else in fp32.
         experts_resident: how much of a mixture's experts is in memory (25%, 3GB); None: all.
+        pipeline: stages that ranks, where a launcher has started several, divide the model's blocks into; the ranks of
+            a stage share its matrices.
+
+    Returns:
+        The exit code; 130 where Ctrl-C ended it.
 
     Raises:
         JinguError: what is wrong with the model, the prompt or the settings.
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
-    engine = Engine(load(model, precision, device, experts_resident=experts_resident))
-    engine.submit(Request(engine.loaded.encode(prompt), sampling, max_tokens, tuple(stop or ())))
+    with ranks_of(device) as ranks:
+        made = load(model, precision, device, experts_resident=experts_resident, ranks=ranks, pipeline=pipeline)
+        request = Request(made.encode(prompt), sampling, max_tokens, tuple(stop or ()))
+        with in_lockstep(Engine(made), ranks) as engine:
+            return 0 if engine is None else _print(engine, request, prompt)
+
+
+def _print(engine: Engine | Lockstep, request: Request, prompt: str) -> int:
+    number = engine.submit(request)
     start = time.perf_counter()
     sys.stdout.write(prompt if engine.loaded.spec.encoder_layers is None else "")
-    while engine.busy:
-        for event in engine.step():
-            sys.stdout.write(event.token.text if event.token else "")
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    count, seconds = engine.stats().generated_tokens, time.perf_counter() - start
-    print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
-    if engine.loaded.residency is not None:
-        print(engine.loaded.residency.stats(), file=sys.stderr)
+    with interruptible() as interrupted:
+        while engine.busy:
+            if interrupted():
+                engine.cancel(number)
+            for event in engine.step():
+                sys.stdout.write(event.token.text if event.token else "")
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        count, seconds = engine.stats().generated_tokens, time.perf_counter() - start
+        print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
+        if engine.loaded.residency is not None:
+            print(engine.loaded.residency.stats(), file=sys.stderr)
+        return STOPPED if interrupted() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
@@ -51,6 +51,25 @@ def listening(tell: bool = False) -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed while inside, rather than an exception in the middle of something; a second time
+    leaves at once."""
+    pressed = False
+
+    def press(_number: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise SystemExit(STOPPED)
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Told(NamedTuple):

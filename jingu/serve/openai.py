@@ -97,6 +97,8 @@ async def embeddings(body: EmbeddingRequest, request: HttpRequest, service: Serv
     spec = service.loaded.spec
     if spec.encoder_layers is not None:
         raise invalid("embeddings are those of decoders; this model has an encoder", "model")
+    if service.loaded.ranks > 1:
+        raise invalid("embeddings are not made by a model that several processes share", "model")
     if service.adapter(body.model) is not None or any(spec.prompts):
         raise invalid("embeddings are those of a base; adapters and trained prompts have none", "model")
     if body.dimensions not in (None, spec.width):

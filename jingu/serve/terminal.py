@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 from jingu.errors import JinguError
@@ -20,6 +17,7 @@ from jingu.infer.load import Device, Precision, load
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.runtime.files import cannot_write, replace_text, unreadable
+from jingu.runtime.signals import interruptible
 from jingu.tune.rows import Message, RowError, parse_row
 from jingu.tune.speak import Speech, speaking
 
@@ -152,7 +150,7 @@ class Conversation:
 
     def _answer(self) -> None:
         pieces, count, finish = [], 0, None
-        with _interruptible() as interrupted:
+        with interruptible() as interrupted:
             number = self._engine.submit(self._request())
             self._answers += 1
             start = perf_counter()
@@ -329,21 +327,3 @@ class Conversation:
     def quit(self, _: str) -> None:
         """/quit: leave."""
         self.ended = True
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, rather than an exception in the middle of a step; a second time leaves."""
-    pressed = False
-
-    def press(_number: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise SystemExit(130)
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -10,6 +10,7 @@ from typing import Literal
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Precision, load
+from jingu.infer.lockstep import in_lockstep, ranks_of
 from jingu.tune.speak import speaking
 
 
@@ -34,6 +35,7 @@ def serve(
     precision: Precision = "auto",
     device: Device = "auto",
     experts_resident: str | None = None,
+    pipeline: int = 1,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
@@ -44,6 +46,7 @@ def serve(
         adapter: NAME=PATH of adapters beside it, which clients ask for by these names.
         template: for conversations, where the model has none or another is wanted.
         api_key_file: a key a line.
+        pipeline: as of `jingu.infer.verbs.generate`.
 
     Raises:
         JinguError: what is wrong with the model or the settings.
@@ -71,9 +74,12 @@ def serve(
         pooling=pooling,
     )
     adapters = dict(_adapter(each) for each in adapter or ())
-    loaded, speech = speaking(load(model, precision, device, adapters, experts_resident), model, template)
-    engine = Engine(loaded, EngineSettings(max_batch=max_batch))
-    run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech)
+    with ranks_of(device) as ranks:
+        made = load(model, precision, device, adapters, experts_resident, ranks, pipeline)
+        loaded, speech = speaking(made, model, template)
+        with in_lockstep(Engine(loaded, EngineSettings(max_batch=max_batch)), ranks) as engine:
+            if engine is not None:
+                run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,0 +1,179 @@
+"""A model that ranks share answers as on one process, through the engine: 2 and 4 ranks of gloo, and a pipeline."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.checkpoint.export import export_hf
+from jingu.config.schema import ModelSettings
+from jingu.errors import JinguError
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.load import load
+from jingu.infer.lockstep import Lockstep, in_lockstep
+from jingu.infer.request import Event, Request
+from jingu.infer.sampling import Sampling
+from jingu.model.initialise import initialise
+from jingu.model.build import spec_from_settings
+from jingu.model.encoder_decoder import make_model
+from jingu.runtime.testing import RankPool
+from jingu.text.training import train_tokenizer
+from tests.conftest import this_rank
+
+SETTINGS = EngineSettings(max_batch=3, prefill_chunk=16)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2},
+    "gpt2": {"family": "gpt2"},
+    "mixtral": {"family": "mixtral", "kv_heads": 2},
+}
+LAYOUTS = {"llama": [(2, 1), (4, 1), (4, 2)], "gpt2": [(2, 1)], "mixtral": [(2, 1)]}
+"""Ranks, and stages that they make."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models as Hugging Face folders."""
+    place = tmp_path_factory.mktemp("shared")
+    tokenizer = train_tokenizer(iter(["the stop is near, the end is far. " * 3, "的数据 🙂"]), 281, ["<|endoftext|>"])
+    tokenizer.save(place / "tokenizer")
+    for name, settings in FAMILIES.items():
+        spec = spec_from_settings(
+            ModelSettings(width=24, heads=4, layers=3, initial_std=0.4, **settings), tokenizer.vocabulary, 64
+        )
+        model = make_model(spec)
+        initialise(model, spec, 1)
+        export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
+    return {name: place / name for name in FAMILIES}
+
+
+def requests() -> list[Request]:
+    """Greedy and drawn, some that begin alike, several choices, a stop string, penalties, a bias of minus infinity."""
+    alike = tuple(range(5, 36))
+    bias = {7: float("-inf"), 9: 1.5}
+    return [
+        Request((9, 4, 30), Sampling(), 20, ignore_end=True, logprobs=2),
+        Request((*alike, 3), Sampling(temperature=0.9, seed=4), 12, n=2, ignore_end=True),
+        Request((*alike, 8, 1), Sampling(temperature=1.1, top_k=40, top_p=0.9, seed=5), 9, ignore_end=True),
+        Request((), Sampling(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias), 15, stop=("zz" * 700,)),
+    ]
+
+
+def answers(engine: Engine | Lockstep) -> list[list[Any]]:
+    """Tokens of each choice, how it ends, and log-probabilities; two requests join late, and one is given up."""
+    told: dict[int, list[Event]] = {}
+    first, second, *later = requests()
+    order = [engine.submit(first), engine.submit(second)]
+    given_up = engine.submit(first)
+    steps = 0
+    while engine.busy:
+        for event in engine.step():
+            told.setdefault(event.request, []).append(event)
+        steps += 1
+        if steps == 4:
+            order += [engine.submit(request) for request in later]
+            engine.cancel(given_up)
+            with pytest.raises(JinguError):
+                engine.submit(Request((1,) * 100, Sampling(), 10))
+    assert [event.finish for event in told[given_up] if event.finish] == ["cancelled"]
+    return [
+        [
+            (e.choice, e.token.id if e.token else None, e.token.logprob if e.token else None, e.finish)
+            for e in told[each]
+        ]
+        for each in order
+    ]
+
+
+def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[list[Any]] | None:
+    ranks = this_rank(rank, world)
+    engine = Engine(load(folder, "fp64", ranks=ranks, pipeline=pipeline), SETTINGS)
+    with in_lockstep(engine, ranks) as leader:
+        return None if leader is None else [*answers(leader), *answers(leader)]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_ranks_answer_as_one_process_does(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
+    engine = Engine(load(folders[family], "fp64", "cpu"), SETTINGS)
+    expected = [*answers(engine), *answers(engine)]
+    for world, pipeline in LAYOUTS[family]:
+        found, *others = ranks.run(shared_answers, world, folders[family], pipeline)
+        assert others == [None] * (world - 1)
+        assert found is not None
+        for told, wanted in zip(found, expected, strict=True):
+            assert [each[:2] + each[3:] for each in told] == [each[:2] + each[3:] for each in wanted], (world, pipeline)
+            for (*_, logprob, _), (*_, right, _) in zip(told, wanted, strict=True):
+                assert logprob == pytest.approx(right, abs=1e-9)
+
+
+def test_a_mistake_on_ranks_is_told_before_anything_is_computed(folders: dict[str, Path], ranks: RankPool) -> None:
+    assert (
+        ranks.run(refusals, 2, folders["llama"])
+        == [
+            [
+                "does not divide the number of ranks",
+                "all experts in memory and no rounded matrices",
+            ]
+        ]
+        * 2
+    )
+
+
+def refusals(rank: int, world: int, folder: Path) -> list[str]:
+    told = []
+    for words, more in (
+        ("does not divide the number of ranks", {"pipeline": 5, "precision": "fp32"}),
+        ("all experts in memory and no rounded matrices", {"precision": "int8"}),
+    ):
+        try:
+            load(folder, ranks=this_rank(rank, world), **more)  # type: ignore[arg-type]
+        except JinguError as error:
+            told.append(words if words in str(error) else str(error))
+    return told
+
+
+@pytest.mark.slow
+def test_the_verbs_on_two_ranks(folders: dict[str, Path]) -> None:
+    """`generate` says what it says on one; `serve` answers, and leaves when it is asked to."""
+
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-m", "jingu", *words, "--precision", "fp64", "--device", "cpu"]
+
+    folder = str(folders["llama"])
+    alone, shared = (
+        subprocess.run(
+            command("generate", folder, "a", "--max-tokens", "20", *more), capture_output=True, text=True, timeout=300
+        )
+        for more in ((), ("--processes", "2"))
+    )
+    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
+    assert alone.stdout == shared.stdout != ""
+    wrong = subprocess.run(command("generate", folder, "a", "--processes", "3"), capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.count("4 attention heads cannot be divided over 3 ranks") == 1
+
+    server = subprocess.Popen(
+        command("serve", folder, "--port", "0", "--template", "chatml", "--processes", "2"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[-1]
+        asked = {"model": "llama", "prompt": "a", "max_tokens": 8, "temperature": 0}
+        for _ in range(2):
+            sent = urllib.request.Request(
+                f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(sent, timeout=100) as answer:
+                text = json.load(answer)["choices"][0]["text"]
+            assert text and alone.stdout.startswith(f"a{text}")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
