@@ -130,10 +130,12 @@ _COMPUTE = (
 )
 _PIPELINE = _option("--pipeline", "N", _whole(1), "stages that ranks divide the blocks into; those of one share it", 1)
 _SHARED = (_option("--processes", "N", _whole(1), "ranks on this machine that share the model (1 where not given)"),)
+_TO: Argument = ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True})
+_DTYPE = _option("--dtype", "TYPE", _one_of("auto", "fp32", "bf16", "fp16"), "weights in this; auto: as stored", "auto")
 _CONVERT: tuple[Argument, ...] = (
     _MODEL,
-    ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
-    _option("--dtype", "TYPE", _one_of("auto", "fp32", "bf16", "fp16"), "weights in this; auto: as stored", "auto"),
+    _TO,
+    _DTYPE,
     ("--check", {"action": "store_true", "help": "refuse weights that hold NaN or infinity"}),
 )
 
@@ -194,7 +196,7 @@ VERBS = {
         "jingu.tune.adapters:export",
         (
             _place("run", "RUN", "a run that trained adapters, or a step of it"),
-            ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
+            _TO,
         ),
     ),
     "tune merge": Verb(
@@ -202,8 +204,22 @@ VERBS = {
         "jingu.tune.adapters:merge",
         (
             _place("model", "RUN", "a run that trained adapters; or, with --base, a folder of peft"),
-            ("--to", {"metavar": "FOLDER", "type": _path, "help": "the folder to write", "required": True}),
+            _TO,
             _option("--base", "MODEL", _path, "the model that peft's adapters are for"),
+            _DTYPE,
+        ),
+    ),
+    "tune unmerge": Verb(
+        "write a model as it was before adapters were merged into it",
+        "jingu.tune.adapters:unmerge",
+        (
+            _place("model", "MODEL", "the merged model"),
+            _TO,
+            (
+                "--adapters",
+                {"metavar": "RUN", "type": _path, "help": "their run, or a folder of peft", "required": True},
+            ),
+            _DTYPE,
         ),
     ),
     "train": Verb(

@@ -26,7 +26,7 @@ from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 
 _ELEMENTS = 1 << 20
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> None:
@@ -50,7 +50,7 @@ def write_model(opened: OpenModel, to: Path, dtype: str, check: bool) -> None:
             where=opened.where,
             fix="`jingu tune export` writes it as peft loads it.",
         )
-    kind = _DTYPES.get(dtype, opened.dtype)
+    kind = DTYPES.get(dtype, opened.dtype)
     export_hf(
         opened.spec,
         opened.read,

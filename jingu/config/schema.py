@@ -384,6 +384,8 @@ class LoraSettings(AdapterBase):
     """Multiply by alpha / √rank instead (Kalajdzievski, 2023)."""
     dora: bool = False
     """Also train the length of each row of the sum of matrix and adapter (Liu et al., 2024)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that is zero, others in each step."""
     targets: list[str] = ["*attention.*", "*.feed_forward.*"]
     """Patterns of names of the matrices that get one, such as `blocks.*.attention.q`."""
 

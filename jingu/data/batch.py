@@ -20,6 +20,8 @@ class Source:
     tokens: Tensor
     documents: Tensor | None = None
     """As those of the batch, which the decoder's tokens see by their own number; -1 where the row is padded."""
+    keys: Tensor | None = None
+    """As those of the batch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Batch:
     """Factor on the loss at each place, floating; None: 1."""
     noise: Tensor | None = None
     """[2, rows, sequence] keys and scales of noise on the embedded tokens."""
+    keys: Tensor | None = None
+    """A whole number for each place of the run, by which adapters drop some of their inputs; None: none does."""
     source: Source | None = None
     """For encoder-decoders; the fields above are then the decoder's side."""
 

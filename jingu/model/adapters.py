@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from jingu.errors import JinguError
 from jingu.model.experts import GroupedLinear
 from jingu.model.grouped import grouped_product
 from jingu.model.layers import Linear
+from jingu.model.noise import Draw, dropped
 from jingu.model.products import linear
 from jingu.model.spec import Adapter, Ia3, Lora, ModelSpec
 
@@ -27,20 +29,38 @@ _OWN = frozenset({*LEAVES, "prompt"})
 class LoraLinear(Linear):
     """A linear map and its adapter."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, adapter: Lora) -> None:
+    first_input = 0
+    """Number of the first input here, where a rank has some of them."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, adapter: Lora, draw: Draw) -> None:
+        """
+        Args:
+            name: in the model; what is dropped depends on it.
+            draw: the keys by which it is.
+        """
         super().__init__(inputs, outputs, bias=bias)
-        self.scale = adapter.scale
+        self.scale, self.dropout, self.draw = adapter.scale, adapter.dropout, draw
+        self.reads_source = name.endswith(("cross_attention.k", "cross_attention.v"))
+        self.salt = int.from_bytes(sha256(name.encode()).digest()[:6], "little")
         self.lora_a = nn.Parameter(torch.empty(adapter.rank, inputs))
         self.lora_b = nn.Parameter(torch.empty(outputs, adapter.rank))
         self.lora_m = nn.Parameter(torch.empty(outputs)) if adapter.magnitudes else None
 
     def forward(self, input: Tensor) -> Tensor:
-        small = self.scale * linear(linear(input, self.lora_a), self.lora_b)
+        some = self._some(input)
+        small = self.scale * linear(linear(some, self.lora_a), self.lora_b)
         if self.lora_m is None:
             return super().forward(input) + small
         # The lengths are taken as constants (section 4.3 of the paper).
         factor_O = (self.lora_m / self.row_squares().sqrt()).to(input.dtype)
-        return super().forward(input) + (factor_O - 1) * linear(input, self.weight) + factor_O * small
+        return super().forward(input) + (factor_O - 1) * linear(some, self.weight) + factor_O * small
+
+    def _some(self, x_BTI: Tensor) -> Tensor:
+        """The inputs that are not dropped."""
+        keys = self.draw.source if self.reads_source else self.draw.own
+        if not self.dropout or keys is None:
+            return x_BTI
+        return dropped(x_BTI, keys, self.salt, self.dropout, self.first_input)
 
     @torch.no_grad()
     def row_squares(self) -> Tensor:
@@ -95,19 +115,21 @@ def prepare_training(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
+    draw = Draw()
     for prefix, parent in list(model.named_modules()):
+        draw = getattr(parent, "draw", draw)  # of the block that it is a part of
         for leaf, child in list(parent.named_children()):
             name = f"{prefix}.{leaf}" if prefix else leaf
             # Routers and the head are weights that others multiply by.
             if "blocks." not in prefix or leaf == "router" or not matches(name, adapter.targets):
                 continue
             if isinstance(child, Linear | GroupedLinear):
-                new = _adapted(name, child, adapter)
+                new = _adapted(name, child, adapter, draw)
                 new.weight = child.weight
                 setattr(parent, leaf, new)
 
 
-def _adapted(name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3) -> Linear | GroupedLinear:
+def _adapted(name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3, draw: Draw) -> Linear | GroupedLinear:
     new: Linear | GroupedLinear
     if isinstance(child, GroupedLinear):
         if not isinstance(adapter, Lora) or adapter.magnitudes or adapter.dropout:
@@ -120,7 +142,7 @@ def _adapted(name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3) -> L
         return LoraGrouped(number, inputs, outputs, adapter)
     sizes, bias = (child.in_features, child.out_features), child.bias is not None
     if isinstance(adapter, Lora):
-        new = LoraLinear(*sizes, bias=bias, adapter=adapter)
+        new = LoraLinear(name, *sizes, bias=bias, adapter=adapter, draw=draw)
     else:
         new = Ia3Linear(*sizes, bias=bias, of_inputs=name.endswith("feed_forward.down"))
     new.bias = child.bias
@@ -164,7 +186,8 @@ def add_adapter(
 
 
 def merged(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3) -> Tensor:
-    """A weight or bias (`leaf`) of a matrix that does what another and its adapter do together; of experts, all."""
+    """A weight or bias (`leaf`) of a matrix that does what another and its adapter do together; of experts, all. In
+    fp32 at least."""
     wide = torch.promote_types(value.dtype, torch.float32)
     total, parts = value.to(wide), {kind: part.to(wide) for kind, part in parts.items()}
     if isinstance(adapter, Lora) and leaf == "weight":
@@ -175,4 +198,26 @@ def merged(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora 
         total = total * (parts["ia3_out"].unsqueeze(1) if leaf == "weight" else parts["ia3_out"])
     elif "ia3_in" in parts and leaf == "weight":
         total = total * parts["ia3_in"]
-    return total.to(value.dtype)
+    return total
+
+
+def unmerged(
+    value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3, dtype: torch.dtype
+) -> Tensor | None:
+    """What `merged` made `value` of, in the dtype that it had; None where the numbers do not tell."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    if isinstance(adapter, Lora):
+        found = value.to(wide)
+        if leaf == "weight":
+            found = found - adapter.scale * (parts["lora_b"].to(wide) @ parts["lora_a"].to(wide))
+    else:
+        found = value.to(wide) / merged(torch.ones_like(value, dtype=wide), leaf, parts, adapter)
+    found = found.to(dtype)
+    if not torch.equal(merged(found, leaf, parts, adapter).to(value.dtype), value):
+        return None
+    # Would a neighbour have given the same?
+    for end in (-torch.inf, torch.inf):
+        beside = torch.nextafter(found, torch.full_like(found, end))
+        if bool((merged(beside, leaf, parts, adapter).to(value.dtype) == value).any()):
+            return None
+    return found

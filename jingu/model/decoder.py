@@ -15,7 +15,7 @@ from torch.nn.functional import normalize, pad
 from jingu.model.attention import Cache, CrossAttention, LayerCache, Mask, SelfAttention, attention_mask
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
-from jingu.model.noise import EmbeddingNoise
+from jingu.model.noise import Draw, EmbeddingNoise
 from jingu.model.packed import Reordered
 from jingu.model.products import linear
 from jingu.model.prompts import PromptedEmbedding, SoftPromptLayer
@@ -33,6 +33,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
+        self.draw = Draw()
         self.attention_norm = make_norm(spec.norm, spec.width)
         self.attention = SelfAttention(spec, causal=causal)
         self.cross_attention_norm = make_norm(spec.norm, spec.width) if cross else None
@@ -52,8 +53,14 @@ class Block(nn.Module):
         states_BSD: Tensor | None = None,
         states_mask: Tensor | None = None,
         tokens_BT: Tensor | None = None,
+        keys: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> tuple[Tensor, Routing | None]:
-        """The states after the block; and, of a mixture of experts in training, what its router did."""
+        """The states after the block; and, of a mixture of experts in training, what its router did.
+
+        Args:
+            keys: of its tokens and of an encoder's, for what drops some of its inputs.
+        """
+        self.draw.own, self.draw.source = keys
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask, cache, tokens_BT)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             x_BTD = x_BTD + self.cross_attention(self.cross_attention_norm(x_BTD), states_BSD, states_mask, cache)
@@ -86,6 +93,8 @@ class Encoded(NamedTuple):
     mask: Tensor | None
     """Which of them each token sees; None: all."""
     routings: list[Routing]
+    keys: Tensor | None = None
+    """Of the tokens that the encoder reads."""
 
 
 class Stack(nn.Module):
@@ -142,6 +151,7 @@ class Stack(nn.Module):
         cache: Cache | None = None,
         encoded: Encoded | None = None,
         reach_BT: Tensor | None = None,
+        keys_BT: Tensor | None = None,
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
         x_BTD, routings, _ = start
@@ -158,9 +168,10 @@ class Stack(nn.Module):
             rotary = cache.rotary(positions_BT, wide)
             cache.begin(bias_NH)
         states, states_mask = (None, None) if encoded is None else (encoded.states, encoded.mask)
+        keys = keys_BT, None if encoded is None else encoded.keys
         for number, block in zip(self.part, self.blocks, strict=True):
             held = None if cache is None else cache.layer(number)
-            x_BTD, routing = block(x_BTD, rotary, mask, held, states, states_mask, tokens_BT)
+            x_BTD, routing = block(x_BTD, rotary, mask, held, states, states_mask, tokens_BT, keys)
             routings = routings if routing is None else [*routings, routing]
         if self.norm is None:
             return Passed(x_BTD, routings)
@@ -208,6 +219,7 @@ class Decoder(Stack):
         passed: Passed | None = None,
         noise_2BT: Tensor | None = None,
         reach_BT: Tensor | None = None,
+        keys_BT: Tensor | None = None,
     ) -> Tensor | Passed:
         """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs.
 
@@ -224,9 +236,10 @@ class Decoder(Stack):
             noise_2BT: keys and scales of noise on the embedded tokens (`EmbeddingNoise`).
             reach_BT: tokens of the row, from its first on, that a token sees besides those before it. Not together
                 with a cache.
+            keys_BT: of each token, by which adapters drop some of their inputs; None: they drop nothing.
         """
         given = tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed
-        return self.decode(*given, noise_2BT=noise_2BT, reach_BT=reach_BT)
+        return self.decode(*given, noise_2BT=noise_2BT, reach_BT=reach_BT, keys_BT=keys_BT)
 
     def decode(
         self,
@@ -240,6 +253,7 @@ class Decoder(Stack):
         encoded: Encoded | None = None,
         noise_2BT: Tensor | None = None,
         reach_BT: Tensor | None = None,
+        keys_BT: Tensor | None = None,
     ) -> Tensor | Passed:
         """`forward`; with an encoder's states, where there is one."""
         if positions_BT is None:
@@ -247,7 +261,7 @@ class Decoder(Stack):
         if passed is None:
             start_BTD = self.begin(self.embedding, tokens_BT, positions_BT, noise_2BT)
             passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
-        passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded, reach_BT)
+        passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded, reach_BT, keys_BT)
         if not self.ends:
             return passed
         x_BTD, routings, _ = passed

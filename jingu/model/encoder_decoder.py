@@ -42,6 +42,8 @@ class EncoderDecoder(Decoder):
         passed: Passed | None = None,
         source_BS: Tensor | None = None,
         source_documents_BS: Tensor | None = None,
+        keys_BT: Tensor | None = None,
+        source_keys_BS: Tensor | None = None,
     ) -> Tensor | Passed | None:
         """As `Decoder.forward`, whose arguments are here those of the decoder's side.
 
@@ -50,30 +52,34 @@ class EncoderDecoder(Decoder):
                 keeps the keys and values of the encoder's states.
             source_documents_BS: document of each; a token of either side sees its own document. -1: padding, which
                 none sees. Where a row is padded, they are needed with every token.
+            source_keys_BS: as `keys_BT`, of what the encoder reads.
 
         Returns:
             None where this is a part of the encoder, and there is no source to read.
         """
         if self.encoder.part and source_BS is not None:
-            passed = self.encode(source_BS, source_documents_BS, passed)
+            passed = self.encode(source_BS, source_documents_BS, passed, source_keys_BS)
         if not self.part:
             return passed
         if source_documents_BS is not None:
             source_documents_BS = source_documents_BS[:, skipped_states(self.spec) :]
-        encoded = Encoded(None, cross_mask(documents_BT, source_documents_BS), [])
+        encoded = Encoded(None, cross_mask(documents_BT, source_documents_BS), [], source_keys_BS)
         if passed is not None and self.part.start == 0:
             encoded, passed = encoded._replace(states=passed.states, routings=passed.routings), None
         elif passed is not None:
             encoded = encoded._replace(states=passed.encoded)
-        made = self.decode(tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed, encoded)
+        given = tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed, encoded
+        made = self.decode(*given, keys_BT=keys_BT)
         return made._replace(encoded=encoded.states) if isinstance(made, Passed) else made
 
-    def encode(self, source_BS: Tensor, documents_BS: Tensor | None, passed: Passed | None) -> Passed:
+    def encode(
+        self, source_BS: Tensor, documents_BS: Tensor | None, passed: Passed | None, keys_BS: Tensor | None = None
+    ) -> Passed:
         """Through the blocks of the encoder that are here."""
         positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
         if passed is None:
             passed = Passed(self.encoder.begin(self.embedding, source_BS, positions_S), [])
-        return self.encoder.run(passed, source_BS, positions_S, documents_BS)
+        return self.encoder.run(passed, source_BS, positions_S, documents_BS, keys_BT=keys_BS)
 
 
 def make_model(spec: ModelSpec, part: range | None = None) -> Decoder:

@@ -1,6 +1,6 @@
-"""Noise on embedded tokens while training (NEFTune; Jain et al., 2023, arXiv:2310.05914).
+"""Chance while training: noise on embedded tokens (NEFTune; Jain et al., 2023, arXiv:2310.05914), and dropout.
 
-It is a function of a key for each token, so that it is the same wherever the token is computed.
+Either is a function of a key for each token, so that it is the same wherever the token is computed.
 
 Shapes: B rows, T tokens, D width.
 """
@@ -28,6 +28,27 @@ def keys(seed: int, first_row: int, rows: int, tokens: int) -> Tensor:
     """[rows, tokens] a key for each token of the rows that are numbered from `first_row` over the whole run, int64."""
     row_B1 = mixed(mixed(torch.tensor(seed)) + torch.arange(first_row, first_row + rows).unsqueeze(1))
     return mixed(row_B1 + torch.arange(tokens)) & KEYS - 1
+
+
+class Draw:
+    """The keys of the tokens at hand, for the parts of a block that drop some of their inputs."""
+
+    own: Tensor | None = None
+    """[B, T] those of the block's tokens; None: nothing is dropped."""
+    source: Tensor | None = None
+    """[B, S] those of the tokens that an encoder reads."""
+
+
+def dropped(x_BTI: Tensor, key_BT: Tensor, salt: int, rate: float, first: int) -> Tensor:
+    """`x` with a share of its numbers zero and the others larger by as much.
+
+    Args:
+        salt: tells apart what the same token is given at several places.
+        first: number of the first input here, where a rank has some of them.
+    """
+    inputs_I = torch.arange(first, first + x_BTI.shape[-1], device=x_BTI.device)
+    bits_BTI = mixed(mixed(key_BT ^ salt).unsqueeze(-1) + inputs_I) & KEYS - 1
+    return x_BTI * (bits_BTI >= int(rate * KEYS)) / (1 - rate)
 
 
 class EmbeddingNoise(nn.Module):

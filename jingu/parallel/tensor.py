@@ -99,6 +99,7 @@ def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bo
                 child.bias_share = float(rows.tensor_rank == 0)
             if rows.tensor > 1 and isinstance(child, LoraLinear):
                 child.row_squares = partial(_whole_rows, rows, child.row_squares)  # type: ignore[method-assign]
+                child.first_input = share(child.in_features, rows.tensor, rows.tensor_rank)[0]
             if by_heads and style == "from_heads":
                 child.forward = partial(_from_heads, rows, child.forward)
     if isinstance(part, Attention):
@@ -136,6 +137,9 @@ def _forward(
     rows.tokens = tokens_BT.shape[1]
     if others.get("source_BS") is not None:
         source.tokens = others["source_BS"].shape[1]
+    for name, of in (("keys_BT", rows), ("source_keys_BS", source)):
+        if others.get(name) is not None:
+            others[name] = of.of_context(others[name])
     generates = others.get("cache") is not None
 
     def head(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:

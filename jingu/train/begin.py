@@ -105,6 +105,7 @@ def _adapter(settings: Tune, width: int) -> Adapter:
             targets=tuple(settings.targets),
             rank_stabilised=settings.rank_stabilised,
             magnitudes=settings.dora,
+            dropout=settings.dropout,
         )
     if isinstance(settings, Ia3Settings):
         return Ia3(targets=tuple(settings.targets))

@@ -31,7 +31,7 @@ from jingu.model.encoder_decoder import make_model
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
 from jingu.model.products import product_dtype
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import Lora, ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.parallel.offload import Disk
@@ -54,7 +54,7 @@ from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
 from jingu.train.progress import Progress
 from jingu.train.run import Run
-from jingu.train.task import HeldOut, Noise, Pretraining, Task, to_device
+from jingu.train.task import Dropout, HeldOut, Noise, Pretraining, Task, to_device
 
 COMPILE_SECONDS = 30.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
@@ -202,6 +202,7 @@ def pretraining(
             made = divided_chunk_loss(vocabulary.start, vocabulary.group, spec.vocabulary, smoothing, z)
         return torch.compile(made, dynamic=False) if compiles else made
 
+    drops = isinstance(spec.adapter, Lora) and spec.adapter.dropout > 0
     noise = Noise(train.noise, config.seed, config.batch.global_size) if train.noise else None
     return Pretraining(
         source,
@@ -212,6 +213,7 @@ def pretraining(
         chunk(0.0, 0.0),
         noise,
         spec,
+        Dropout(config.seed, config.batch.global_size) if drops else None,
     )
 
 

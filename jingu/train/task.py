@@ -104,6 +104,21 @@ class Noise:
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """Keys of the tokens, by which adapters drop some of their inputs, as a function of seed, step and place."""
+
+    seed: int
+    global_size: int
+
+    def on(self, batch: Batch, step: int, first: int) -> Batch:
+        """The rows of a step from `first` on, with their keys."""
+        row, source = step * self.global_size + first, batch.source
+        if source is not None:
+            source = replace(source, keys=keys(self.seed + 1, row, *source.tokens.shape))
+        return replace(batch, keys=keys(self.seed, row, *batch.tokens.shape), source=source)
+
+
+@dataclass(frozen=True)
 class Pretraining:
     """Next-token prediction over windows of a corpus; with an encoder, of what is removed from them."""
 
@@ -119,9 +134,11 @@ class Pretraining:
     noise: Noise | None = None
     prompts: ModelSpec | None = None
     """As of `HeldOut`."""
+    dropout: Dropout | None = None
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         batch = self.source.batch(step, first, count)
+        batch = batch if self.dropout is None else self.dropout.on(batch, step, first)
         batch = batch if self.noise is None else self.noise.on(batch, step, first)
         return batch if self.prompts is None else prompted(batch, self.prompts)
 
@@ -147,8 +164,10 @@ class Pretraining:
 
         if batch.source is not None:
             more = {"source_BS": batch.source.tokens, "source_documents_BS": batch.source.documents}
+            more["source_keys_BS"] = batch.source.keys
         else:
             more = {"noise_2BT": batch.noise, "reach_BT": batch.reach}
+        more["keys_BT"] = batch.keys
         total: Tensor = model(batch.tokens, batch.positions, batch.documents, loss=head, auxiliary=auxiliary, **more)
         return total
 

@@ -18,6 +18,7 @@ ALL = ("*attention.*", "*.feed_forward.*")
 METHODS: dict[str, Adapter] = {
     "lora": Lora(rank=3, alpha=6.0, targets=ALL),
     "dora": Lora(rank=2, alpha=6.0, targets=ALL, magnitudes=True, rank_stabilised=True),
+    "dropout": Lora(rank=3, alpha=6.0, targets=ALL, magnitudes=True, dropout=0.3),
     "ia3": Ia3(targets=("*attention.k", "*attention.v", "*.feed_forward.down", "*.feed_forward.up")),
     "prompt": SoftPrompt(tokens=3),
     "p_tuning_mlp": SoftPrompt(tokens=3, encoder="mlp", hidden=10),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, with_adapters
+from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, parameter_shapes, with_adapters
 from jingu.checkpoint.peft import read_adapters
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.verbs import convert
@@ -25,7 +25,7 @@ from jingu.model.encoder_decoder import make_model
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.prompted import prompted
 from jingu.train.run import open_run
-from jingu.tune.adapters import export, merge
+from jingu.tune.adapters import export, merge, unmerge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 
 TOKENS = torch.arange(5, 29).view(2, 12)
@@ -107,7 +107,7 @@ def adapted(family: str, method: str, runs: Path, texts: Library, changes: dict[
         "model": {},
         "model.context": None,
         "initialize": {"from": str(runs / family)},
-        "tune": {**METHODS[method]},
+        "tune": {**METHODS.get(method, {})},
     }
     rate = RATES.get((family, method), 3e-2)
     settings = {**kept, **plain, "train.steps": 12, "optimizer.lr": rate, "checkpoint": {"every": 1, "keep": 12}}
@@ -269,3 +269,86 @@ def test_a_run_with_a_prompt_writes_on(
     again = Request(engine.loaded.encode("def heappop"), Sampling(repetition_penalty=1.2, logit_bias={9: 1.0}), 3)
     assert engine.run([again, again])[0] == engine.run([again])[0]
     assert Done(place / config.name).lines("sample")
+
+
+@pytest.mark.parametrize("method", ["lora", "ia3"])
+def test_a_merged_model_is_unmerged_exactly_where_the_numbers_tell(
+    method: str, runs: Path, texts: Library, train_on: Train, tmp_path: Path
+) -> None:
+    config = adapted("llama", method, runs, texts, {"runs": str(tmp_path)})
+    train_on(1, config)
+    export(tmp_path / config.name, tmp_path / "adapter")
+    convert(runs / "llama", tmp_path / "base", "bf16")
+    for dtype in ("fp32", "bf16"):
+        merge(tmp_path / "adapter", tmp_path / dtype, tmp_path / "base", dtype)
+    unmerge(tmp_path / "fp32", tmp_path / "back", tmp_path / config.name, "bf16")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "base" / file).read_bytes()
+    with pytest.raises(JinguError, match="no longer tells what it was"):
+        unmerge(tmp_path / "bf16", tmp_path / "other", tmp_path / "adapter")
+
+
+def test_a_prompt_begins_with_a_text_or_with_another_task(
+    runs: Path, texts: Library, train_on: Train, tmp_path: Path
+) -> None:
+    """A rate of nearly zero leaves the adapters where they begin."""
+    still = {"train.steps": 1, "optimizer.lr": 1e-30}
+    config = adapted("llama", "prompt", runs, texts, {"runs": str(tmp_path), **still})
+    train_on(1, config)
+    ids = Tokenizer.load(texts.tokenizer).encode("def f(x): return")
+    rows = open_model(runs / "llama").read("embedding.weight")[torch.tensor([*ids, *ids])[:5]]
+    torch.testing.assert_close(open_model(tmp_path / config.name).read("prompt.embedding.weight"), rows)
+    for method in ("p_tuning_mlp", "dora"):
+        first = adapted("llama", method, runs, texts, {"runs": str(tmp_path), "train.steps": 3})
+        changes = {"runs": str(tmp_path / "second"), "tune.start": str(tmp_path / first.name), **still}
+        second = adapted("llama", method, runs, texts, changes)
+        train_on(1, first, second)
+        one, two = (open_run_apart(Path(config.runs) / config.name)[0] for config in (first, second))
+        for name in filter(is_adapter, parameter_shapes(one.spec)):
+            torch.testing.assert_close(two.read(name), one.read(name), rtol=1e-12, atol=1e-12)
+    export(tmp_path / "llama-dora", tmp_path / "adapter")
+    changes = {"runs": str(tmp_path / "third"), "tune.start": str(tmp_path / "adapter"), **still}
+    third = adapted("llama", "dora", runs, texts, changes)
+    train_on(1, third)
+    torch.testing.assert_close(
+        logits(beside(tmp_path / "third" / third.name)), logits(beside(tmp_path / "llama-dora")), rtol=1e-6, atol=1e-6
+    )
+    with pytest.raises(JinguError, match="of another kind or size"):
+        train_on(1, adapted("llama", "lora", runs, texts, {**changes, "runs": str(tmp_path / "fourth")}))
+
+
+def test_a_part_of_the_weights_is_trained(runs: Path, texts: Library, train_on: Train, done: Read) -> None:
+    """The last block, but for its norms; in a pipeline whose first stage trains nothing it is the same."""
+    tune = {"type": "full", "last": 1, "freeze": ["*norm.weight"]}
+    changes = {"tune": tune, "optimizer.lr": 1e-2, "train.steps": 3}
+    config = adapted("llama", "full", runs, texts, changes)
+    train_on(1, config)
+    base, tensors = open_model(runs / "llama"), done(config).tensors()
+    trained = {
+        name for name in parameter_shapes(base.spec) if not torch.equal(base.read(name), tensors[f"model/{name}"])
+    }
+    expected = {name for name in parameter_shapes(base.spec) if name.startswith(("blocks.1.", "head"))}
+    assert trained == {name for name in expected if "norm" not in name}
+    assert {name.removeprefix("optimizer/exp_avg/") for name in tensors if "/exp_avg/" in name} == trained
+    assert open_model(runs / config.name).spec == base.spec
+    piped = adapted("llama", "piped", runs, texts, {**changes, "parallel.pipeline": 2})
+    train_on(2, piped)
+    assert done(piped).column("loss") == pytest.approx(done(config).column("loss"), rel=1e-9)
+    for wrong, words in (
+        ({"freeze": ["embeding.*"]}, "no weight of the model has a name like embeding"),
+        ({"last": 3}, "the model has 2 blocks, not 3"),
+        ({"freeze": ["*"]}, "nothing of the model is left"),
+    ):
+        with pytest.raises(JinguError, match=words):
+            open_run(adapted("llama", "wrong", runs, texts, {"tune": {"type": "full", **wrong}}))
+
+
+def test_mistakes(runs: Path, texts: Library) -> None:
+    for method, changes, words in (
+        ("prompt", {"tune.position": "back"}, "it can only stand in front"),
+        ("prompt", {"tune.length": 32}, "a prompt of 32 tokens and sequences of 33 are more than the model's context"),
+        ("ia3", {"tune.targets": ["*.gate_proj"]}, r"no matrix of the model has a name like \*\.gate_proj"),
+        ("lora", {"initialize": {}}, "there is no model to begin with"),
+    ):
+        with pytest.raises(JinguError, match=words):
+            open_run(adapted("llama", method, runs, texts, {**changes, "runs": str(runs / "wrong")}))
