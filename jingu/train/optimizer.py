@@ -59,7 +59,8 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = N
         {"params": held, "weight_decay": decay, "rate": rate, "layer": layer, "matrices": matrices}
         for (layer, rate, decay, matrices), held in by_kind.items()
     ]
-    groups = groups or [{"params": []}]  # a stage of a pipeline may train nothing
+    if not groups:  # a stage of a pipeline may train nothing
+        groups = [{"params": [], "weight_decay": 0.0, "rate": 1.0, "layer": "", "matrices": False}]
     optimizer: torch.optim.Optimizer
     if isinstance(settings, LionSettings):
         optimizer = Lion(groups, settings.lr, (settings.beta1, settings.beta2), settings.weight_decay)
