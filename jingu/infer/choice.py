@@ -88,10 +88,12 @@ class Choice:
         """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
         request = self.job.request
         scores_V = penalised(logits_V, self.job.prompt[self.job.trained :], self.generated, request.sampling)
-        scores_V = scores_V if self._grammar is None else self._grammar.allowed(scores_V)
-        if not scores_V.max().isfinite():
+        words = None if self._grammar is None else self._grammar.broken
+        if words is None:
+            scores_V = scores_V if self._grammar is None else self._grammar.allowed(scores_V)
+            words = None if scores_V.max().isfinite() else "the model's scores are not finite numbers"
+        if words is not None:
             self.finish = "error"
-            words = "the model's scores are not finite numbers"
             return replace(self.job.event(self.number, None, "error", self.logprob), error=words)
         id_ = choose(scores_V, request.sampling, self._generator)
         logprob: float | None = None

@@ -72,7 +72,12 @@ class Grammar:
     def take(self, id_: int) -> bool:
         """Go on by a token; whether nothing can follow it."""
         self._matcher.consume_token(id_)
-        return bool(self._matcher.is_stopped())
+        return bool(self._matcher.is_stopped()) and self.broken is None
+
+    @property
+    def broken(self) -> str | None:
+        """Why the library gave the grammar up, such as one that has grown too large; None: it has not."""
+        return str(self._matcher.get_error()).strip() if self._matcher.is_error() else None
 
 
 def _refused(words: str) -> JinguError:
