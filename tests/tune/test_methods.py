@@ -352,3 +352,26 @@ def test_mistakes(runs: Path, texts: Library) -> None:
     ):
         with pytest.raises(JinguError, match=words):
             open_run(adapted("llama", method, runs, texts, {**changes, "runs": str(runs / "wrong")}))
+
+
+@pytest.mark.slow
+def test_a_folder_of_transformers_is_tuned_on_four_stages_and_goes_back(
+    texts: Library, train_on: Train, done: Read, tmp_path: Path
+) -> None:
+    """All weights, from a folder that transformers wrote; a pipeline of four ranks is the run of one process."""
+    from transformers import AutoModelForCausalLM
+
+    train_on(1, tiny(texts, tmp_path, {"name": "base", "model.layers": 4, "train.steps": 2}))
+    convert(tmp_path / "base", tmp_path / "first", "fp32")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "hf")
+    plain = {"model": {}, "initialize": {"from": str(tmp_path / "hf")}, "train.steps": 4}
+    alone = tiny(texts, tmp_path, {**plain, "name": "alone"})
+    staged = tiny(texts, tmp_path, {**plain, "name": "staged", "parallel.pipeline": 4})
+    train_on(1, alone)
+    train_on(4, staged)
+    assert done(staged).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
+    convert(tmp_path / "staged", tmp_path / "tuned", "fp32")
+    found = theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"), encodes=False)
+    torch.testing.assert_close(found, logits(open_model(tmp_path / "alone")), rtol=1e-4, atol=1e-4)
+    before = theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), encodes=False)
+    assert (found - before).abs().max() > 1e-3
