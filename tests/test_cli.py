@@ -30,6 +30,7 @@ LEAST = {
     "model grow": ["model", "--to", "folder"],
     "tune export": ["run", "--to", "folder"],
     "tune merge": ["run", "--to", "folder"],
+    "tune unmerge": ["m", "--to", "to", "--adapters", "run"],
     "import": ["model", "--to", "folder"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],
