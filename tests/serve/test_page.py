@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jingu.infer.load import Loaded
 from jingu.serve.pages import HEADERS, pages
 from tests.serve.browser import Browser, find_browser
+from tests.serve.conftest import Serve, Spoken
 from tests.serve.scripted import Scripted
 
 ANSWERS = "[...document.querySelectorAll('.assistant .body')].map((each) => each.innerText)"
@@ -26,7 +29,7 @@ class Talk:
 
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
-        self.says: list[str | dict[str, Any]] = ["Hello."]
+        self.says: Iterable[str | dict[str, Any]] = ["Hello."]
         self.go_on = threading.Event()
         self.go_on.set()
         self.server = Scripted(self._answer)
@@ -198,7 +201,7 @@ def test_the_policy_would_stop_what_slipped_through(talk: Talk) -> None:
 def test_stop_regenerate_and_edit_lose_nothing(talk: Talk) -> None:
     browser, server = talk.browser, talk.server
     talk.go_on.clear()
-    talk.says = ["First, half", "[WAIT]", *[" said" * 1000] * 1000]
+    talk.says = chain(["First, half", "[WAIT]"], repeat(" said" * 1000))
     browser.type("Question one")
     browser.press("Enter")
     browser.until("document.querySelector('.assistant .body').innerText.includes('half')")
@@ -512,3 +515,29 @@ def test_marks_without_end_and_nests_without_bottom_are_shown(talk: Talk) -> Non
       return lost;
     })()"""
     assert talk.browser.run(script) == []
+
+
+def test_the_page_and_the_real_server_understand_each_other(browser: Browser, serve: Serve, loaded: Loaded) -> None:
+    """With every setting that the page can send."""
+    running = serve(Spoken(loaded, lambda prompt: "**the** weather 的🙂"))
+    browser.open(f"{running.url}/chat")
+    browser.until("document.querySelector('#model').value === 'tiny'")
+    numbers = {
+        "temperature": 0.5,
+        "max_tokens": 50,
+        "top_p": 0.9,
+        "seed": 3,
+        "presence_penalty": 1,
+        "frequency_penalty": 1,
+    }
+    for name, value in {**numbers, "system": "fine"}.items():
+        script = "(box, value) => { box.value = value; box.dispatchEvent(new Event('change', { bubbles: true })); }"
+        browser.run(f"({script})(document.querySelector('#settings [name={name}]'), '{value}')")
+    browser.run("document.querySelector('#input').focus()")
+    browser.type("how is it")
+    browser.press("Enter")
+    browser.until(DONE)
+    assert browser.run(ANSWERS) == ["the weather 的🙂"]
+    assert browser.run("document.querySelector('.assistant strong').textContent") == "the"
+    assert "tokens" in browser.run("document.querySelector('.assistant .tools').innerText")
+    assert browser.complaints() == []
