@@ -34,7 +34,8 @@ def made(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dict[str, 
     """A Llama, its optimizer, and the tensors that a checkpoint holds."""
     import torch
 
-    from jingu.config.schema import AdamWSettings, ModelSettings
+    from jingu.config.sections.model import ModelSettings
+    from jingu.config.sections.train import AdamWSettings
     from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise

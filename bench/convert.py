@@ -25,7 +25,7 @@ def made(folder: Path) -> Path:
 
     from jingu.checkpoint.export import export_hf
     from jingu.checkpoint.hub import parameter_shapes
-    from jingu.config.schema import ModelSettings
+    from jingu.config.sections.model import ModelSettings
     from jingu.model.build import spec_from_settings
     from jingu.text.training import train_tokenizer
 

@@ -22,7 +22,8 @@ def child(folder: str) -> None:
     """Train a few steps; prints anonymous bytes and tokens a second. `folder` is empty to stay in memory."""
     import torch
 
-    from jingu.config.schema import AdamWSettings, ModelSettings
+    from jingu.config.sections.model import ModelSettings
+    from jingu.config.sections.train import AdamWSettings
     from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jingu.config.schema import ModelSettings, ParallelSettings
+from jingu.config.sections.model import ModelSettings
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise

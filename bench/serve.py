@@ -105,7 +105,7 @@ def served(model: str, vocabulary: int, tokens: int, probes: int) -> dict[str, f
 def tiny(folder: Path) -> str:
     """A small model with random weights, as a folder."""
     from jingu.checkpoint.export import export_hf
-    from jingu.config.schema import ModelSettings
+    from jingu.config.sections.model import ModelSettings
     from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise

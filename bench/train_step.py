@@ -51,13 +51,9 @@ def trainer(precision: str, compiled: bool):
     import torch
 
     from jingu.config.batch import BatchPlan
-    from jingu.config.schema import (
-        ActivationCheckpointingSettings,
-        AdamWSettings,
-        ModelSettings,
-        ParallelSettings,
-        PrecisionSettings,
-    )
+    from jingu.config.sections.model import ModelSettings
+    from jingu.config.sections.parallel import ParallelSettings
+    from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, PrecisionSettings
     from jingu.data.batch import Batch
     from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder

@@ -120,7 +120,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     import torch
 
     from jingu.config.batch import BatchPlan
-    from jingu.config.schema import ModelSettings
+    from jingu.config.sections.model import ModelSettings
     from jingu.model.build import spec_from_settings
     from jingu.model.spec import Lora
     from jingu.parallel.mesh import axis_sizes, build_mesh

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from jingu.config.schema import RunConfig, Settings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings
 from jingu.config.tree import describe, either, field_kinds, fields, item_sections, sections
 
 OPENING = """\
@@ -16,7 +17,7 @@ OPENING = """\
 A setting stands in a run's file under its section (`optimizer:` and, indented on the next line, `lr: 3e-4`), and on the
 command line with a dot (`optimizer.lr=3e-4`). `jingu config show RUN.yaml` prints all of them as your run has them.
 
-This page is made from `jingu/config/schema.py` by `python docs/guides/configuration.py > docs/guides/configuration.md`;
+This page is made from `jingu/config/` by `python docs/guides/configuration.py > docs/guides/configuration.md`;
 a test checks that the two agree.
 
 ## The top level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jingu.config.schema import BatchSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.errors import JinguError
 
 AUTO_TOKENS = 8192

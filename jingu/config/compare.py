@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from jingu.config.schema import CheckpointSettings, ConstantSettings, NoamSettings, RunConfig
+from jingu.config.schema import CheckpointSettings, RunConfig
+from jingu.config.sections.train import ConstantSettings, NoamSettings
 from jingu.config.tree import written
 
 HARMLESS = frozenset(

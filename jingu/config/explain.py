@@ -8,7 +8,8 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jingu.config.schema import RunConfig, Settings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings
 from jingu.config.strict_yaml import Document, KeyPath
 from jingu.config.tree import (
     Kind,

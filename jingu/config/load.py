@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jingu.config.explain import combined, explain
-from jingu.config.schema import RunConfig, Settings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings
 from jingu.config.strict_yaml import Document, KeyPath, Origin, dump, parse
 from jingu.config.tree import field_kinds, fields, find, item_kinds, item_sections, sections
 from jingu.errors import JinguError

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from jingu.config.schema import RunConfig, Settings, Words
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings, Words
 
 Sections = dict[str, type[Settings]]
 """The models that a section can be, by their `type:` (which is empty where there is only one)."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jingu.config.schema import RunConfig, Settings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings
 from jingu.config.tree import fields, sections
 
 

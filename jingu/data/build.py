@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jingu.config.schema import DataSettings, RunConfig, SupervisedSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.cluster import on_ray
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from jingu.config.schema import SpanCorruptionSettings
+from jingu.config.sections.data import SpanCorruptionSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.order import Permutation
 from jingu.errors import JinguError

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jingu.config.schema import DropSettings
+from jingu.config.sections.data import DropSettings
 from jingu.data.dataset import TokenDataset
 from jingu.errors import JinguError
 from jingu.runtime.files import unreadable

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jingu.config.schema import FillInTheMiddleSettings
+from jingu.config.sections.data import FillInTheMiddleSettings
 from jingu.data.batch import IGNORED
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer

@@ -10,13 +10,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from jingu.config.schema import (
-    ContinuationSettings,
-    PrefixSettings,
-    RunConfig,
-    SpanCorruptionSettings,
-    TargetFilesSettings,
-)
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import ContinuationSettings, PrefixSettings, SpanCorruptionSettings, TargetFilesSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.batches import BatchSource
 from jingu.data.corruption import plan_corruption

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jingu.config.schema import (
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import (
     FOR_ENCODERS,
     BlockOrderSettings,
     DataSettings,
-    RunConfig,
     SupervisedSettings,
     TargetFilesSettings,
 )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jingu.config.schema import BatchSettings, SupervisedSettings
+from jingu.config.sections.data import SupervisedSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.indexed import IndexedReader

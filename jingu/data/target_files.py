@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from jingu.config.schema import TargetFilesSettings
+from jingu.config.sections.data import TargetFilesSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import TokenDataset, open_dataset

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jingu.config.schema import DataSettings
+from jingu.config.sections.data import DataSettings
 from jingu.data.indexed import IndexedWriter, Written
 from jingu.data.manifest import Split, SplitName
 from jingu.errors import JinguError

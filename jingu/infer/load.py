@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 
 from jingu.checkpoint.hub import OpenModel, load_model, open_model
-from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
 from jingu.infer.adapters import Adapters, stand_beside
 from jingu.infer.arrange import arrange

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TypeVar
 
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES, Family
 from jingu.model.spec import Attention, Component, Experts, FeedForward, ModelSpec, Position, RotaryPositions, replaced

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import all_blocks, make_model
 from jingu.model.experts import GroupedLinear

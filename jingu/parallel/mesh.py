@@ -8,7 +8,7 @@ from math import gcd, prod
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from jingu.config.schema import ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.spec import Experts, ModelSpec
 

@@ -9,7 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from jingu.config.batch import BatchPlan, plan_batch
-from jingu.config.schema import ParallelSettings, RunConfig
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.count import layer_costs
 from jingu.model.encoder_decoder import make_model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jingu.config.load import dump_yaml
-from jingu.config.schema import RunConfig, in_steps
+from jingu.config.schema import RunConfig
+from jingu.config.sections.train import in_steps
 from jingu.model.build import spec_from_settings
 from jingu.parallel.stages import divide_blocks, plan_layout
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jingu.config.schema import DataSettings, SourceSettings
+from jingu.config.sections.data import DataSettings, SourceSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import unreadable
 from jingu.text.readers import Span, Tally, read_documents

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from jingu.config.schema import DataSettings
+from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import unreadable
 from jingu.text.storage import CorpusFile, damages, package

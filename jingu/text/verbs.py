@@ -8,7 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jingu.config.schema import DataSettings, RunConfig, SpanCorruptionSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, SpanCorruptionSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder, unreadable
 from jingu.text.corpus import describe_files, find_files, sample_texts

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from jingu.checkpoint.hub import open_model, parameter_shapes
 from jingu.checkpoint.peft import open_adapters
 from jingu.checkpoint.resume import checkpoints_of, complete_steps
-from jingu.config.schema import (
+from jingu.config.schema import RunConfig
+from jingu.config.sections.tune import (
     FullSettings,
     Ia3Settings,
     LoraSettings,
@@ -18,7 +19,6 @@ from jingu.config.schema import (
     PromptSettings,
     PTuningSettings,
     PTuningV2Settings,
-    RunConfig,
     Tune,
 )
 from jingu.errors import JinguError

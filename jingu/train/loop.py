@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
-from jingu.config.schema import FP16Settings
+from jingu.config.sections.train import FP16Settings
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say

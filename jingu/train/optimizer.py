@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jingu.config.schema import AdafactorSettings, LionSettings, MuonSettings, Optimizer
+from jingu.config.sections.train import AdafactorSettings, LionSettings, MuonSettings, Optimizer
 from jingu.errors import JinguError
 from jingu.parallel.offload import Disk, stream_steps
 from jingu.parallel.sharing import local

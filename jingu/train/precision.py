@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jingu.config.schema import FP16Settings
-from jingu.config.schema import Precision as PrecisionChoice
+from jingu.config.sections.train import FP16Settings
+from jingu.config.sections.train import Precision as PrecisionChoice
 from jingu.runtime.device import has_fast_bf16
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

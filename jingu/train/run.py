@@ -18,7 +18,8 @@ from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
 from jingu.config.compare import differences, harmful_differences
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import FOR_ENCODERS, RunConfig, SupervisedSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import FOR_ENCODERS, SupervisedSettings
 from jingu.data.batches import BatchSource
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.objective import Objective, plan_objective

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jingu.config.schema import (
+from jingu.config.sections.train import (
     ConstantSettings,
     ExponentialSettings,
     LinearSettings,

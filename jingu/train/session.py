@@ -19,7 +19,8 @@ from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
-from jingu.config.schema import DiskOffloadSettings, RunConfig
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import DiskOffloadSettings
 from jingu.data.loader import Loader, copy_in_background
 from jingu.data.objective import batches
 from jingu.data.receipt import Receipt, check_receipt

@@ -23,7 +23,8 @@ from jingu.checkpoint.files import names
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import Reader
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import ParallelSettings, RunConfig
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import AXES, AxisSizes, axis_sizes

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jingu.config.schema import DataSettings, RunConfig, SupervisedSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.build import NOT_OF_THE_BUILD, in_processes, load_once, refuse_other
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import Manifest, print_summary

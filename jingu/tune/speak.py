@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jingu.config.load import load_config
-from jingu.config.schema import SupervisedSettings
+from jingu.config.sections.data import SupervisedSettings
 from jingu.errors import JinguError
 from jingu.infer.load import Loaded
 from jingu.text.tokenizer import Tokenizer

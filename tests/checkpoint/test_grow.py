@@ -14,7 +14,7 @@ from torch import Tensor
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise

@@ -21,7 +21,7 @@ from jingu.checkpoint.hub import load_model, open_hf, open_model
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import save
 from jingu.cli import main
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.config.batch import AUTO_TOKENS, BatchPlan, plan_batch
-from jingu.config.schema import BatchSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.errors import JinguError
 
 

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jingu.config.load import dump_yaml, load_config
-from jingu.config.schema import AdamWSettings, LionSettings, RunConfig, Settings, WarmupStableDecaySettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings
+from jingu.config.sections.train import AdamWSettings, LionSettings, WarmupStableDecaySettings
 from jingu.config.tree import Kind, field_kinds, fields, kinds, sections
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jingu.config.schema import RunConfig, in_steps
+from jingu.config.schema import RunConfig
+from jingu.config.sections.train import in_steps
 from jingu.config.tree import find
 from jingu.config.verbs import schema
 

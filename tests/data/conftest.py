@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jingu.data.build as build_module
-from jingu.config.schema import DataSettings, RunConfig, TokenizerSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, TokenizerSettings
 from jingu.data.build import build
 from jingu.text.corpus import plan_units
 from jingu.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.schema import SpanCorruptionSettings
+from jingu.config.sections.data import SpanCorruptionSettings
 from jingu.data.batch import Batch
 from jingu.data.corruption import SpanCorruption, plan_corruption
 from jingu.data.objective import batches

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.schema import FillInTheMiddleSettings
+from jingu.config.sections.data import FillInTheMiddleSettings
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import open_dataset
 from jingu.data.fill import FillInTheMiddle, plan_fill

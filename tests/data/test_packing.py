@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jingu.config.schema import DropSettings
+from jingu.config.sections.data import DropSettings
 from jingu.data.batch import IGNORED
 from jingu.data.batches import BatchSource, Windows, between_ends, held_out_batch
 from jingu.data.dataset import TokenDataset, open_dataset

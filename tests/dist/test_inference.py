@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jingu.checkpoint.export import export_hf
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import load

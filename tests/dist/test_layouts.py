@@ -16,7 +16,8 @@ from jingu.checkpoint.files import names
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.slices import slice_of
 from jingu.config.batch import plan_batch
-from jingu.config.schema import ActivationCheckpointingSettings, AdamWSettings, BatchSettings, ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
 from jingu.data.batch import Batch, Source
 from jingu.model.build import find_family
 from jingu.model.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.config.schema import AdamWSettings
+from jingu.config.sections.train import AdamWSettings
 from jingu.errors import JinguError
 from jingu.parallel.offload import Disk
 from jingu.train.optimizer import build_optimizer

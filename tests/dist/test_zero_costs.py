@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from jingu.config.batch import plan_batch
-from jingu.config.schema import ActivationCheckpointingSettings, AdamWSettings, BatchSettings, ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
 from jingu.data.batch import Batch
 from jingu.model.build import find_family
 from jingu.model.decoder import Decoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.infer.load import Loaded, loaded
 from jingu.model.build import spec_from_settings
 from jingu.model.encoder_decoder import make_model

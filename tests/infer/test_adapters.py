@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from jingu.checkpoint.export import export_hf
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, load

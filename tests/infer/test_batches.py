@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, loaded

@@ -11,7 +11,7 @@ import torch
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.cli import main
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.infer.engine import Engine
 from jingu.infer.load import load
 from jingu.infer.request import Request

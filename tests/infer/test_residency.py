@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_model, parameter_shapes
 from jingu.cli import main
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine
 from jingu.infer.foresight import Foresight

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.infer.cache import PagedCache
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.encoder_decoder import EncoderDecoder, all_blocks, make_model

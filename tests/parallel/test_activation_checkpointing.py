@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jingu.config.schema import ActivationCheckpointingSettings, ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.attention import SelfAttention
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
@@ -61,7 +62,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def small(family: str) -> ModelSpec:
-    from jingu.config.schema import ModelSettings
+    from jingu.config.sections.model import ModelSettings
     from jingu.model.build import spec_from_settings
 
     settings = ModelSettings(family=family, layers=4, width=24, heads=3, kv_heads=3, feed_forward=40)

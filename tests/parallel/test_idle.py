@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from bench.pipeline_idle import Action, actions, idle, ratio
-from jingu.config.schema import ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.parallel.pipeline import SCHEDULES
 
 EVEN = {"F": 1.0, "I": 1.0, "W": 1.0}

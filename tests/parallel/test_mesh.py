@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.schema import ParallelSettings
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 from jingu.model.spec import replaced

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jingu.config.schema import ParallelSettings, RunConfig
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 from jingu.model.spec import ModelSpec, replaced

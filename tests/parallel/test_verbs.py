@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from jingu.config.load import load_config
-from jingu.config.schema import BatchSettings, ParallelSettings, RunConfig, TrainSettings, WarmupStableDecaySettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import BatchSettings, TrainSettings, WarmupStableDecaySettings
 from jingu.errors import JinguError
 from jingu.parallel.verbs import show
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings, EngineStats
 from jingu.infer.load import Loaded

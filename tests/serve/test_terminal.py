@@ -18,7 +18,7 @@ import pytest
 
 from jingu.checkpoint.export import export_hf
 from jingu.cli import main
-from jingu.config.schema import ModelSettings
+from jingu.config.sections.model import ModelSettings
 from jingu.infer.engine import Engine
 from jingu.infer.load import Loaded, load
 from jingu.infer.request import Request

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jingu.text.corpus as corpus_module
-from jingu.config.schema import DataSettings
+from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
 from jingu.text.readers import Tally, place_in_words, read_documents

@@ -15,7 +15,8 @@ import pytest
 import sentencepiece
 import transformers
 
-from jingu.config.schema import DataSettings, RunConfig, TokenizerSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, TokenizerSettings
 from jingu.errors import JinguError
 from jingu.text.extend import extend_tokenizer
 from jingu.text.pieces import sources

@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jingu.config.schema import DataSettings
+from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.text.corpus import find_files, plan_units, sample_texts
 from jingu.text.readers import Tally, read_documents

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jingu.config.schema import DataSettings, RunConfig, TokenizerSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, TokenizerSettings
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.verbs import inspect, split_line, train

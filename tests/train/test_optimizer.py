@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from jingu.config.schema import AdafactorSettings, AdamWSettings, GroupSettings, LionSettings, MuonSettings
+from jingu.config.sections.train import AdafactorSettings, AdamWSettings, GroupSettings, LionSettings, MuonSettings
 from jingu.errors import JinguError
 from jingu.train.matrices import orthogonal
 from jingu.train.optimizer import build_optimizer, check_groups, named_state, set_learning_rate

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.schema import FP16Settings, PrecisionSettings
+from jingu.config.sections.train import FP16Settings, PrecisionSettings
 from jingu.train.precision import LossScale, choose_precision, first_scale
 
 FP16 = {"precision": {"type": "fp16", "initial_scale": 1024.0}, "batch.micro_size": 2}

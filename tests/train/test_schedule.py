@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.schema import (
+from jingu.config.sections.train import (
     ConstantSettings,
     CosineSettings,
     ExponentialSettings,

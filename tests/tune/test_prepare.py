@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.config.schema import RunConfig, SupervisedSettings
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import SupervisedSettings
 from jingu.data.batch import IGNORED
 from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import Manifest
