@@ -159,6 +159,11 @@ class PagedCache:
         cos, sin = self._rotary
         return cos[positions_BT], sin[positions_BT]
 
+    def copy(self, page: int, to: int) -> None:
+        """Copy a page's keys and values of all layers."""
+        for layer in self._layers:
+            layer.copy(page, to)
+
     def clear(self, pages: Sequence[int]) -> None:
         """Fill pages with zeros: what is no finite number would spoil products, even where it is not seen."""
         for layer in self._layers:
@@ -225,6 +230,10 @@ class _Layer:
                 k, v = (x[0].transpose(0, 1) for x in held.source[self._number])
                 y_THK[rows] = _attended(q_THK[rows], k, v, k.shape[0], group.tokens, None, scale)
         return y_THK[None, :, :, :size]
+
+    def copy(self, page: int, to: int) -> None:
+        if self._store is not None:
+            self._store[:, :, to] = self._store[:, :, page]
 
     def clear(self, pages: Sequence[int]) -> None:
         if self._store is not None:

@@ -5,6 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from jingu.infer.text import TextStream
 
 # Seeds of neighbouring requests and of a request's choices should not meet.
 _STRIDE = 0x9E3779B1
+NOT_FINITE = "the model's scores are not finite numbers"
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class Job:
         trained: tokens of a trained prompt that it begins with, which are no text.
         held: where choices are told only when all are made: their events so far, by choice.
         told: tokens of the prompt with their log-probabilities, for the first event.
+        found: of a beam search, the best hypotheses that have ended, with their scores, best first.
     """
 
     number: int
@@ -43,11 +46,17 @@ class Job:
     choices: list[Choice] = field(default_factory=list)
     held: dict[int, list[Event]] = field(default_factory=dict)
     told: tuple[Token, ...] = ()
+    found: list[tuple[float, list[int]]] = field(default_factory=list)
+
+    @property
+    def searches(self) -> bool:
+        """Whether its choices are the beams of a search."""
+        return self.request.beams > 1
 
     @property
     def ranks(self) -> bool:
         """Whether choices are told only when all are made."""
-        return self.request.best_of is not None and self.request.best_of > self.request.n
+        return self.searches or (self.request.best_of is not None and self.request.best_of > self.request.n)
 
     def event(self, choice: int, token: Token | None, finish: Finish | None, logprob: float = 0.0) -> Event:
         """A step of a choice; the first one of choice 0 tells of the prompt."""
@@ -64,6 +73,7 @@ class Choice:
         ids: of prompt and text so far.
         logprob: sum of the log-probabilities of the tokens made.
         finish: why it has ended; None: it goes on.
+        ends: tokens that end it.
     """
 
     def __init__(self, job: Job, number: int, loaded: Loaded, grammar: Grammar | None = None) -> None:
@@ -75,7 +85,7 @@ class Choice:
         self._grammar = grammar
         special = job.source is not None
         self._stream = TextStream(partial(loaded.tokenizer.decode, special=special), request.stop)
-        self._ends = () if request.ignore_end else loaded.end_ids
+        self.ends = () if request.ignore_end else loaded.end_ids
         seed = request.sampling.seed + number * _STRIDE
         self._generator = torch.Generator().manual_seed(seed & 0xFFFF_FFFF_FFFF_FFFF)
 
@@ -91,7 +101,7 @@ class Choice:
         words = None if self._grammar is None else self._grammar.broken
         if words is None:
             scores_V = scores_V if self._grammar is None else self._grammar.allowed(scores_V)
-            words = None if scores_V.max().isfinite() else "the model's scores are not finite numbers"
+            words = None if scores_V.max().isfinite() else NOT_FINITE
         if words is not None:
             self.finish = "error"
             return replace(self.job.event(self.number, None, "error", self.logprob), error=words)
@@ -101,14 +111,20 @@ class Choice:
         if request.logprobs is not None or self.job.ranks:
             logprob, top = told(logits_V, id_, request.logprobs or 0)
             self.logprob += logprob
-        self.ids.append(id_)
-        text = self._grow(id_)
+        text = self.grow(id_)
         token = Token(id_, text, logprob if request.logprobs is not None else None, top)
         return self.job.event(self.number, token, self.finish, self.logprob)
 
-    def _grow(self, id_: int) -> str:
-        """The text that a token settles; sets `finish` where it is the last."""
-        finish: Finish | None = "end" if id_ in self._ends else None
+    def fork(self, id_: int, logprob: float) -> Choice:
+        """A beam that goes on with a token."""
+        other = copy(self)
+        other.ids, other.logprob = [*self.ids, id_], logprob
+        return other
+
+    def grow(self, id_: int) -> str:
+        """Take a token; the text that it settles. Sets `finish` where it is the last."""
+        self.ids.append(id_)
+        finish: Finish | None = "end" if id_ in self.ends else None
         text = "" if finish else self._stream.push(id_)
         if self._grammar is not None and self._grammar.take(id_):
             finish = "end"
@@ -129,3 +145,15 @@ def told(logits_V: Tensor, id_: int, alternatives: int) -> tuple[float, tuple[tu
     logprobs_V = logits_V.log_softmax(0)
     top = logprobs_V.topk(min(alternatives, len(logprobs_V)))
     return float(logprobs_V[id_]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+
+def likeliest(job: Job) -> list[Event]:
+    """The events of the choices that the model finds likeliest a token, best first, numbered anew."""
+    order = sorted(job.choices, key=lambda choice: choice.logprob / len(choice.generated), reverse=True)
+    told = [job.held[choice.number] for choice in order[: job.request.n]]
+    first = next((event.prompt for events in job.held.values() for event in events if event.prompt), ())
+    return [
+        replace(event, choice=number, prompt=first if number == place == 0 else ())
+        for number, events in enumerate(told)
+        for place, event in enumerate(events)
+    ]

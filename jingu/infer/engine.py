@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
+from jingu.infer.beams import extend, hypotheses
 from jingu.infer.cache import SPAN, Held, PagedCache, Part
-from jingu.infer.choice import Choice, Job, told
+from jingu.infer.choice import Choice, Job, likeliest, told
 from jingu.infer.constrain import Grammars
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
@@ -145,7 +146,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Take a request in; its number. Raises JinguError where it can never be served."""
         job = self._job(request)
-        made = request.best_of or request.n
+        made = 1 if job.searches else request.best_of or request.n
         wanted = request.constraint
         grammars = [None if wanted is None else self._grammars.open(wanted) for _ in range(made)]
         job.choices = [Choice(job, number, self.loaded, grammar) for number, grammar in enumerate(grammars)]
@@ -162,16 +163,19 @@ class Engine:
         check_ids(request.sampling, spec.vocabulary)
         loaded.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocabulary, "logprobs", request.logprobs, f"at most {spec.vocabulary}")
-        if request.beams > 1:
-            raise JinguError("the engine has no beam search yet.", where="beams", fix="Leave it out.")
+        most = min(self.settings.max_batch, spec.vocabulary // (1 + len(loaded.end_ids)))
+        refuse(request.beams > 1 and request.beams > most, "beams", request.beams, f"at most {most}")
         if request.prompt_logprobs and any(spec.prompts):
             raise JinguError("behind a trained prompt there are none.", where="prompt_logprobs", fix="Leave it out.")
         source = None if spec.encoder_layers is None else (*request.prompt, loaded.tokenizer.end_id)
         if source is not None and request.prompt_logprobs:
             raise JinguError("a prompt that an encoder reads has none.", where="prompt_logprobs", fix="Leave it out.")
         decoded = spec.prompted(prompt if source is None else (loaded.start_id,))
-        tokens = len(decoded) + request.max_tokens
-        if self._pages.needed(tokens) > self._pages.total:
+        # Beams share the pages that the prompt fills.
+        shared = len(decoded) // self._pages.tokens
+        own = len(decoded) - shared * self._pages.tokens + request.max_tokens
+        tokens = shared * self._pages.tokens + request.beams * own
+        if shared + request.beams * self._pages.needed(own) > self._pages.total:
             raise JinguError(
                 f"prompt and answer have up to {tokens} tokens, and the key-value cache has room for "
                 f"{self._pages.total * self._pages.tokens}.",
@@ -186,10 +190,10 @@ class Engine:
         job = self._jobs.pop(number, None)
         if job is None:
             return
-        for choice in job.choices[: job.request.n] if job.ranks else job.choices:
-            if choice.finish is None or job.ranks:
-                self._events.append(job.event(choice.number, None, "cancelled"))
-        for sequence in [each for each in self._running if each.choice.job is job]:
+        going = [choice.number for choice in job.choices if choice.finish is None]
+        for choice in range(job.request.n) if job.ranks else going:
+            self._events.append(job.event(choice, None, "cancelled"))
+        for sequence in self._beams(job):
             self._stop(sequence)
         self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
 
@@ -216,7 +220,7 @@ class Engine:
         coming = {name for each in self._running for name in each.names[each.done // self._pages.tokens :]}
         later: deque[Choice] = deque()
         reading = None
-        while self._waiting and len(self._running) < self.settings.max_batch and reading is None:
+        while self._waiting and self._fits(self._waiting[0]) and reading is None:
             choice = self._waiting.popleft()
             names = self._names(choice)
             pages = []
@@ -244,6 +248,12 @@ class Engine:
         self._waiting = later + self._waiting
         return reading
 
+    def _fits(self, choice: Choice) -> bool:
+        """Whether one more can be made, with as many beams as it will have."""
+        running = [each.choice.job for each in self._running]
+        beams = sum(job.request.beams for job in {id(job): job for job in running if job.searches}.values())
+        return sum(not job.searches for job in running) + beams + choice.job.request.beams <= self.settings.max_batch
+
     def _names(self, choice: Choice) -> list[bytes]:
         """Names of the pages that a choice's tokens fill, but for the last token, whose scores are wanted."""
         job = choice.job
@@ -263,19 +273,36 @@ class Engine:
             if sequence not in self._running or not count:
                 continue
             guesses = _guesses(sequence.choice, self.settings.guesses) if sequence.left == 1 else []
-            wanted = self._pages.needed(sequence.done + count + len(guesses)) - len(sequence.held.pages)
+            pages, last = sequence.held.pages, sequence.done // self._pages.tokens
+            copies = last < len(pages) and self._pages.shared(pages[last])  # with another beam, which writes there too
+            wanted = self._pages.needed(sequence.done + count + len(guesses)) - len(pages) + copies
             if guesses and wanted > self._pages.free:
-                guesses, wanted = [], self._pages.needed(sequence.done + count) - len(sequence.held.pages)
+                guesses, wanted = [], self._pages.needed(sequence.done + count) - len(pages)
             while wanted > self._pages.free and sequence in self._running:
-                last = self._running[-1]
-                self._stop(last)
-                self._waiting.appendleft(last.choice)
+                self._set_back(self._running[-1])
             if sequence not in self._running:
                 continue
-            sequence.held.pages += [self._pages.take() for _ in range(wanted)]
+            taken = [self._pages.take() for _ in range(wanted)]
+            if copies:
+                self._cache.copy(pages[last], taken[0])
+                self._pages.release(pages[last])
+                pages[last] = taken.pop(0)
+            pages += taken
             room -= count if sequence.left > 1 else 0
             work.append(_Work(sequence, count, guesses))
+        work = [each for each in work if each.sequence in self._running]
         return sorted(work, key=lambda each: each.count + len(each.guesses) > 1)
+
+    def _set_back(self, sequence: _Sequence) -> None:
+        """Let a choice wait, and be computed anew later; a search begins anew, with all its beams."""
+        job = sequence.choice.job
+        for each in self._beams(job) if job.searches else [sequence]:
+            self._stop(each)
+        job.found.clear()
+        self._waiting.appendleft(job.choices[sequence.choice.number])
+
+    def _beams(self, job: Job) -> list[_Sequence]:
+        return [each for each in self._running if each.choice.job is job]
 
     def _stop(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
@@ -296,10 +323,14 @@ class Engine:
             taken.append((start, len(part.ids), self.loaded.adapters.number(choice.job.request.adapter)))
         with self.loaded.adapters.chosen(taken, tokens_BT.shape[1], self._device):
             logits_NV = self._logits(tokens_BT, positions_BT, [row for each in rows for row in each], reading)
-        first = 0
+        first, beams = 0, dict[int, list[Tensor]]()
         for each, own in zip(work, rows, strict=True):
             self._take(each, logits_NV[first : first + len(own)])
+            if each.sequence.choice.job.searches and not each.sequence.left:
+                beams.setdefault(each.sequence.choice.job.number, []).append(logits_NV[first])
             first += len(own)
+        for number, found in beams.items():
+            self._extend(self._jobs[number], torch.stack(found))
 
     def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, rows: list[int], reading: _Sequence | None) -> Tensor:
         """Scores [N, V] of the tokens after those in these rows, in fp32 at least on the CPU."""
@@ -327,7 +358,7 @@ class Engine:
         if _tells_prompt(choice):
             self._tell_prompt(choice.job, sequence.done, logits_NV)
         before, sequence.done = sequence.done, sequence.done + work.count
-        if not sequence.left:
+        if not sequence.left and not choice.job.searches:
             for guess, logits_V in zip([*work.guesses, None], logits_NV[-1 - len(work.guesses) :], strict=True):
                 self._generated += 1
                 self._tell(choice, choice.take(logits_V))
@@ -335,7 +366,7 @@ class Engine:
                     break
                 sequence.done += 1
         if choice.finish == "error":
-            self._cache.clear(sequence.held.pages)
+            self._clear(sequence)
         elif choice.job.source is None:
             names = sequence.names
             for number in range(before // size, sequence.done // size):
@@ -345,6 +376,35 @@ class Engine:
                 self._pages.name(sequence.held.pages[number], names[number])
         if choice.finish is not None:
             self._stop(sequence)
+
+    def _clear(self, sequence: _Sequence) -> None:
+        """Before a sequence goes whose scores were wrong: what its pages hold is found by nobody."""
+        own = [page for page in sequence.held.pages if not self._pages.shared(page)]
+        self._cache.clear(own)
+        for page in own:
+            self._pages.forget(page)
+
+    def _extend(self, job: Job, logits_KV: Tensor) -> None:
+        """Let the best continuations of all beams go on in their place, or tell what was found."""
+        before = self._beams(job)
+        place = self._running.index(before[0])
+        going = extend(job, [each.choice for each in before], logits_KV)
+        after = []
+        for number, choice in going or ():
+            of = before[number]
+            for page in of.held.pages:
+                self._pages.hold(page)
+            after.append(_Sequence(choice, Held(list(of.held.pages), of.held.source), of.done, list(of.names)))
+        for each in before:
+            if going is None:
+                self._clear(each)
+            self._stop(each)
+        self._running[place:place] = after
+        if not going:
+            del self._jobs[job.number]
+            events = hypotheses(job, self.loaded, going is None)
+            self._generated += sum(event.token is not None for event in events)
+            self._events += events
 
     def _tell(self, choice: Choice, event: Event) -> None:
         job = choice.job
@@ -368,14 +428,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine does and has done."""
-        held = {page: None for each in self._running for page in each.held.pages}
-        shared = sum(len(each.held.pages) for each in self._running) - len(held)
+        size = self._pages.tokens
+        held = {
+            page: min(each.done - place * size, size)
+            for each in self._running
+            for place, page in enumerate(each.held.pages[: self._pages.needed(each.done)])
+        }
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
             pages_used=self._pages.total - self._pages.free,
             pages_total=self._pages.total,
-            cached_tokens=sum(each.done for each in self._running) - shared * self._pages.tokens,
+            cached_tokens=sum(held.values()),
             generated_tokens=self._generated,
             prompt_tokens=self._prompted,
             prefix_hits=self._hits,
@@ -395,6 +459,8 @@ class Engine:
 
 def _guesses(choice: Choice, most: int) -> list[int]:
     """What followed the last tokens where they stood before, the latest such place."""
+    if choice.job.searches:
+        return []
     ids, most = choice.ids, min(most, choice.job.request.max_tokens - len(choice.generated) - 1)
     for size in (3, 2) if most > 0 else ():
         for place in range(len(ids) - size - 1, -1, -1):
@@ -417,18 +483,6 @@ def _pages(spec: ModelSpec, settings: EngineSettings, parameter: Tensor) -> int:
         wanted = settings.max_batch * -(-spec.context // size) * page_bytes
         room = min(wanted, total_memory(parameter.device) // 4)
     return max(room // page_bytes, 1) + 2
-
-
-def likeliest(job: Job) -> list[Event]:
-    """The events of the choices that the model finds likeliest a token, best first, numbered anew."""
-    order = sorted(job.choices, key=lambda choice: choice.logprob / len(choice.generated), reverse=True)
-    told = [job.held[choice.number] for choice in order[: job.request.n]]
-    first = next((event.prompt for events in job.held.values() for event in events if event.prompt), ())
-    return [
-        replace(event, choice=number, prompt=first if number == place == 0 else ())
-        for number, events in enumerate(told)
-        for place, event in enumerate(events)
-    ]
 
 
 def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:

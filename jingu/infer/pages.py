@@ -58,6 +58,10 @@ class Pages:
         """Hold a page, that somebody holds, once more."""
         self._holders[page] += 1
 
+    def shared(self, page: int) -> bool:
+        """Whether more than one holds it."""
+        return self._holders[page] > 1
+
     def release(self, page: int) -> None:
         """Hold a page once less."""
         self._holders[page] -= 1
@@ -66,6 +70,11 @@ class Pages:
                 self._idle[page] = None
             else:
                 self._blank.append(page)
+
+    def forget(self, page: int) -> None:
+        """Let a page not be found again."""
+        if page in self._names:
+            del self._named[self._names.pop(page)]
 
     def name(self, page: int, name: bytes) -> None:
         """Let a full page be found again, unless another has the same content."""

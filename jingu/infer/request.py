@@ -39,7 +39,8 @@ class Request:
         n: choices to answer with.
         best_of: choices to make; the `n` that the model finds likeliest a token are told, when all are made.
         beams: hypotheses of a beam search; 1: none. The `n` best are told at the end.
-        length_penalty: of a beam search, the power of the length that divides a hypothesis's log-probability.
+        length_penalty: of a beam search, the power of the length (in tokens, the end's too) that divides a
+            hypothesis's log-probability.
         constraint: what the text must be.
         adapter: name of the adapter to compute with; None: none.
         ignore_end: whether to go on after an end token.
@@ -75,6 +76,13 @@ class Request:
                 "a beam search takes the likeliest, and draws nothing.",
                 where="beams",
                 fix="Leave temperature at 0 and best_of out.",
+            )
+        if self.beams > 1 and (self.stop or self.constraint or self.logprobs is not None or self.prompt_logprobs):
+            raise JinguError(
+                "a beam search tells whole hypotheses with a score of each, and has no stop strings, constraints or "
+                "log-probabilities of tokens.",
+                where="beams",
+                fix="Leave stop, constraint, logprobs and prompt_logprobs out, or beams.",
             )
 
 

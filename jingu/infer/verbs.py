@@ -31,6 +31,8 @@ def generate(
     device: Device = "auto",
     experts_resident: str | None = None,
     pipeline: int = 1,
+    beams: int = 1,
+    length_penalty: float = 1.0,
 ) -> int:
     """Print the prompt and its continuation (with an encoder, its answer) as it grows; then, to stderr, the speed.
 
@@ -42,6 +44,8 @@ def generate(
         experts_resident: how much of a mixture's experts is in memory (25%, 3GB); None: all.
         pipeline: stages that ranks, where a launcher has started several, divide the model's blocks into; the ranks of
             a stage share its matrices.
+        beams: hypotheses of a beam search, whose best one is printed when all have ended; 1: none.
+        length_penalty: power of the length that divides a hypothesis's log-probability.
 
     Returns:
         The exit code; 130 where Ctrl-C ended it.
@@ -52,7 +56,9 @@ def generate(
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
     with ranks_of(device) as ranks:
         made = load(model, precision, device, experts_resident=experts_resident, ranks=ranks, pipeline=pipeline)
-        request = Request(made.encode(prompt), sampling, max_tokens, tuple(stop or ()))
+        request = Request(
+            made.encode(prompt), sampling, max_tokens, tuple(stop or ()), beams=beams, length_penalty=length_penalty
+        )
         with in_lockstep(Engine(made), ranks) as engine:
             return 0 if engine is None else _print(engine, request, prompt)
 

@@ -162,6 +162,23 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
     assert engine.run([Request((5, 6), Sampling(), 9, ignore_end=True)]) == whole
 
 
+def test_a_prefix_outlives_those_whose_answers_fail(tokenizer: Tokenizer) -> None:
+    """Pages that others share are theirs, too."""
+    model = model_of("gpt2", tokenizer)
+    prompt = tuple(range(1, 30))
+    alone = answers(Engine(model), [Request((*prompt, 40), Sampling(), 30, logprobs=0)], random.Random(0))
+    engine, nothing = Engine(model), dict.fromkeys(range(model.spec.vocabulary), -torch.inf)
+    kept = engine.submit(Request((*prompt, 40), Sampling(), 30, logprobs=0))
+    found = engine.step()
+    broken = engine.submit(Request((*prompt, 77), Sampling(logit_bias=nothing), 5))
+    found += engine.step()
+    assert [event.finish for event in found if event.request == broken] == ["error"]
+    while engine.busy:
+        found += engine.step()
+    told = [event for event in found if event.request == kept and event.token]
+    assert [(event.choice, event.token.id, event.token.logprob) for event in told if event.token] == alone[0]
+
+
 def test_guesses_come_sooner_and_change_nothing(tokenizer: Tokenizer) -> None:
     model = model_of("llama-bf16", tokenizer)
     prompt = (5, 6, 7, 8, 9, 10, 11, 12) * 4
