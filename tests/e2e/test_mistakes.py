@@ -197,7 +197,7 @@ def test_a_folder_that_may_not_be_written(said, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refusing)
     assert said() == (
-        "jingu: runs/run/checkpoints: this cannot be written (Permission denied). Mend its permissions, or choose "
+        "jingu: runs/run: this cannot be written (Permission denied). Mend its permissions, or choose "
         "another folder for runs (runs=...)."
     )
 

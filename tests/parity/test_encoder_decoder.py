@@ -377,7 +377,9 @@ def test_cache_in_uneven_pieces_equals_one_forward(
     source, target = (ids[:1] for ids in sampled(case))
     read = []
     run = type(ours.encoder).run
-    monkeypatch.setattr(type(ours.encoder), "run", lambda self, *rest: read.append(self.causal) or run(self, *rest))
+    monkeypatch.setattr(
+        type(ours.encoder), "run", lambda self, *rest, **more: read.append(self.causal) or run(self, *rest, **more)
+    )
     with torch.no_grad():
         whole = ours.logits(ours(target, source_BS=source))
         read.clear()
