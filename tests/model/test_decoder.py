@@ -88,6 +88,7 @@ def test_meta_forward_gives_shape_and_dtype(dtype: torch.dtype) -> None:
     ids=["llama-bf16", "gpt2-fp32", "bloom-bf16", "chatglm3-fp32"],
 )
 def test_blocks_compile_without_a_graph_break(family: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()  # what other tests compiled counts towards its limit
     model, tokens = tiny_decoder(family, dtype, layers=1, tied_embeddings=True), ids(2, 8)
     documents = torch.arange(8).div(3, rounding_mode="floor").expand(2, 8)
     eager = [model(tokens), model(tokens, documents_BT=documents)]
