@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import RawIOBase
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import xxhash
 
@@ -45,6 +45,7 @@ from jingu.checkpoint.manifest import (
 from jingu.checkpoint.remote import Place
 from jingu.runtime.files import sync
 
+P = TypeVar("P", bound=Place)
 CHUNK = 4 << 20
 """Bytes that are hashed and written, or read and hashed, while they are still in the processor's cache."""
 PARTS_SECONDS = 600.0
@@ -93,8 +94,9 @@ def shard_name(rank: int, ranks: int) -> str:
     return f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def _part_name(partial: Place, rank: int) -> Place:
-    return partial / f"part-{rank:05d}.json"
+def part_name(partial: P, rank: int) -> P:
+    """The JSON file that tells what one rank wrote."""
+    return cast(P, partial / f"part-{rank:05d}.json")
 
 
 def _note_name(partial: Place, rank: int) -> Place:
@@ -116,7 +118,7 @@ def write_part(partial: Place, plan: Manifest, data: Data, rank: int, direct: bo
     shard = partial / shard_name(rank, plan.ranks)
     try:
         part = _write_shard(shard, plan, data, direct)
-        write_bytes(_part_name(partial, rank), part.to_bytes())
+        write_bytes(part_name(partial, rank), part.to_bytes())
     except BaseException:
         # A full disk must have room for the note that says that it is full.
         with contextlib.suppress(OSError):
@@ -190,7 +192,7 @@ def wait_for_parts(folder: Place, ranks: int, own: str | None = None) -> None:
     missing, deadline = set(range(ranks)), time.monotonic() + seconds
     while True:
         causes = notes(partial) | ({} if own is None else {0: own})
-        missing = {rank for rank in missing if not _is_whole(_part_name(partial, rank))} - causes.keys()
+        missing = {rank for rank in missing if not _is_whole(part_name(partial, rank))} - causes.keys()
         if not missing or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_SECONDS if isinstance(folder, Path) else _ASK_SECONDS)
@@ -211,7 +213,7 @@ def _is_whole(part: Place) -> bool:
 def finish_save(folder: Place, state: Mapping[str, Any], ranks: int) -> None:
     """The first rank's last duty: state, manifest, rename."""
     partial = partial_name(folder)
-    parts = [_part_name(partial, rank) for rank in range(ranks)]
+    parts = [part_name(partial, rank) for rank in range(ranks)]
     missing = [rank for rank, part in enumerate(parts) if not part.exists()]
     if missing:
         raise CheckpointError(f"the part of rank {missing[0]} is not to be seen here: do all ranks see this folder?")

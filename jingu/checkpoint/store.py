@@ -251,6 +251,16 @@ def _compare(folder: Place, manifest: Manifest, tensors: Mapping[str, Tensor], p
         raise MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(complaints)}.", where=folder)
 
 
+def needed_pieces(manifest: Manifest, blocks: Iterable[Held]) -> dict[str, list[tuple[Piece, Held]]]:
+    """The pieces that blocks overlap, by file."""
+    work: dict[str, list[tuple[Piece, Held]]] = {}
+    for block in blocks:
+        for piece in distinct(manifest.tensors[block.name]).values():
+            if overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size):
+                work.setdefault(piece.file, []).append((piece, block))
+    return work
+
+
 def load_blocks(
     folder: Place, manifest: Manifest, blocks: Iterable[Held], checked: MutableSet[str] | None = None
 ) -> None:
@@ -259,12 +269,7 @@ def load_blocks(
     Args:
         checked: files whose header need not be checked; those that were are added.
     """
-    checked = set() if checked is None else checked
-    work: dict[str, list[tuple[Piece, Held]]] = {}
-    for block in blocks:
-        for piece in distinct(manifest.tensors[block.name]).values():
-            if overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size):
-                work.setdefault(piece.file, []).append((piece, block))
+    checked, work = set() if checked is None else checked, needed_pieces(manifest, blocks)
     inside: dict[str, list[tuple[str, Piece]]] = {name: [] for name in work if name not in checked}
     for stored in manifest.tensors.values() if inside else ():
         for piece in stored.pieces:

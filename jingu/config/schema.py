@@ -41,6 +41,15 @@ class EvaluationSettings(Settings):
     """Tokens generated for a prompt."""
 
 
+class MemorySettings(Settings):
+    """Copies of the newest state in main memory, of each rank's node and of a neighbour."""
+
+    every: NotNegative = 0
+    """Steps between copies, for which training waits; 0: none."""
+    folder: Place = "/dev/shm"
+    """Folder of a file system that is in main memory, on every node."""
+
+
 class CheckpointSettings(Settings):
     """Saving, and finding the way back."""
 
@@ -64,6 +73,7 @@ class CheckpointSettings(Settings):
     """Address (s3://bucket/runs, any of fsspec's) where the checkpoints lie in place of the run's own folder."""
     copy_to: Annotated[str, Field(min_length=1)] | None = None
     """Address that fsspec knows (s3://bucket/runs, or a folder) where each checkpoint is copied once it is here."""
+    memory: MemorySettings = MemorySettings()
     grace: Positive = 120
     """Seconds that saving may take when the run is asked to stop; then it leaves with the last checkpoint before."""
     resume: Literal["auto", "never"] = "auto"

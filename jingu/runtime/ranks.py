@@ -5,12 +5,14 @@ This is the only room (with `launch/`) that reads environment variables.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,6 +127,16 @@ def from_first(value: int) -> int:
     box = torch.tensor([value], dtype=torch.int64)
     dist.broadcast(box, src=0)
     return int(box.item())
+
+
+def from_all(mine: Any) -> list[Any]:
+    """Every rank's JSON value, by rank, on every rank."""
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)]))
+    boxes = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(boxes, torch.nn.functional.pad(text, (0, len(boxes[0]) - len(text))))
+    return [json.loads(bytes(box[: int(size)].tolist())) for box, size in zip(boxes, sizes, strict=True)]
 
 
 def first_to_fail(ranks: Ranks) -> bool:

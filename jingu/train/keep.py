@@ -16,6 +16,7 @@ from jingu import __version__
 from jingu.checkpoint.background import BackgroundSaver
 from jingu.checkpoint.files import read_state
 from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.memory import MemoryCopies
 from jingu.checkpoint.remote import Place, RemotePath
 from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, complete_steps, copy, prune, step_folder
 from jingu.checkpoint.store import MismatchError, save
@@ -30,6 +31,8 @@ from jingu.train.run import Run
 
 NONE = -1
 """In place of a step: there is no further checkpoint."""
+IN_MEMORY = 1
+"""In place of the number of a storage: the copies in main memory, which are read before any of the same step."""
 
 
 class Keeper:
@@ -41,17 +44,25 @@ class Keeper:
         ranks: Ranks,
         tensors: Callable[[], dict[str, Tensor]],
         optimizer: torch.optim.Optimizer | None = None,
+        memory: MemoryCopies | None = None,
     ) -> None:
         """Prepare for the saves to come: take the memory that those in the background need.
 
         Args:
             tensors: gives what is to be saved, by logical name.
             optimizer: whose steps change them.
+            memory: where copies go besides.
         """
         self._run, self._ranks, self._tensors = run, ranks, tensors
         self._settings = settings = run.config.checkpoint
         self._keep = Keep(settings.keep, settings.keep_every, settings.keep_best, settings.best_by)
         self._saver: BackgroundSaver | None = None
+        self._memory = memory
+        if memory is not None:
+            say(
+                f"Every {settings.memory.every} steps the state is copied to main memory, twice where there are two "
+                f"ranks: up to {memory.bytes / 1e6:,.1f} MB a rank in {settings.memory.folder}."
+            )
         self._saved_step, self._saved_at = -1, time.monotonic()
         often = 0 < settings.every < run.config.train.steps or settings.minutes
         if settings.background and often and run.config.parallel.offload.type == "disk":
@@ -98,6 +109,18 @@ class Keeper:
             self._saver.save(folder, self._tensors(), state, progress.step, self._keep, address)
         self._note(progress.step)
 
+    def copies(self, step: int) -> bool:
+        """Whether to copy the state to main memory after this step in the middle of the run."""
+        return self._memory is not None and step % self._settings.memory.every == 0
+
+    def copy(self, progress: Progress) -> None:
+        """Copy the state to main memory; where that fails, training goes on."""
+        assert self._memory is not None
+        try:
+            self._memory.save(self._state(progress), progress.step)
+        except CheckpointError as error:
+            warn(f"No copy of step {progress.step} in memory: {error} Training goes on without it.")
+
     def save_last(self, progress: Progress, grace: float | None = None, code: int = 0) -> None:
         """Save before the run ends, and return when all of it is on disk.
 
@@ -115,6 +138,8 @@ class Keeper:
         try:
             self._hear(None)
             self._save_now(progress)
+            if self._memory is not None:
+                self._memory.forget()
         finally:
             if timer is not None:
                 timer.cancel()
@@ -177,7 +202,11 @@ def copies_of(config: RunConfig) -> str | None:
 
 
 def go_back(
-    checkpoints: Place, ranks: Ranks, fill: Callable[[Place, dict[str, Any]], None], copies: str | None = None
+    checkpoints: Place,
+    ranks: Ranks,
+    fill: Callable[[Place, dict[str, Any]], None],
+    copies: str | None = None,
+    memory: MemoryCopies | None = None,
 ) -> dict[str, Any] | None:
     """Fill the run's tensors from its newest good checkpoint; say which were passed over and why.
 
@@ -186,6 +215,7 @@ def go_back(
     Args:
         fill: loads a checkpoint, given the state beside its tensors, on all ranks, or raises a CheckpointError on all.
         copies: where copies of the run's checkpoints are, which count where they are newer, or good.
+        memory: copies of the run's state, which count where they are not older.
 
     Returns:
         The state beside the tensors; None where the run has no checkpoint.
@@ -196,28 +226,38 @@ def go_back(
     """
     places = [checkpoints] if copies is None else [checkpoints, RemotePath.at(copies)]
     found: list[tuple[int, int]] = []
+    remembered = memory.steps() if memory is not None else []
     if ranks.is_first:
         clear_leftovers(checkpoints)
         found = [(step, 0) for step in all_steps(checkpoints)]
         found += [(step, -number) for number, place in enumerate(places[1:], 1) for step in complete_steps(place)]
+        found += [(step, IN_MEMORY) for step in remembered]
         found.sort()
     some = from_first(len(found))
     while True:
         step, number = (from_first(value) for value in (found.pop() if found else (NONE, 0)))
         if step == NONE:
             break
-        folder = step_folder(places[-number], step)
+        in_memory = memory if number == IN_MEMORY else None
+        folder = step_folder(checkpoints if in_memory is not None else places[-number], step)
         try:
+            if in_memory is not None:
+                folder = in_memory.gather(step)
             state, error = _state_of(folder)
             if all_agree(error is None):
                 fill(folder, state)
+                if in_memory is not None:
+                    say(f"Step {step} is in the memory of the nodes; no checkpoint is read.")
                 return state
         except MismatchError:
             raise
         except CheckpointError as caught:
             error = caught
+        finally:
+            if in_memory is not None:
+                in_memory.release()
         why = "another rank could not read it; its log says why." if error is None else error.what
-        say(f"Passing over {folder if number else folder.name}: {why}")
+        say(f"Passing over {folder if number else folder.name}{' in memory' if in_memory else ''}: {why}")
     if some:
         raise JinguError(
             "the run has checkpoints, and none of them is good.",

@@ -81,9 +81,10 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
             stops = bool(told.stop) and not ends
             logs = ends or _due(progress.step, config.train.log_every)
             saves = ends or stops or loop.keeper.due(progress.step, told)
+            copies = not (ends or stops) and loop.keeper.copies(progress.step)
             due = ends or _due(progress.step, config.evaluation.every)
             evaluates, progress.evaluation_due = due and not stops, due and stops
-            if logs or evaluates or saves:
+            if logs or evaluates or saves or copies:
                 progress.loss_sum = float(losses.item())  # waits for the device, so the clock is read after it
                 meter.read(progress)
             if logs:
@@ -97,10 +98,12 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
                 loop.keeper.save_last(progress, config.checkpoint.grace, told.stop)
             elif saves:
                 loop.keeper.save(progress)
+            if copies:
+                loop.keeper.copy(progress)
             if stops:
                 say(f"Stopped at step {progress.step} of {steps}, and saved. The same command goes on from here.")
                 break
-            if logs or evaluates or saves:
+            if logs or evaluates or saves or copies:
                 meter.skip()
     stop.settle()
     if progress.step >= steps:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
 from jingu.checkpoint.hub import parameter_shapes
+from jingu.checkpoint.memory import MemoryCopies, id_of
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.store import load
@@ -90,7 +91,8 @@ def train_run(
     splits = mesh["pipeline"].size() > 1 and config.parallel.schedule in SPLIT_BACKWARD
     wanted = all_agree(_decide_compile(config, ranks.device, seconds, splits_backward=splits))
     task, model, optimizer, compiles = _prepare(run, mesh, plan, ranks, precision, compiles=wanted)
-    progress = _find_way_back(run, model, optimizer, ranks)
+    memory = _memory(run, model, optimizer, ranks)
+    progress = _find_way_back(run, model, optimizer, ranks, memory)
     if isinstance(model, Pipeline):
         model.refresh_copies()
     if watch is not None:
@@ -114,7 +116,7 @@ def train_run(
         "tokens_per_step": plan.tokens_per_step,
     }
     with (
-        Keeper(run, ranks, lambda: checkpoint_tensors(model, optimizer), optimizer) as keeper,
+        Keeper(run, ranks, lambda: checkpoint_tensors(model, optimizer), optimizer, memory) as keeper,
         _metrics(run, ranks, progress, start) as metrics,
     ):
         loop = Loop(
@@ -279,7 +281,29 @@ def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPl
     model.zero_grad(set_to_none=True)
 
 
-def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Progress:
+def _memory(run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ranks) -> MemoryCopies | None:
+    """The run's copies in main memory, where its configuration asks for them.
+
+    Raises:
+        JinguError: there cannot be any; or there are some, and the run must not go on.
+    """
+    settings = run.config.checkpoint.memory
+    if not settings.every:
+        return None
+    name = id_of(run.checkpoints, ranks.is_first)
+    memory = MemoryCopies(Path(settings.folder), name, lambda: checkpoint_tensors(model, optimizer))
+    if run.config.checkpoint.resume == "never" and memory.steps():
+        raise JinguError(
+            f"the run is in memory at step {memory.steps()[-1]}, and checkpoint.resume is never.",
+            where=run.folder,
+            fix="Set checkpoint.resume=auto to go on, or choose another name (name=...).",
+        )
+    return memory
+
+
+def _find_way_back(
+    run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ranks, memory: MemoryCopies | None
+) -> Progress:
     """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why; else the
     weights that it begins with.
 
@@ -294,7 +318,7 @@ def _find_way_back(run: Run, model: Model, optimizer: torch.optim.Optimizer, ran
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         load(folder, tensors, prefix=prefix, whole=not isinstance(model, Pipeline), agree=all_agree)
 
-    state = go_back(run.checkpoints, ranks, fill, copies_of(run.config))
+    state = go_back(run.checkpoints, ranks, fill, copies_of(run.config), memory)
     first = run.config.initialize.from_
     if first is not None and (state is None or model.spec.adapter is not None):  # of which checkpoints hold no weights
         begin_with(model, run.config, run.tokenizer, adapters=state is None)
