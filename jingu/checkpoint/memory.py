@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from jingu.checkpoint.files import CHUNK, cause_of, new_file, part_name, shard_name, write_all, write_bytes
@@ -232,12 +233,14 @@ def id_of(checkpoints: Place, first: bool) -> int:
                     out.write(str(number).encode())
             except OSError:
                 number = -1
-    number = from_first(number)
-    if number < 0:
+    # A folder that was copied is that of another run: the place counts, too.
+    mixed = xxhash.xxh3_64_intdigest(f"{number} {checkpoints.absolute()}".encode()) >> 1
+    name = from_first(mixed if number >= 0 else -1)
+    if name < 0:
         raise JinguError(
             f"{RUN_ID} cannot be written.", where=checkpoints, fix="Mend it, or set checkpoint.memory.every=0."
         )
-    return number
+    return name
 
 
 def _files_of(rank: int, ranks: int) -> list[str]:

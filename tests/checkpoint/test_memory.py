@@ -11,8 +11,8 @@ import torch
 
 from jingu.checkpoint import files, store
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.memory import MemoryCopies
-from jingu.runtime.ranks import all_agree
+from jingu.checkpoint.memory import RUN_ID, MemoryCopies, id_of
+from jingu.runtime.ranks import all_agree, joined
 from tests.checkpoint.test_ranks import WHOLE, laid_out
 
 ID = 7
@@ -109,6 +109,17 @@ def test_parts_of_two_attempts_at_a_step_are_not_mixed(four, ranks):
         (key,) = (four / f"node-{node}").glob("jingu-*/rank-*/step-*")
         key.rename(key.with_name("step-00000006-00000000000000000001"))
     assert ranks.run(find, 4, four) == [([], None)] * 4
+
+
+def test_a_copied_folder_of_checkpoints_is_another_run(tmp_path):
+    with joined("cpu", 1):
+        (tmp_path / "a").mkdir()
+        first = id_of(tmp_path / "a", True)
+        assert id_of(tmp_path / "a", True) == first
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        assert id_of(tmp_path / "b", True) != first
+        (tmp_path / "a" / RUN_ID).unlink()
+        assert id_of(tmp_path / "a", True) != first
 
 
 def copy_where_one_is_full(rank: int, world: int, folder: Path) -> str:
