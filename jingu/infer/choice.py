@@ -115,6 +115,16 @@ class Choice:
         token = Token(id_, text, logprob if request.logprobs is not None else None, top)
         return self.job.event(self.number, token, self.finish, self.logprob)
 
+    def lookahead(self) -> torch.Generator:
+        """The random numbers that the next tokens will take."""
+        return torch.Generator().set_state(self._generator.get_state())
+
+    def foresee(self, logits_V: Tensor, ahead: list[int], generator: torch.Generator) -> int | None:
+        """The token after those ahead, were these the model's scores; None where they are not finite numbers."""
+        sampling, prompt = self.job.request.sampling, self.job.prompt[self.job.trained :]
+        scores_V = penalised(logits_V, prompt, [*self.generated, *ahead], sampling)
+        return choose(scores_V, sampling, generator) if scores_V.max().isfinite() else None
+
     def fork(self, id_: int, logprob: float) -> Choice:
         """A beam that goes on with a token."""
         other = copy(self)

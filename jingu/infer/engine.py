@@ -7,7 +7,7 @@ choice that began last gives its own back and waits; later it is computed anew, 
 
 Every rank of a model that is laid out over several makes the same calls, and takes the same steps.
 
-Shapes: T tokens, N rows of scores, D width, V vocabulary.
+Shapes: B 1, T tokens, S of a source, N rows of scores, K beams, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
 from jingu.infer.beams import extend, hypotheses
-from jingu.infer.cache import SPAN, Held, PagedCache, Part
+from jingu.infer.cache import SPAN, Held, Part
 from jingu.infer.choice import Choice, Job, likeliest, told
 from jingu.infer.constrain import Grammars
+from jingu.infer.draft import Draft
+from jingu.infer.forward import cache_of, scores
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
 from jingu.infer.request import Event, Request, Token
 from jingu.infer.sampling import check_ids
-from jingu.model.decoder import Decoder
-from jingu.model.packed import Packed
-from jingu.model.products import linear
 from jingu.model.spec import ModelSpec
-from jingu.runtime.device import eager, total_memory
+from jingu.runtime.device import total_memory
 
 
 @dataclass(frozen=True)
@@ -48,21 +45,22 @@ class EngineSettings:
         cache_bytes: size of the cache; None: what `max_batch` choices as long as the context need, or a quarter of the
             memory, whichever is less. On CPUs memory is taken as pages are first used.
         prefill_chunk: most tokens of prompts in a step.
-        guesses: tokens that are guessed to follow in a step, by what followed the last two or three where they stood
-            before (Saxena, 2023); 0: none. Those that the model would not have chosen itself go, so that answers are
-            the same, and only come sooner where they repeat what is there.
+        guesses: tokens that are guessed to follow in a step: by a smaller model where there is one, else by what
+            followed the last two or three where they stood before (Saxena, 2023). Those that the model would not have
+            chosen itself go, so that answers are the same, and only come sooner where guesses are right. 0: none;
+            None: 4 with a smaller model, else none.
     """
 
     max_batch: int = 64
     page_tokens: int = 8
     cache_bytes: int | None = None
     prefill_chunk: int = 512
-    guesses: int = 0
+    guesses: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "page_tokens", "prefill_chunk"):
             refuse(getattr(self, name) < 1, name, getattr(self, name), "1 or more")
-        refuse(self.guesses < 0, "guesses", self.guesses, "0 or more")
+        refuse(self.guesses is not None and self.guesses < 0, "guesses", self.guesses, "0 or more")
         refuse(SPAN % self.page_tokens > 0, "page_tokens", self.page_tokens, f"a divisor of {SPAN}")
 
 
@@ -79,6 +77,8 @@ class EngineStats:
         generated_tokens: since the start.
         prompt_tokens: since the start, of all requests.
         prefix_hits: tokens of these that were in the cache already.
+        guessed_tokens: since the start, tokens that were guessed to follow.
+        right_guesses: of these, those that the model chose.
         model_seconds: since the start, in the model's forward.
         other_seconds: since the start, in steps but outside of it.
     """
@@ -91,6 +91,8 @@ class EngineStats:
     generated_tokens: int
     prompt_tokens: int
     prefix_hits: int
+    guessed_tokens: int
+    right_guesses: int
     model_seconds: float
     other_seconds: float
 
@@ -121,24 +123,33 @@ class _Work:
 
 
 class Engine:
-    """Generates for many requests at once."""
+    """Generates for many requests at once.
 
-    def __init__(self, loaded: Loaded, settings: EngineSettings | None = None) -> None:
+    Args:
+        draft: a smaller model that guesses the tokens to follow, `settings.guesses` in a step.
+
+    Raises:
+        JinguError: the draft does not fit the model.
+    """
+
+    def __init__(self, loaded: Loaded, settings: EngineSettings | None = None, draft: Loaded | None = None) -> None:
         self.loaded, self.settings = loaded, settings or EngineSettings()
         parameter = next(loaded.model.parameters())
         self._device = parameter.device
         count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
         self._pages = Pages(count, tokens)
-        self._cache = PagedCache(loaded.spec, count, tokens, self._device)
-        if isinstance(loaded.model, Decoder) and isinstance(cast(object, loaded.model.head_weight()), Packed):
-            self._cache.multiple = 1  # products with packed matrices take each row by itself, and cost by the row
+        self._cache = cache_of(loaded, count, tokens)
+        self._guesses = self.settings.guesses if self.settings.guesses is not None else 4 if draft else 0
+        self._draft: Draft | None = None
+        if draft is not None:
+            self._draft = Draft(draft, loaded, count, tokens, self.settings.prefill_chunk)
         self._grammars = Grammars(loaded.tokenizer, loaded.spec.vocabulary, loaded.end_ids[0])
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Choice] = deque()
         self._running: list[_Sequence] = []
         self._events: list[Event] = []
         self._next = 0
-        self._generated = self._prompted = self._hits = 0
+        self._generated = self._prompted = self._hits = self._guessed = self._right = 0
         self._seconds = self._model_seconds = 0.0
 
     # Requests
@@ -267,12 +278,12 @@ class Engine:
 
     def _schedule(self) -> list[_Work]:
         """What the choices that take part in this step compute, those with one token first."""
-        work, room = [], self.settings.prefill_chunk
+        work, room, guessed = [], self.settings.prefill_chunk, self._guess()
         for sequence in list(self._running):
             count = 1 if sequence.left == 1 else min(sequence.left, room)
             if sequence not in self._running or not count:
                 continue
-            guesses = _guesses(sequence.choice, self.settings.guesses) if sequence.left == 1 else []
+            guesses = guessed.get(sequence.choice, [])
             pages, last = sequence.held.pages, sequence.done // self._pages.tokens
             copies = last < len(pages) and self._pages.shared(pages[last])  # with another beam, which writes there too
             wanted = self._pages.needed(sequence.done + count + len(guesses)) - len(pages) + copies
@@ -292,6 +303,20 @@ class Engine:
             work.append(_Work(sequence, count, guesses))
         work = [each for each in work if each.sequence in self._running]
         return sorted(work, key=lambda each: each.count + len(each.guesses) > 1)
+
+    def _guess(self) -> dict[Choice, list[int]]:
+        """Tokens that are guessed to follow."""
+        wanted = {}
+        for choice in [each.choice for each in self._running if each.left == 1 and not each.choice.job.searches]:
+            most = min(self._guesses, choice.job.request.max_tokens - len(choice.generated) - 1)
+            if most > 0:
+                wanted[choice] = most
+        if self._draft is None:
+            return {choice: _looked_up(choice, most) for choice, most in wanted.items()}
+        start = time.perf_counter()
+        guessed = self._draft.propose(wanted)
+        self._model_seconds += time.perf_counter() - start
+        return guessed
 
     def _set_back(self, sequence: _Sequence) -> None:
         """Let a choice wait, and be computed anew later; a search begins anew, with all its beams."""
@@ -322,7 +347,11 @@ class Engine:
             rows.append(range(start if _tells_prompt(choice) else end - scored, end))
             taken.append((start, len(part.ids), self.loaded.adapters.number(choice.job.request.adapter)))
         with self.loaded.adapters.chosen(taken, tokens_BT.shape[1], self._device):
-            logits_NV = self._logits(tokens_BT, positions_BT, [row for each in rows for row in each], reading)
+            source_BS = torch.tensor([reading.choice.job.source], device=self._device) if reading else None
+            begun = time.perf_counter()
+            wanted = [row for each in rows for row in each]
+            logits_NV = scores(self.loaded, self._cache, tokens_BT, positions_BT, wanted, source_BS)
+            self._model_seconds += time.perf_counter() - begun
         first, beams = 0, dict[int, list[Tensor]]()
         for each, own in zip(work, rows, strict=True):
             self._take(each, logits_NV[first : first + len(own)])
@@ -332,26 +361,6 @@ class Engine:
         for number, found in beams.items():
             self._extend(self._jobs[number], torch.stack(found))
 
-    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, rows: list[int], reading: _Sequence | None) -> Tensor:
-        """Scores [N, V] of the tokens after those in these rows, in fp32 at least on the CPU."""
-        places = torch.tensor(rows or [0], device=self._device)
-        places = F.pad(places, (0, -len(places) % self._cache.multiple))
-
-        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            return linear(hidden_BTD[0, places], weight_VD)
-
-        source = {}
-        if reading is not None:
-            source = {"source_BS": torch.tensor([reading.choice.job.source], device=self._device)}
-        start = time.perf_counter()
-        with torch.no_grad(), eager():
-            logits_NV: Tensor = self.loaded.model(
-                tokens_BT, positions_BT=positions_BT, cache=self._cache, loss=head, **source
-            )
-            logits_NV = logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()
-        self._model_seconds += time.perf_counter() - start
-        return logits_NV
-
     def _take(self, work: _Work, logits_NV: Tensor) -> None:
         """Take the tokens that follow what is computed, as far as they were guessed; name the pages that are full."""
         sequence, choice, size = work.sequence, work.sequence.choice, self._pages.tokens
@@ -359,12 +368,14 @@ class Engine:
             self._tell_prompt(choice.job, sequence.done, logits_NV)
         before, sequence.done = sequence.done, sequence.done + work.count
         if not sequence.left and not choice.job.searches:
+            self._guessed += len(work.guesses)
             for guess, logits_V in zip([*work.guesses, None], logits_NV[-1 - len(work.guesses) :], strict=True):
                 self._generated += 1
                 self._tell(choice, choice.take(logits_V))
                 if choice.finish is not None or choice.ids[-1] != guess:
                     break
                 sequence.done += 1
+                self._right += 1
         if choice.finish == "error":
             self._clear(sequence)
         elif choice.job.source is None:
@@ -443,6 +454,8 @@ class Engine:
             generated_tokens=self._generated,
             prompt_tokens=self._prompted,
             prefix_hits=self._hits,
+            guessed_tokens=self._guessed,
+            right_guesses=self._right,
             model_seconds=self._model_seconds,
             other_seconds=self._seconds - self._model_seconds,
         )
@@ -457,12 +470,10 @@ class Engine:
         return list(texts.values())
 
 
-def _guesses(choice: Choice, most: int) -> list[int]:
+def _looked_up(choice: Choice, most: int) -> list[int]:
     """What followed the last tokens where they stood before, the latest such place."""
-    if choice.job.searches:
-        return []
-    ids, most = choice.ids, min(most, choice.job.request.max_tokens - len(choice.generated) - 1)
-    for size in (3, 2) if most > 0 else ():
+    ids = choice.ids
+    for size in (3, 2):
         for place in range(len(ids) - size - 1, -1, -1):
             if ids[place : place + size] == ids[-size:]:
                 return ids[place + size : place + size + most]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jingu.infer.engine import Engine
+from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Precision, load
 from jingu.infer.lockstep import Lockstep, in_lockstep, ranks_of
 from jingu.infer.request import Request
@@ -31,6 +31,8 @@ def generate(
     device: Device = "auto",
     experts_resident: str | None = None,
     pipeline: int = 1,
+    draft: Path | None = None,
+    guesses: int | None = None,
     beams: int = 1,
     length_penalty: float = 1.0,
 ) -> int:
@@ -44,6 +46,8 @@ def generate(
         experts_resident: how much of a mixture's experts is in memory (25%, 3GB); None: all.
         pipeline: stages that ranks, where a launcher has started several, divide the model's blocks into; the ranks of
             a stage share its matrices.
+        draft: a smaller model with the same tokenizer, that guesses the tokens to follow; the answer stays the same.
+        guesses: tokens that are guessed in a step; without a draft, from what is there already.
         beams: hypotheses of a beam search, whose best one is printed when all have ended; 1: none.
         length_penalty: power of the length that divides a hypothesis's log-probability.
 
@@ -59,7 +63,8 @@ def generate(
         request = Request(
             made.encode(prompt), sampling, max_tokens, tuple(stop or ()), beams=beams, length_penalty=length_penalty
         )
-        with in_lockstep(Engine(made), ranks) as engine:
+        small = None if draft is None else load(draft, precision, device)
+        with in_lockstep(Engine(made, EngineSettings(guesses=guesses), small), ranks) as engine:
             return 0 if engine is None else _print(engine, request, prompt)
 
 
@@ -75,8 +80,11 @@ def _print(engine: Engine | Lockstep, request: Request, prompt: str) -> int:
                 sys.stdout.write(event.token.text if event.token else "")
             sys.stdout.flush()
         sys.stdout.write("\n")
-        count, seconds = engine.stats().generated_tokens, time.perf_counter() - start
+        stats, seconds = engine.stats(), time.perf_counter() - start
+        count = stats.generated_tokens
         print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
+        if stats.guessed_tokens:
+            print(f"{stats.right_guesses} of {stats.guessed_tokens} guesses were right", file=sys.stderr)
         if engine.loaded.residency is not None:
             print(engine.loaded.residency.stats(), file=sys.stderr)
         return STOPPED if interrupted() else 0

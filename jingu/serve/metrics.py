@@ -112,6 +112,8 @@ class Metrics(Collector):
             ("vllm:generation_tokens_total", "Tokens generated.", stats.generated_tokens),
             ("vllm:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.", stats.prompt_tokens),
             ("vllm:prefix_cache_hits_total", "Of these, found there.", stats.prefix_hits),
+            ("vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed to follow.", stats.guessed_tokens),
+            ("vllm:spec_decode_num_accepted_tokens_total", "Of these, those that came.", stats.right_guesses),
             ("jingu_model_seconds_total", "Seconds of the engine in the model.", stats.model_seconds),
             ("jingu_engine_other_seconds_total", "Seconds of the engine elsewhere.", stats.other_seconds),
         ):

@@ -36,6 +36,8 @@ def serve(
     device: Device = "auto",
     experts_resident: str | None = None,
     pipeline: int = 1,
+    draft: Path | None = None,
+    guesses: int | None = None,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
@@ -46,7 +48,7 @@ def serve(
         adapter: NAME=PATH of adapters beside it, which clients ask for by these names.
         template: for conversations, where the model has none or another is wanted.
         api_key_file: a key a line.
-        pipeline: as of `jingu.infer.verbs.generate`.
+        pipeline, draft, guesses: as of `jingu.infer.verbs.generate`.
 
     Raises:
         JinguError: what is wrong with the model or the settings.
@@ -77,7 +79,9 @@ def serve(
     with ranks_of(device) as ranks:
         made = load(model, precision, device, adapters, experts_resident, ranks, pipeline)
         loaded, speech = speaking(made, model, template)
-        with in_lockstep(Engine(loaded, EngineSettings(max_batch=max_batch)), ranks) as engine:
+        small = None if draft is None else load(draft, precision, device)
+        engine_settings = EngineSettings(max_batch=max_batch, guesses=guesses)
+        with in_lockstep(Engine(loaded, engine_settings, small), ranks) as engine:
             if engine is not None:
                 run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech)
 

@@ -195,7 +195,13 @@ def test_verb_prints_prompt_and_continuation(tiny: Loaded, tmp_path: Path, capsy
     printed = capsys.readouterr()
     (text,) = Engine(tiny).run([Request(tiny.encode("the end"), Sampling(), 9)])
     assert printed.out == f"the end{text}\n"
-    assert "tokens" in printed.err
+    assert "tokens" in printed.err and "guesses" not in printed.err
+    verbs.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", draft=tmp_path / "out")
+    again = capsys.readouterr()
+    assert again.out == printed.out and "6 of 6 guesses were right" in again.err
+    verbs.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", beams=3)
+    searched = Request(tiny.encode("the end"), Sampling(), 9, beams=3)
+    assert capsys.readouterr().out == f"the end{Engine(tiny).run([searched])[0]}\n"
 
 
 def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:

@@ -1,0 +1,49 @@
+"""A model's forward over the tokens of a step.
+
+Shapes: T tokens, N rows of scores, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.infer.cache import PagedCache
+from jingu.infer.load import Loaded
+from jingu.model.decoder import Decoder
+from jingu.model.packed import Packed
+from jingu.model.products import linear
+from jingu.runtime.device import eager
+
+
+def cache_of(loaded: Loaded, pages: int, page_tokens: int) -> PagedCache:
+    """An empty cache for a model."""
+    cache = PagedCache(loaded.spec, pages, page_tokens, next(loaded.model.parameters()).device)
+    if isinstance(loaded.model, Decoder) and isinstance(cast(object, loaded.model.head_weight()), Packed):
+        cache.multiple = 1  # products with packed matrices take each row by itself, and cost by the row
+    return cache
+
+
+def scores(
+    loaded: Loaded,
+    cache: PagedCache,
+    tokens_BT: Tensor,
+    positions_BT: Tensor,
+    rows: Sequence[int],
+    source_BS: Tensor | None = None,
+) -> Tensor:
+    """Scores [N, V] of the tokens after those in these rows, in fp32 at least, on the CPU."""
+    places = torch.tensor(rows or [0], device=cache.device)
+    places = F.pad(places, (0, -len(places) % cache.multiple))
+
+    def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        return linear(hidden_BTD[0, places], weight_VD)
+
+    source = {} if source_BS is None else {"source_BS": source_BS}
+    with torch.no_grad(), eager():
+        logits_NV: Tensor = loaded.model(tokens_BT, positions_BT=positions_BT, cache=cache, loss=head, **source)
+        return logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()
