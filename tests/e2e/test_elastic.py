@@ -23,9 +23,13 @@ def torchrun(ranks: int, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(run_file, tiny_run, train_on, done):
+@pytest.mark.parametrize("memory", [0, 1], ids=["checkpoints", "memory"])
+def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(
+    memory, run_file, tiny_run, train_on, done, tmp_path
+):
     settings: dict[str, Any] = {"checkpoint.every": 3, "evaluation.every": 5, "parallel.zero": 2}
     settings["schedule"] = {"type": "constant", "warmup": 3}
+    settings["checkpoint.memory"] = {"every": memory, "folder": str(tmp_path / "memory")}
     alone = tiny_run({**settings, "train.steps": 40}, name="alone")
     train_on(1, alone)
 
@@ -40,6 +44,7 @@ def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(run_file, t
     process.stderr.close()
     assert process.wait() == 0, said
     assert "Going on from step " in said
+    assert ("is in the memory of the nodes; no checkpoint is read." in said) == bool(memory)
     starts = done(tiny_run(name="elastic")).column("resumed_from", "start")
     assert len(starts) == 2 and starts[1] >= 3
 
