@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 
 import jingu
-from jingu import cli
-from jingu.cli import VERBS, Verb, main
+from jingu.cli import VERBS, main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.verb import parse
 
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
 # The least that each verb can be called with.
@@ -71,10 +72,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module = ModuleType("stand_in")
         module.function = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "stand_in", module)
-        real = VERBS[name]
-        monkeypatch.setitem(
-            VERBS, name, Verb(real.help, "stand_in:function", real.arguments, real.run_file, real.on_ranks)
-        )
+        monkeypatch.setitem(VERBS, name, replace(VERBS[name], target="stand_in:function"))
 
     return put
 
@@ -136,7 +134,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
     entry = VERBS[name]
     assert entry.run_file is (name not in LEAST)
-    options = cli._parse(name, entry, LEAST.get(name, ["run.yaml"]))
+    options = parse(name, entry, LEAST.get(name, ["run.yaml"]))
     assert options is not None
     if entry.run_file:
         assert (options.pop("file"), options.pop("overrides")) == (Path("run.yaml"), [])
