@@ -8,9 +8,14 @@ import math
 ABSENT = "–"
 
 
+def visible(value: object) -> str:
+    """Text with control characters made visible, and no half surrogates."""
+    return "".join(map(_visible, str(value)))
+
+
 def safe(value: object) -> str:
-    """Text for HTML, content or attribute: escaped, with control characters made visible and no half surrogates."""
-    return html.escape("".join(_visible(character) for character in str(value)), quote=True)
+    """Visible text for HTML, content or attribute."""
+    return html.escape(visible(value))
 
 
 def _visible(character: str) -> str:
@@ -48,12 +53,12 @@ def duration(seconds: float) -> str:
         return ABSENT
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, hours = divmod(whole, 60)[0], whole // 3600
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{minutes} min {whole % 60:02} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours = minutes // 60
+    if not minutes:
+        return f"{rest} s"
+    if not hours:
+        return f"{minutes} min {rest:02} s"
     if hours < 48:
         return f"{hours} h {minutes % 60:02} min"
     return f"{hours // 24} d {hours % 24} h"
