@@ -6,30 +6,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import Config, sized, unsupported
-from jingu.model.families.llama import LLAMA, llama_config, llama_spec
+from jingu.model.families.family import Config, Keys, Values, sized, unsupported, written
+from jingu.model.families.llama import LLAMA, SHARED_KEYS
 from jingu.model.families.names import rule
 from jingu.model.spec import AlibiPositions, ModelSpec, RmsNorm, RotaryPositions, replaced
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
-
-def _spec_from_hf(config: Config) -> ModelSpec:
+def _read_positions(config: Config, _: Values) -> Values:
+    """Their code has one base, and no scaling, whatever the config says."""
     if config.get("vocab_size") == 64000:
         raise unsupported("vocab_size", 64000, "that of the first Baichuan, whose head is another")
-    # Their code has one base, and no scaling, whatever the config says.
-    spec = llama_spec({key: value for key, value in config.items() if key not in _ROPE_KEYS}, "baichuan2")
-    spec = replaced(spec, normalised_head=True)
     if "max_position_embeddings" in config:
-        return spec
-    return replaced(spec, position=AlibiPositions(), context=config.get("model_max_length") or 4096)
+        return {"position": RotaryPositions(), "context": config["max_position_embeddings"] or 2048}
+    return {"position": AlibiPositions(), "context": config.get("model_max_length") or 4096}
 
 
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    rotary = isinstance(spec.position, RotaryPositions)
-    shared = llama_config(replaced(spec, position=RotaryPositions()), "baichuan", model_max_length=spec.context)
-    dropped = _ROPE_KEYS if rotary else (*_ROPE_KEYS, "max_position_embeddings")
-    return {key: value for key, value in shared.items() if key not in dropped}
+def _write_positions(spec: ModelSpec) -> dict[str, Any]:
+    names = ["model_max_length", *["max_position_embeddings"] * isinstance(spec.position, RotaryPositions)]
+    return dict.fromkeys(names, spec.context)
 
 
 _LAYER, _BLOCK = "model.layers.{layer}.self_attn.", "blocks.{layer}.attention."
@@ -42,8 +36,7 @@ BAICHUAN2 = replace(
     name="baichuan2",
     architectures=("BaichuanForCausalLM",),
     template=_TEMPLATE,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=(*SHARED_KEYS, Keys(_read_positions, _write_positions), written(model_type="baichuan")),
     rules=(
         *(each for each in LLAMA.rules if not each.theirs.startswith(_APART)),
         rule(f"{_LAYER}W_pack.weight", *(f"{_BLOCK}{part}.weight" for part in "qkv")),

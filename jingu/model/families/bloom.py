@@ -5,53 +5,34 @@ Hugging Face keeps q, k and v in one matrix, head by head.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from jingu.model.families.family import Config, Family, expect, required, sized
+from jingu.model.families.family import Family, as_many_heads, four_widths, key, only, shared_width, sized, written
 from jingu.model.families.names import SAME, Transform, rule
-from jingu.model.spec import AlibiPositions, Attention, LayerNorm, ModelSpec, PlainFeedForward, replaced
+from jingu.model.spec import AlibiPositions, Attention, LayerNorm, ModelSpec, PlainFeedForward
 
-
-def _feed_forward_size(width: int) -> int:
-    return 4 * width
-
-
-def _spec_from_hf(config: Config) -> ModelSpec:
-    expect(config, {"apply_residual_connection_post_layernorm": (False,), "quantization_config": (None,)})
-    heads, width = required(config, "n_head", "num_attention_heads"), required(config, "hidden_size", "n_embed")
-    return replaced(
-        _TEMPLATE,
-        vocabulary=required(config, "vocab_size"),
-        width=width,
-        layers=required(config, "n_layer", "num_hidden_layers"),
-        # ALiBi sets no end; this is what they were trained with.
-        context=config.get("seq_length") or 2048,
-        norm=LayerNorm(epsilon=config.get("layer_norm_epsilon", 1e-5)),
-        attention=Attention(heads=heads, kv_heads=heads, head_size=width // heads, qkv_bias=True, output_bias=True),
-        feed_forward=PlainFeedForward(size=_feed_forward_size(width), bias=True),
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        initial_std=config.get("initializer_range") or 0.02,
-    )
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "model_type": "bloom",
-        "vocab_size": spec.vocabulary,
-        "hidden_size": spec.width,
-        "n_layer": spec.layers,
-        "n_head": spec.attention.heads,
-        "seq_length": spec.context,
-        "layer_norm_epsilon": spec.norm.epsilon,
-        "initializer_range": spec.initial_std,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "apply_residual_connection_post_layernorm": False,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "use_cache": True,
-    }
+_KEYS = (
+    only(apply_residual_connection_post_layernorm=(False,), quantization_config=(None,)),
+    key("vocabulary", "vocab_size"),
+    key("width", "hidden_size", "n_embed"),
+    key("layers", "n_layer", "num_hidden_layers"),
+    # ALiBi sets no end; this is what they were trained with.
+    key("context", "seq_length", default=2048),
+    key("attention.heads", "n_head", "num_attention_heads"),
+    key("attention.kv_heads", default=as_many_heads),
+    key("attention.head_size", default=shared_width),
+    key("feed_forward.size", default=lambda values: four_widths(values["width"])),
+    key("norm.epsilon", "layer_norm_epsilon", default=1e-5),
+    key("tied_embeddings", "tie_word_embeddings", default=True),
+    key("initial_std", "initializer_range", default=0.02),
+    written(
+        model_type="bloom",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        apply_residual_connection_post_layernorm=False,
+        use_cache=True,
+    ),
+)
 
 
 def _to_ours(theirs: Tensor, spec: ModelSpec) -> Tensor:
@@ -96,9 +77,8 @@ BLOOM = Family(
     name="bloom",
     architectures=("BloomForCausalLM",),
     template=_TEMPLATE,
-    feed_forward_size=_feed_forward_size,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    feed_forward_size=four_widths,
+    keys=_KEYS,
     rules=tuple(
         rule(
             f"{theirs}.{kind}",

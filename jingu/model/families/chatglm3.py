@@ -3,11 +3,9 @@ and values, biases on q, k and v, and these and the gated feed-forward packed in
 
 from __future__ import annotations
 
-from typing import Any
-
-from jingu.model.families.family import Config, Family, expect, required, sized
+from jingu.model.families.family import Config, Family, Keys, Values, at, key, only, shared_width, sized, written
 from jingu.model.families.names import rule
-from jingu.model.spec import Attention, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions, replaced
+from jingu.model.spec import Attention, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions
 
 
 def _feed_forward_size(width: int) -> int:
@@ -15,78 +13,41 @@ def _feed_forward_size(width: int) -> int:
     return -(-107 * width // (32 * 64)) * 64
 
 
-def _positions(ratio: float) -> RotaryPositions:
-    return RotaryPositions(base=10000.0 * ratio, share=0.5, interleaved=True)
+def _biases(config: Config, _: Values) -> Values:
+    linear = bool(config.get("add_bias_linear"))
+    qkv = linear or bool(config.get("add_qkv_bias"))
+    return {"attention.qkv_bias": qkv, "attention.output_bias": linear, "feed_forward.bias": linear}
 
 
-def _spec_from_hf(config: Config) -> ModelSpec:
-    expect(
-        config,
-        {
-            "multi_query_attention": (True,),
-            "rmsnorm": (True,),
-            "post_layer_norm": (True,),
-            "original_rope": (True,),
-            "apply_residual_connection_post_layernorm": (False,),
-            "pre_seq_len": (None, 0),
-            "quantization_bit": (None, 0),
-            "quantization_config": (None,),
-        },
-    )
-    heads, width = required(config, "num_attention_heads"), required(config, "hidden_size")
-    biases = bool(config.get("add_bias_linear", False))
-    return replaced(
-        _TEMPLATE,
-        vocabulary=required(config, "padded_vocab_size"),
-        width=width,
-        layers=required(config, "num_layers"),
-        context=required(config, "seq_length"),
-        norm=RmsNorm(epsilon=config.get("layernorm_epsilon", 1e-5)),
-        position=_positions(config.get("rope_ratio") or 1.0),
-        attention=Attention(
-            heads=heads,
-            kv_heads=required(config, "multi_query_group_num"),
-            head_size=config.get("kv_channels") or width // heads,
-            qkv_bias=biases or bool(config.get("add_qkv_bias", False)),
-            output_bias=biases,
-        ),
-        feed_forward=GatedFeedForward(size=required(config, "ffn_hidden_size"), bias=biases),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        initial_std=config.get("initializer_range") or 0.02,
-    )
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    heads = spec.attention
-    assert isinstance(spec.position, RotaryPositions)
-    return {
-        "model_type": "chatglm",
-        "padded_vocab_size": spec.vocabulary,
-        "vocab_size": spec.vocabulary,
-        "hidden_size": spec.width,
-        "num_layers": spec.layers,
-        "seq_length": spec.context,
-        "layernorm_epsilon": spec.norm.epsilon,
-        "rope_ratio": spec.position.base / 10000.0,
-        "original_rope": True,
-        "num_attention_heads": heads.heads,
-        "multi_query_attention": True,
-        "multi_query_group_num": heads.kv_heads,
-        "kv_channels": heads.head_size,
-        "ffn_hidden_size": spec.feed_forward.size,
-        "add_qkv_bias": heads.qkv_bias,
-        "add_bias_linear": spec.feed_forward.bias,
-        "rmsnorm": True,
-        "post_layer_norm": True,
-        "apply_residual_connection_post_layernorm": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "initializer_range": spec.initial_std,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "use_cache": True,
-    }
-
-
+_ALWAYS = {
+    "multi_query_attention": True,
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "original_rope": True,
+    "apply_residual_connection_post_layernorm": False,
+}
+_KEYS = (
+    only(**{name: (value,) for name, value in _ALWAYS.items()}),
+    only(pre_seq_len=(None, 0), quantization_bit=(None, 0), quantization_config=(None,)),
+    key("vocabulary", "padded_vocab_size"),
+    key("width", "hidden_size"),
+    key("layers", "num_layers"),
+    key("context", "seq_length"),
+    key("norm.epsilon", "layernorm_epsilon", default=1e-5),
+    Keys(
+        lambda config, _: {"position.base": 10000.0 * (config.get("rope_ratio") or 1.0)},
+        lambda spec: {"rope_ratio": at(spec, "position.base") / 10000.0},
+    ),
+    key("attention.heads", "num_attention_heads"),
+    key("attention.kv_heads", "multi_query_group_num"),
+    key("attention.head_size", "kv_channels", default=shared_width),
+    key("feed_forward.size", "ffn_hidden_size"),
+    Keys(_biases, lambda spec: {"add_qkv_bias": spec.attention.qkv_bias, "add_bias_linear": spec.feed_forward.bias}),
+    key("tied_embeddings", "tie_word_embeddings", default=False),
+    key("initial_std", "initializer_range", default=0.02),
+    Keys(write=lambda spec: {"vocab_size": spec.vocabulary}),
+    written(model_type="chatglm", attention_dropout=0.0, hidden_dropout=0.0, use_cache=True, **_ALWAYS),
+)
 _LAYER, _BLOCK = "transformer.encoder.layers.{layer}.", "blocks.{layer}."
 _PARTS: dict[str, tuple[str, ...]] = {
     "transformer.embedding.word_embeddings": ("embedding",),
@@ -106,7 +67,7 @@ _TEMPLATE = ModelSpec(
     layers=6,
     context=8192,
     norm=RmsNorm(epsilon=1e-5),
-    position=_positions(1.0),
+    position=RotaryPositions(base=10000.0, share=0.5, interleaved=True),
     attention=Attention(heads=6, kv_heads=6, head_size=64, qkv_bias=True),
     feed_forward=GatedFeedForward(size=1344),
 )
@@ -116,8 +77,7 @@ CHATGLM3 = Family(
     architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
     template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=_KEYS,
     rules=tuple(
         rule(f"{theirs}.{kind}", *(f"{name}.{kind}" for name in ours))
         for theirs, ours in _PARTS.items()

@@ -8,24 +8,21 @@ is the spec's component as it is.
 
 from __future__ import annotations
 
-from typing import Any
-
-from jingu.model.families.family import Config, Family, sized
+from jingu.model.families.family import Family, Keys, key, sized, written
 from jingu.model.families.names import Rule, rule
-from jingu.model.families.t5 import T5, V1_1, t5_config, t5_spec
+from jingu.model.families.t5 import CONTEXT, SHARED_KEYS, T5, V1_1
 from jingu.model.spec import Experts, ModelSpec, RandomProjection, replaced
 
-
-def _spec_from_hf(config: Config) -> ModelSpec:
+_KEYS = (
+    *SHARED_KEYS,
+    key("context", "n_positions", default=CONTEXT),
+    Keys(
+        lambda config, _: {"feed_forward": config["experts"]} if config.get("experts") else {},
+        lambda spec: {"experts": spec.feed_forward.model_dump() if _mixed(spec) else None},
+    ),
     # Their own configuration names relu, and their code does not ask it.
-    spec = t5_spec({**config, "feed_forward_proj": "gated-gelu"}, "cpm2", "gated-gelu", tied=False)
-    experts = config.get("experts")
-    return replaced(spec, feed_forward=Experts.model_validate(experts)) if experts else spec
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    part = spec.feed_forward
-    return t5_config(spec, "cpm2", experts=part.model_dump() if isinstance(part, Experts) else None)
+    written(model_type="cpm2", feed_forward_proj="gated-gelu"),
+)
 
 
 def _mixed(spec: ModelSpec) -> bool:
@@ -69,8 +66,7 @@ CPM2 = Family(
     architectures=("EncDecModel",),
     template=_TEMPLATE,
     feed_forward_size=T5.feed_forward_size,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=_KEYS,
     rules=_rules(),
     presets={
         "cpm2-11b": _11B,

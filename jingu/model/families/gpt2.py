@@ -5,68 +5,45 @@ Hugging Face keeps its matrices input-first (Conv1D), and q, k, v in one.
 
 from __future__ import annotations
 
-from typing import Any
-
-from jingu.model.families.family import HF_ACTIVATIONS, Config, Family, activation, expect, required, sized
+from jingu.model.families.family import (
+    Family,
+    Keys,
+    activation_key,
+    as_many_heads,
+    four_widths,
+    key,
+    only,
+    shared_width,
+    sized,
+    written,
+)
 from jingu.model.families.names import TRANSPOSED, Rule, rule
 from jingu.model.spec import Attention, LayerNorm, LearnedPositions, ModelSpec, PlainFeedForward
 
-
-def _feed_forward_size(width: int) -> int:
-    return 4 * width
-
-
-def _spec_from_hf(config: Config) -> ModelSpec:
-    expect(
-        config,
-        {
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-            "quantization_config": (None,),
-        },
-    )
-    heads, width = required(config, "n_head"), required(config, "n_embd")
-    return ModelSpec(
-        family="gpt2",
-        vocabulary=required(config, "vocab_size"),
-        width=width,
-        layers=required(config, "n_layer"),
-        context=required(config, "n_positions"),
-        norm=LayerNorm(epsilon=config.get("layer_norm_epsilon", 1e-5)),
-        position=LearnedPositions(),
-        attention=Attention(heads=heads, kv_heads=heads, head_size=width // heads, qkv_bias=True, output_bias=True),
-        feed_forward=PlainFeedForward(
-            size=config.get("n_inner") or _feed_forward_size(width),
-            activation=activation(config, "activation_function", "gelu_new"),
-            bias=True,
-        ),
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        initial_std=config.get("initializer_range") or 0.02,
-    )
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    heads = spec.attention
-    return {
-        "model_type": "gpt2",
-        "vocab_size": spec.vocabulary,
-        "n_positions": spec.context,
-        "n_ctx": spec.context,
-        "n_embd": spec.width,
-        "n_layer": spec.layers,
-        "n_head": heads.heads,
-        "n_inner": spec.feed_forward.size,
-        "activation_function": HF_ACTIVATIONS[spec.feed_forward.activation],
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "layer_norm_epsilon": spec.norm.epsilon,
-        "initializer_range": spec.initial_std,
-        "scale_attn_weights": True,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "use_cache": True,
-    }
+_KEYS = (
+    only(
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+        add_cross_attention=(False,),
+        quantization_config=(None,),
+    ),
+    key("vocabulary", "vocab_size"),
+    key("context", "n_positions"),
+    key("width", "n_embd"),
+    key("layers", "n_layer"),
+    key("attention.heads", "n_head"),
+    key("attention.kv_heads", default=as_many_heads),
+    key("attention.head_size", default=shared_width),
+    key("feed_forward.size", "n_inner", default=lambda values: four_widths(values["width"])),
+    activation_key("activation_function", "gelu_new"),
+    key("norm.epsilon", "layer_norm_epsilon", default=1e-5),
+    key("tied_embeddings", "tie_word_embeddings", default=True),
+    key("initial_std", "initializer_range", default=0.02),
+    Keys(write=lambda spec: {"n_ctx": spec.context}),
+    written(
+        model_type="gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, scale_attn_weights=True, use_cache=True
+    ),
+)
 
 
 def _pair(theirs: str, *ours: str) -> list[Rule]:
@@ -96,9 +73,8 @@ GPT2 = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
     template=_TEMPLATE,
-    feed_forward_size=_feed_forward_size,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    feed_forward_size=four_widths,
+    keys=_KEYS,
     rules=(
         rule("transformer.wte.weight", "embedding.weight"),
         rule("transformer.wpe.weight", "positions.weight"),

@@ -7,24 +7,21 @@ from typing import Any
 
 from jingu.errors import JinguError
 from jingu.model.families.family import (
-    HF_ACTIVATIONS,
     Config,
     Family,
-    activation,
-    expect,
-    required,
+    Keys,
+    Values,
+    activation_key,
+    as_many_heads,
+    key,
+    only,
+    shared_width,
     sized,
+    written,
 )
 from jingu.model.families.names import rule
-from jingu.model.families.rope import rope_from_hf, rope_to_hf
-from jingu.model.spec import (
-    Attention,
-    GatedFeedForward,
-    Llama3Scaling,
-    ModelSpec,
-    RmsNorm,
-    RotaryPositions,
-)
+from jingu.model.families.rope import ROPE
+from jingu.model.spec import Attention, GatedFeedForward, Llama3Scaling, ModelSpec, RmsNorm, RotaryPositions
 
 
 def _feed_forward_size(width: int) -> int:
@@ -32,73 +29,38 @@ def _feed_forward_size(width: int) -> int:
     return -(-8 * width // (3 * 64)) * 64
 
 
-def llama_spec(config: Config, family: str, **attention: Any) -> ModelSpec:
-    """The spec of a config with Llama's keys; `attention` gives what the family decides otherwise."""
-    expect(config, {"pretraining_tp": (1, None), "quantization_config": (None,)})
-    heads, width = required(config, "num_attention_heads"), required(config, "hidden_size")
-    position, context = rope_from_hf(config, config.get("max_position_embeddings") or 2048)
-    expect({"partial_rotary_factor": position.share}, {"partial_rotary_factor": (1.0,)})
-    parts = {
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_size": config.get("head_dim") or width // heads,
-    }
-    return ModelSpec(
-        family=family,
-        vocabulary=required(config, "vocab_size"),
-        width=width,
-        layers=required(config, "num_hidden_layers"),
-        context=context,
-        norm=RmsNorm(epsilon=config.get("rms_norm_eps", 1e-6)),
-        position=position,
-        attention=Attention.model_validate({**parts, **attention}),
-        feed_forward=GatedFeedForward(
-            size=required(config, "intermediate_size"),
-            activation=activation(config, "hidden_act", "silu"),
-            bias=bool(config.get("mlp_bias", False)),
-        ),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        initial_std=config.get("initializer_range") or 0.02,
-    )
-
-
-def llama_config(spec: ModelSpec, model_type: str, **more: Any) -> dict[str, Any]:
-    """The config's keys that Llama and those after it share, and `more`."""
-    heads = spec.attention
-    assert isinstance(spec.position, RotaryPositions)
-    return {
-        "model_type": model_type,
-        "vocab_size": spec.vocabulary,
-        "hidden_size": spec.width,
-        "intermediate_size": spec.feed_forward.size,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": heads.heads,
-        "num_key_value_heads": heads.kv_heads,
-        "head_dim": heads.head_size,
-        "hidden_act": HF_ACTIVATIONS[spec.feed_forward.activation],
-        "initializer_range": spec.initial_std,
-        "rms_norm_eps": spec.norm.epsilon,
-        **rope_to_hf(spec.position, spec.context),
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "use_cache": True,
-        **more,
-    }
-
-
-def _spec_from_hf(config: Config) -> ModelSpec:
-    bias = bool(config.get("attention_bias", False))
-    return llama_spec(config, "llama", qkv_bias=bias, output_bias=bias)
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
+def _divided_heads(spec: ModelSpec) -> Values:
     if spec.width % spec.attention.heads:
         raise JinguError(
             f"Hugging Face's Llama wants a width that {spec.attention.heads} heads divide; it is {spec.width}.",
             where="model.width",
         )
-    return llama_config(spec, "llama", attention_bias=spec.attention.qkv_bias, mlp_bias=spec.feed_forward.bias)
+    return {}
 
+
+SHARED_KEYS = (
+    only(pretraining_tp=(1, None), quantization_config=(None,)),
+    key("vocabulary", "vocab_size"),
+    key("width", "hidden_size"),
+    key("layers", "num_hidden_layers"),
+    key("attention.heads", "num_attention_heads"),
+    key("attention.kv_heads", "num_key_value_heads", default=as_many_heads),
+    key("attention.head_size", "head_dim", default=shared_width),
+    key("feed_forward.size", "intermediate_size"),
+    activation_key("hidden_act", "silu"),
+    key("norm.epsilon", "rms_norm_eps", default=1e-6),
+    key("tied_embeddings", "tie_word_embeddings", default=False),
+    key("initial_std", "initializer_range", default=0.02),
+    written(attention_dropout=0.0, use_cache=True),
+)
+"""Of Llama and those after it, but for positions."""
+
+
+def _biases(config: Config, _: Values) -> Values:
+    return dict.fromkeys(("attention.qkv_bias", "attention.output_bias"), bool(config.get("attention_bias")))
+
+
+ATTENTION_BIAS = Keys(_biases, lambda spec: {"attention_bias": spec.attention.qkv_bias})
 
 _LAYER, _BLOCK = "model.layers.{layer}.", "blocks.{layer}."
 _PARTS = {
@@ -145,8 +107,14 @@ LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=(
+        *SHARED_KEYS,
+        ROPE,
+        ATTENTION_BIAS,
+        key("feed_forward.bias", "mlp_bias", default=False),
+        Keys(write=_divided_heads),
+        written(model_type="llama"),
+    ),
     rules=(
         rule("model.embed_tokens.weight", "embedding.weight"),
         *(

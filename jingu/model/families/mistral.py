@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from jingu.model.families.family import Config, sized
-from jingu.model.families.llama import LLAMA, llama_config, llama_spec
-from jingu.model.spec import ModelSpec, replaced
-
-
-def _spec_from_hf(config: Config) -> ModelSpec:
-    return llama_spec(config, "mistral", window=config.get("sliding_window", 4096))
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    return llama_config(spec, "mistral", sliding_window=spec.attention.window)
-
+from jingu.model.families.family import Keys, sized, written
+from jingu.model.families.llama import LLAMA, SHARED_KEYS
+from jingu.model.families.rope import ROPE
+from jingu.model.spec import replaced
 
 _TEMPLATE = replaced(
     LLAMA.template, family="mistral", attention=LLAMA.template.attention.model_copy(update={"window": 4096})
+)
+_WINDOW = Keys(
+    # A config may say that there is none.
+    lambda config, _: {"attention.window": config.get("sliding_window", 4096)},
+    lambda spec: {"sliding_window": spec.attention.window},
 )
 
 MISTRAL = replace(
@@ -27,7 +23,6 @@ MISTRAL = replace(
     name="mistral",
     architectures=("MistralForCausalLM",),
     template=_TEMPLATE,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=(*SHARED_KEYS, ROPE, _WINDOW, written(model_type="mistral")),
     presets={"mistral-7b": sized(_TEMPLATE, 32, 4096, 32, 14336, kv_heads=8, window=4096, context=32768)},
 )

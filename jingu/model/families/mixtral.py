@@ -8,11 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from jingu.errors import JinguError
-from jingu.model.families.family import Config, Family, expect, required, sized
-from jingu.model.families.llama import LLAMA, llama_config, llama_spec
+from jingu.model.families.family import Family, Keys, at, key, only, sized, written
+from jingu.model.families.llama import ATTENTION_BIAS, LLAMA, SHARED_KEYS
 from jingu.model.families.names import Rule, rule
-from jingu.model.spec import Experts, ModelSpec, RmsNorm, RotaryPositions, TopK, replaced
+from jingu.model.families.rope import ROPE
+from jingu.model.spec import Experts, ModelSpec, RmsNorm, RotaryPositions, replaced
+
+_KEYS = (
+    *SHARED_KEYS,
+    ROPE,
+    # Release 5 of transformers calls it so in both families, earlier ones only in Mixtral.
+    key("feed_forward.number", "num_local_experts", "num_experts"),
+    key("feed_forward.active", "num_experts_per_tok"),
+    key("feed_forward.balance", "router_aux_loss_coef", default=0.001),
+    # For what only training asks, transformers has no keys, and passes over ours.
+    key("feed_forward.balance_over", "router_aux_loss_over", default="model"),
+    key("feed_forward.z", "router_z_loss_coef", default=0.0),
+    key("feed_forward.capacity", "expert_capacity_factor", default=None),
+    written(output_router_logits=False),
+)
 
 
 def _rules(block: str, **parts: str) -> tuple[Rule, ...]:
@@ -22,94 +36,6 @@ def _rules(block: str, **parts: str) -> tuple[Rule, ...]:
         *(known for known in LLAMA.rules if "feed_forward." not in known.ours[0]),
         rule(f"{theirs}.gate.weight", f"{ours}.router.weight"),
         *(rule(f"{theirs}.experts.{{expert}}.{parts[p]}.weight", f"{ours}.{p}.weight") for p in parts),
-    )
-
-
-def _experts(spec: ModelSpec, config: Config, size: str, *, normalised: bool) -> Experts:
-    return Experts(
-        # Release 5 of transformers calls it so in both families, earlier ones only in Mixtral.
-        number=config.get("num_experts") or required(config, "num_local_experts"),
-        active=required(config, "num_experts_per_tok"),
-        size=required(config, size),
-        activation=spec.feed_forward.activation,
-        router=TopK(normalised=normalised),
-        balance=config.get("router_aux_loss_coef", 0.001) or 0.0,
-        balance_over=config.get("router_aux_loss_over", "model"),
-        z=config.get("router_z_loss_coef", 0.0),
-        capacity=config.get("expert_capacity_factor"),
-    )
-
-
-def _config(spec: ModelSpec, model_type: str, **more: Any) -> dict[str, Any]:
-    """The keys of both. For what only training asks, transformers has none and passes over ours."""
-    experts = spec.feed_forward
-    assert isinstance(experts, Experts)
-    lacking = {
-        f"the router {experts.router.type}": not isinstance(experts.router, TopK),
-        "shared experts": experts.shared is not None,
-        "experts without a gate": not experts.gated,
-    }
-    if any(lacking.values()):
-        raise JinguError(
-            f"Hugging Face's {model_type} has not {' or '.join(name for name, true in lacking.items() if true)}.",
-            where="model.experts",
-            fix="Such a model is used as a run; it cannot be exported.",
-        )
-    return llama_config(
-        spec,
-        model_type,
-        num_local_experts=experts.number,
-        num_experts_per_tok=experts.active,
-        router_aux_loss_coef=experts.balance,
-        router_aux_loss_over=experts.balance_over,
-        router_z_loss_coef=experts.z,
-        expert_capacity_factor=experts.capacity,
-        output_router_logits=False,
-        sliding_window=spec.attention.window,
-        **more,
-    )
-
-
-def _probabilities_sum_to_one(spec: ModelSpec) -> bool:
-    router = spec.feed_forward.router if isinstance(spec.feed_forward, Experts) else None
-    return isinstance(router, TopK) and (router.normalised or router.softmax == "after")
-
-
-def _mixtral_spec(config: Config) -> ModelSpec:
-    expect(config, {"router_jitter_noise": (0, 0.0)})
-    spec = llama_spec(config, "mixtral", window=config.get("sliding_window"))
-    experts = _experts(spec, config, "intermediate_size", normalised=True)
-    return replaced(spec, feed_forward=experts)
-
-
-def _mixtral_config(spec: ModelSpec) -> dict[str, Any]:
-    config = _config(spec, "mixtral", router_jitter_noise=0.0)
-    if not _probabilities_sum_to_one(spec):
-        raise JinguError("Mixtral's weights of the chosen experts sum to one.", where="model.experts")
-    return config
-
-
-def _qwen3_moe_spec(config: Config) -> ModelSpec:
-    only_experts: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None, [])}
-    expect(config, only_experts)
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    bias = bool(config.get("attention_bias", False))
-    spec = llama_spec(config, "qwen3_moe", qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
-    normalised = bool(config.get("norm_topk_prob", False))
-    return replaced(spec, feed_forward=_experts(spec, config, "moe_intermediate_size", normalised=normalised))
-
-
-def _qwen3_moe_config(spec: ModelSpec) -> dict[str, Any]:
-    return _config(
-        spec,
-        "qwen3_moe",
-        num_experts=spec.feed_forward.number if isinstance(spec.feed_forward, Experts) else None,
-        moe_intermediate_size=spec.feed_forward.size,
-        norm_topk_prob=_probabilities_sum_to_one(spec),
-        attention_bias=spec.attention.qkv_bias,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=spec.attention.window is not None,
     )
 
 
@@ -141,8 +67,12 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     template=_MIXTRAL,
     feed_forward_size=LLAMA.feed_forward_size,
-    spec_from_hf=_mixtral_spec,
-    hf_config=_mixtral_config,
+    keys=(
+        *_KEYS,
+        only(router_jitter_noise=(0,)),
+        key("attention.window", "sliding_window", default=None),
+        written(model_type="mixtral", router_jitter_noise=0.0),
+    ),
     rules=_rules("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ignored=LLAMA.ignored,
     presets={
@@ -156,8 +86,24 @@ QWEN3_MOE = Family(
     architectures=("Qwen3MoeForCausalLM",),
     template=_QWEN3_MOE,
     feed_forward_size=LLAMA.feed_forward_size,
-    spec_from_hf=_qwen3_moe_spec,
-    hf_config=_qwen3_moe_config,
+    keys=(
+        *_KEYS,
+        only(decoder_sparse_step=(1,), mlp_only_layers=(None, [])),
+        ATTENTION_BIAS,
+        Keys(
+            lambda config, _: {
+                "attention.window": config.get("sliding_window") if config.get("use_sliding_window") else None
+            },
+            lambda spec: {
+                "use_sliding_window": spec.attention.window is not None,
+                "sliding_window": spec.attention.window,
+            },
+        ),
+        key("feed_forward.size", "moe_intermediate_size"),
+        key("feed_forward.router.normalised", "norm_topk_prob", default=False),
+        Keys(write=lambda spec: {"num_experts": at(spec, "feed_forward.number")}),
+        written(model_type="qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[]),
+    ),
     rules=_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     ignored=LLAMA.ignored,
     presets={

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jingu.model.families.family import Family, sized
-from jingu.model.families.t5 import T5, V1_1, t5_config, t5_spec
+from jingu.model.families.family import Family, key, sized, written
+from jingu.model.families.t5 import SHARED_KEYS, T5, V1_1, feed_forward_key
 from jingu.model.spec import replaced
 
 _TEMPLATE = replaced(V1_1, family="mt5", vocabulary=250112, context=1024)
@@ -13,8 +13,12 @@ MT5 = Family(
     architectures=("MT5ForConditionalGeneration",),
     template=_TEMPLATE,
     feed_forward_size=T5.feed_forward_size,
-    spec_from_hf=lambda config: t5_spec({"n_positions": 1024, **config}, "mt5", "gated-gelu", tied=False),
-    hf_config=lambda spec: t5_config(spec, "mt5"),
+    keys=(
+        *SHARED_KEYS,
+        feed_forward_key("gated-gelu"),
+        key("context", "n_positions", default=1024),
+        written(model_type="mt5"),
+    ),
     rules=T5.rules,
     ignored=T5.ignored,
     # Layers, width, heads, feed-forward.

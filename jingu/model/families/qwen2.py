@@ -5,27 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import Config, sized, unsupported
-from jingu.model.families.llama import LLAMA, llama_config, llama_spec
+from jingu.model.families.family import Config, Keys, Values, sized, unsupported, written
+from jingu.model.families.llama import LLAMA, SHARED_KEYS
+from jingu.model.families.rope import ROPE
 from jingu.model.spec import ModelSpec, RmsNorm, RotaryPositions, replaced
 
 
-def window_from_hf(config: Config) -> int | None:
+def _read_window(config: Config, _: Values) -> Values:
     """The window, where the config uses it in every layer."""
     if not config.get("use_sliding_window"):
-        return None
+        return {"attention.window": None}
     layers = config.get("num_hidden_layers") or 0
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full" for i in range(layers)]
     sliding = {kind == "sliding_attention" for kind in kinds}
     if len(sliding) > 1:
         raise unsupported("max_window_layers", first, "either all layers have the window, or none")
-    window: int | None = config.get("sliding_window") if True in sliding else None
-    return window
+    return {"attention.window": config.get("sliding_window") if True in sliding else None}
 
 
-def window_to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config's keys of the window."""
+def _write_window(spec: ModelSpec) -> dict[str, Any]:
     window = spec.attention.window
     return {
         "use_sliding_window": window is not None,
@@ -34,14 +33,7 @@ def window_to_hf(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _spec_from_hf(config: Config) -> ModelSpec:
-    return llama_spec(config, "qwen2", qkv_bias=True, window=window_from_hf(config))
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    return llama_config(spec, "qwen2", **window_to_hf(spec))
-
-
+WINDOW = Keys(_read_window, _write_window)
 _TEMPLATE = replaced(
     LLAMA.template,
     family="qwen2",
@@ -57,8 +49,7 @@ QWEN2 = replace(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     template=_TEMPLATE,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=(*SHARED_KEYS, ROPE, WINDOW, written(model_type="qwen2")),
     presets={
         "qwen2-0.5b": sized(_TEMPLATE, 24, 896, 14, 4864, **_SMALL),
         "qwen2-1.5b": sized(_TEMPLATE, 28, 1536, 12, 8960, **_SMALL),

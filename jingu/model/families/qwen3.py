@@ -5,22 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import Config, sized
-from jingu.model.families.llama import LLAMA, llama_config, llama_spec
-from jingu.model.families.qwen2 import window_from_hf, window_to_hf
-from jingu.model.spec import ModelSpec, RmsNorm, RotaryPositions, replaced
-
-
-def _spec_from_hf(config: Config) -> ModelSpec:
-    bias = bool(config.get("attention_bias", False))
-    size = config.get("head_dim") or 128
-    window = window_from_hf(config)
-    return llama_spec(config, "qwen3", head_size=size, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
-
-
-def _hf_config(spec: ModelSpec) -> dict[str, Any]:
-    return llama_config(spec, "qwen3", attention_bias=spec.attention.qkv_bias, **window_to_hf(spec))
-
+from jingu.model.families.family import key, sized, written
+from jingu.model.families.llama import ATTENTION_BIAS, LLAMA, SHARED_KEYS
+from jingu.model.families.qwen2 import WINDOW
+from jingu.model.families.rope import ROPE
+from jingu.model.spec import RmsNorm, RotaryPositions, replaced
 
 _TEMPLATE = replaced(
     LLAMA.template,
@@ -37,8 +26,14 @@ QWEN3 = replace(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     template=_TEMPLATE,
-    spec_from_hf=_spec_from_hf,
-    hf_config=_hf_config,
+    keys=(
+        *SHARED_KEYS,
+        ROPE,
+        ATTENTION_BIAS,
+        WINDOW,
+        key("attention.head_size", "head_dim", default=128),
+        written(model_type="qwen3"),
+    ),
     presets={
         "qwen3-0.6b": sized(_TEMPLATE, 28, 1024, 16, 3072, **_SMALL),
         "qwen3-1.7b": sized(_TEMPLATE, 28, 2048, 16, 6144, **_SMALL),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import log
 from typing import Any
 
-from jingu.model.families.family import Config, unsupported
+from jingu.model.families.family import Config, Keys, Values, unsupported
 from jingu.model.spec import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    ModelSpec,
     RopeScaling,
     RotaryPositions,
     YarnScaling,
@@ -23,18 +24,19 @@ SCALINGS: dict[str, type[LinearScaling | DynamicScaling | YarnScaling | Llama3Sc
 }
 
 
-def rope_from_hf(config: Config, context: int) -> tuple[RotaryPositions, int]:
-    """The positions, and the context they reach, where `context` is the config's `max_position_embeddings`."""
+def _read(config: Config, _: Values) -> Values:
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    base = given.get("rope_theta") or config.get("rope_theta") or 10000.0
+    base, context = given.get("rope_theta") or config.get("rope_theta"), config.get("max_position_embeddings") or 2048
     share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise unsupported("partial_rotary_factor", share, "expected 1.0")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", *SCALINGS):
         raise unsupported("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
     scaling = None if kind == "default" else _scaling(kind, given, config, context)
     if isinstance(scaling, DynamicScaling):
         context = int(scaling.factor * context)
-    return RotaryPositions(base=float(base), share=share, scaling=scaling), context
+    return {"position": RotaryPositions(base=float(base or 10000.0), scaling=scaling), "context": context}
 
 
 def _scaling(kind: str, given: Config, config: Config, context: int) -> RopeScaling:
@@ -61,8 +63,10 @@ def _attention_factor(factor: float, given: Config) -> float:
     return grown(top) / grown(bottom) if top and bottom else grown(1.0)
 
 
-def rope_to_hf(position: RotaryPositions, context: int) -> dict[str, Any]:
-    """The keys of a config, in both spellings, `max_position_embeddings` among them."""
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    """Both spellings."""
+    position, context = spec.position, spec.context
+    assert isinstance(position, RotaryPositions)
     scaling: dict[str, Any] = {}
     if position.scaling is not None:
         values = position.scaling.model_dump()
@@ -78,3 +82,7 @@ def rope_to_hf(position: RotaryPositions, context: int) -> dict[str, Any]:
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": position.base},
     }
+
+
+ROPE = Keys(_read, _write)
+"""Positions, and the context that they reach."""

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from jingu.errors import JinguError
 from jingu.model.families.family import (
     HF_ACTIVATIONS,
     Config,
     Family,
+    Keys,
+    Values,
     activation,
-    expect,
-    required,
+    as_many_heads,
+    four_widths,
+    key,
+    only,
     sized,
+    unsupported,
+    written,
 )
 from jingu.model.families.names import Rule, rule
 from jingu.model.spec import (
     Attention,
-    Experts,
     GatedFeedForward,
     ModelSpec,
     PlainFeedForward,
@@ -31,77 +35,51 @@ from jingu.model.spec import (
 CONTEXT = 512
 """Tokens of a source or a target in the published models' training; positions as such have no limit."""
 
-
-def t5_spec(config: Config, family: str, feed_forward: str, *, tied: bool) -> ModelSpec:
-    """The spec of a config with T5's keys; `feed_forward` is the default of `feed_forward_proj`."""
-    expect(config, {"quantization_config": (None,)})
-    heads, layers = required(config, "num_heads"), required(config, "num_layers")
-    name = config.get("feed_forward_proj") or feed_forward
-    gate, _, function = name.rpartition("-")
-    expect({"feed_forward_proj": gate}, {"feed_forward_proj": ("", "gated")})
-    # "gated-gelu" has always meant the approximation.
-    names = {"act": "gelu_new" if name == "gated-gelu" else function}
-    kind = GatedFeedForward if gate else PlainFeedForward
-    return ModelSpec(
-        family=family,
-        vocabulary=required(config, "vocab_size"),
-        width=required(config, "d_model"),
-        layers=config.get("num_decoder_layers") or layers,
-        encoder_layers=layers,
-        context=config.get("n_positions") or CONTEXT,
-        norm=RmsNorm(epsilon=config.get("layer_norm_epsilon", 1e-6)),
-        position=RelativeBias(
-            buckets=config.get("relative_attention_num_buckets", 32),
-            max_distance=config.get("relative_attention_max_distance", 128),
-        ),
-        attention=Attention(heads=heads, kv_heads=heads, head_size=required(config, "d_kv"), scaled=False),
-        feed_forward=kind(size=required(config, "d_ff"), activation=activation(names, "act", "relu")),
-        tied_embeddings=tied,
-        scaled_head=tied,
-        initial_std=config.get("initial_std") or 0.02,
-    )
+SHARED_KEYS = (
+    only(quantization_config=(None,)),
+    key("vocabulary", "vocab_size"),
+    key("width", "d_model"),
+    key("encoder_layers", "num_layers"),
+    key("layers", "num_decoder_layers", default=lambda values: values["encoder_layers"]),
+    key("norm.epsilon", "layer_norm_epsilon", default=1e-6),
+    key("position.buckets", "relative_attention_num_buckets", default=32),
+    key("position.max_distance", "relative_attention_max_distance", default=128),
+    key("attention.heads", "num_heads"),
+    key("attention.kv_heads", default=as_many_heads),
+    key("attention.head_size", "d_kv"),
+    key("feed_forward.size", "d_ff"),
+    key("initial_std", "initial_std", default=0.02),
+    Keys(write=lambda spec: {"tie_word_embeddings": spec.tied_embeddings}),
+    written(is_encoder_decoder=True, dropout_rate=0.0, use_cache=True),
+)
+"""Of T5 and those after it."""
 
 
-def t5_config(spec: ModelSpec, model_type: str, **more: Any) -> dict[str, Any]:
-    """The config's keys that T5 and those after it share, and `more`."""
-    part, bias = spec.feed_forward, spec.position
-    assert isinstance(bias, RelativeBias)
-    if isinstance(part, Experts) and "experts" not in more:
-        raise JinguError(
-            f"Hugging Face's {model_type} has no mixture of experts.",
-            where="model.experts",
-            fix="Such a model is used as a run; it cannot be exported.",
-        )
-    gated = _gated(spec)
-    # The gated kind has a name of its own for the approximation of gelu that it began with.
-    function = "gelu" if gated and part.activation == "gelu_tanh" else HF_ACTIVATIONS[part.activation]
-    return {
-        "model_type": model_type,
-        "is_encoder_decoder": True,
-        "vocab_size": spec.vocabulary,
-        "d_model": spec.width,
-        "d_kv": spec.attention.head_size,
-        "d_ff": part.size,
-        "num_layers": spec.encoder_layers,
-        "num_decoder_layers": spec.layers,
-        "num_heads": spec.attention.heads,
-        "n_positions": spec.context,
-        "relative_attention_num_buckets": bias.buckets,
-        "relative_attention_max_distance": bias.max_distance,
-        "feed_forward_proj": f"{'gated-' if gated else ''}{function}",
-        "layer_norm_epsilon": spec.norm.epsilon,
-        "initial_std": spec.initial_std,
-        "dropout_rate": 0.0,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "use_cache": True,
-        **more,
-    }
+def feed_forward_key(usual: str) -> Keys:
+    """The key that names kind and activation; `usual` where a config has none."""
+
+    def read(config: Config, _: Values) -> Values:
+        name: str = config.get("feed_forward_proj") or usual
+        gate, _dash, function = name.rpartition("-")
+        if gate not in ("", "gated"):
+            raise unsupported("feed_forward_proj", gate, "expected '' or 'gated'")
+        # "gated-gelu" has always meant the approximation.
+        found = "gelu_tanh" if name == "gated-gelu" else activation("feed_forward_proj", function)
+        return {"feed_forward.type": "gated" if gate else "plain", "feed_forward.activation": found}
+
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        part, gated = spec.feed_forward, _gated(spec)
+        # The gated kind has a name of its own for the approximation of gelu that it began with.
+        function = "gelu" if gated and part.activation == "gelu_tanh" else HF_ACTIVATIONS[part.activation]
+        return {"feed_forward_proj": f"{'gated-' if gated else ''}{function}"}
+
+    return Keys(read, write)
 
 
-def _spec_from_hf(config: Config) -> ModelSpec:
+def _tied(config: Config, _: Values) -> Values:
     # Release 5 of transformers calls every head tied that it saves; whether it is scaled tells the versions apart.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True) is not False)
-    return t5_spec(config, "t5", "relu", tied=bool(scaled))
+    return dict.fromkeys(("tied_embeddings", "scaled_head"), bool(scaled))
 
 
 def _gated(spec: ModelSpec) -> bool:
@@ -160,9 +138,14 @@ T5 = Family(
     name="t5",
     architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     template=V1_0,
-    feed_forward_size=lambda width: 4 * width,
-    spec_from_hf=_spec_from_hf,
-    hf_config=lambda spec: t5_config(spec, "t5"),
+    feed_forward_size=four_widths,
+    keys=(
+        *SHARED_KEYS,
+        feed_forward_key("relu"),
+        key("context", "n_positions", default=CONTEXT),
+        Keys(_tied),
+        written(model_type="t5"),
+    ),
     rules=_rules(),
     ignored=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
     # Layers, width, heads, feed-forward. Flan-T5 has the dimensions of version 1.1.
