@@ -197,7 +197,7 @@ def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
     from jingu.checkpoint.background import BackgroundSaver
     from jingu.checkpoint.resume import Keep, step_folder
     from jingu.checkpoint.store import load, save
-    from jingu.runtime.testing import RankPool
+    from tests.rank_pool import RankPool
 
     model, optimizer, tensors = made(layers, width)
     step = steps_of(model, optimizer)

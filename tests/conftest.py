@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 
 from jingu.config.schema import RunConfig
-from jingu.runtime.testing import RankPool
+from tests.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from jingu.infer.request import Token

@@ -23,7 +23,7 @@ from jingu.infer.sampling import Sampling
 from jingu.model.initialise import initialise
 from jingu.model.build import spec_from_settings
 from jingu.model.encoder_decoder import make_model
-from jingu.runtime.testing import RankPool
+from tests.rank_pool import RankPool
 from jingu.text.training import train_tokenizer
 from tests.conftest import this_rank
 

@@ -10,9 +10,9 @@ import torch
 from jingu.data.batch import Batch
 from jingu.model.encoder_decoder import make_model
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replaced
-from jingu.runtime.testing import RankPool
 from jingu.train.prompted import prompted
 from tests.dist.test_layouts import check, tiny
+from tests.rank_pool import RankPool
 
 ALL = ("*attention.*", "*.feed_forward.*")
 METHODS: dict[str, Adapter] = {
