@@ -83,8 +83,8 @@ async def measure(client: Client, vocabulary: int, tokens: int, probes: int) -> 
         "idle": median(idle),
         "loaded": median(loaded),
         "rate": spent["vllm:generation_tokens_total"] / seconds,
-        "scheduler": spent["jingu_engine_other_seconds_total"] / seconds,
-        "outside": 1 - spent["jingu_model_seconds_total"] / seconds,
+        "scheduler": (spent["tgi_batch_inference_duration_sum"] - spent["tgi_batch_forward_duration_sum"]) / seconds,
+        "outside": 1 - spent["tgi_batch_forward_duration_sum"] / seconds,
     }
 
 

@@ -47,6 +47,8 @@ _COMPUTE = (
     ),
     option("--device", "TYPE", one_of("auto", "cpu", "cuda"), "compute on cpu or cuda", "auto"),
     option("--experts-resident", "SIZE", str, "so much of a mixture's experts in memory, such as 25%% or 3GB (all)"),
+    option("--draft", "MODEL", path, "a smaller model that guesses the tokens to follow"),
+    option("--guesses", "N", whole(0), "tokens to guess in a step (4 with --draft, else 0)"),
 )
 _TO = option("--to", "FOLDER", path, "the folder to write", required=True)
 _DTYPE = option("--dtype", "TYPE", one_of("auto", "fp32", "bf16", "fp16"), "weights in this; auto: as stored", "auto")
@@ -146,6 +148,8 @@ VERBS = {
         option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.0),
         *_SAMPLING,
         several("--stop", "TEXT", "stop at this text; can be given again"),
+        option("--beams", "N", whole(1), "hypotheses of a beam search, of which the best is written; 1: none", 1),
+        option("--length-penalty", "P", _from_0, "above 0, longer hypotheses of a beam search are preferred", 1.0),
         *_COMPUTE,
         _PIPELINE,
         on_ranks=True,
@@ -304,7 +308,8 @@ def _run(words: list[str]) -> int:
         from jingu.runtime.ranks import under_launcher
 
         if not under_launcher():
-            return start_local_ranks(processes, words)
+            advice = "Start it again; with more --processes each of them holds less of the model."
+            return start_local_ranks(processes, words, advice=advice)
     if not entry.run_file:
         return entry.function()(**options) or 0
     from jingu.config.load import load_config

@@ -142,6 +142,8 @@ def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
         assert options.pop("processes") is None  # This is for who starts the ranks.
     signature = inspect.signature(entry.function())
     signature.bind(*([RunConfig()] if entry.run_file else []), **options)
+    given = {"config"} if entry.run_file else set()
+    assert set(signature.parameters) - given == set(options)  # What a function takes can be asked for.
     for option, value in options.items():
         # What is not given is what the function takes it to be, from the command line as from Python.
         default = signature.parameters[option].default

@@ -24,6 +24,7 @@ from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
 from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
+from jingu.config.sections.data import PrefixSettings
 from jingu.errors import JinguError
 from jingu.model.adapters import add_adapter, is_adapter
 from jingu.model.decoder import Decoder
@@ -57,6 +58,7 @@ class OpenModel:
         special_ids: bos_token_id and the like, as the model's config has them; empty where it has none.
         generation: its generation_config.json; None where it has none.
         no_tokenizer: why it has none.
+        reads_whole: whether it was trained to see beginnings in both directions (`data.objective` prefix).
     """
 
     spec: ModelSpec
@@ -69,6 +71,7 @@ class OpenModel:
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] | None = None
     no_tokenizer: str = "the model has no tokenizer."
+    reads_whole: bool = False
 
     @property
     def start_id(self) -> int | None:
@@ -165,7 +168,8 @@ def _open_step(step: Place, run: Path) -> OpenModel:
     }
     shapes = parameter_shapes(spec)
     _compare({name: shape for name, shape in shapes.items() if spec.adapter is None or is_adapter(name)}, stored, step)
-    tokenizer = run / "tokenizer"
+    tokenizer, settings = run / "tokenizer", run / "config.yaml"
+    whole = settings.is_file() and isinstance(load_config(settings, []).data.objective, PrefixSettings)
     return OpenModel(
         spec,
         lambda name: reader.read(f"model/{name}"),
@@ -173,6 +177,7 @@ def _open_step(step: Place, run: Path) -> OpenModel:
         tokenizer if tokenizer.is_dir() else None,
         (),
         step,
+        reads_whole=whole,
     )
 
 
@@ -195,7 +200,8 @@ def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
         )
     else:
         made = replace(base, spec=spec, read=lambda name: (own if is_adapter(name) else base).read(name))
-    return replace(made, tokenizer_folder=own.tokenizer_folder or base.tokenizer_folder, where=own.where)
+    folder = own.tokenizer_folder or base.tokenizer_folder
+    return replace(made, tokenizer_folder=folder, where=own.where, reads_whole=own.reads_whole)
 
 
 def open_run_apart(path: Path) -> tuple[OpenModel, OpenModel, Path]:

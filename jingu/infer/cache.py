@@ -44,11 +44,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of one sequence in a step: as many as `ids`, from a position on."""
+    """Tokens of one sequence in a step: as many as `ids`, from a position on. Those at the positions `mutual` see each
+    other, too, and not only what is before them: all of them are in one step."""
 
     held: Held
     first: int
     ids: Sequence[int]
+    mutual: range = range(0)
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class _Group:
     rows: slice
     pages: Tensor  # [N · S / page]
     positions: Tensor  # [N, Q]
+    mutual: range
     bias: Tensor | None = None
 
 
@@ -102,7 +105,8 @@ class PagedCache:
                 upto = min((begin // SPAN + 1) * SPAN, end)
                 # Tokens that are alone go together by the keys that they see.
                 alone = len(part.ids) == 1
-                cuts.setdefault((-1 if alone else number, upto - begin, -(-upto // SPAN)), []).append((part, begin))
+                last = max(upto, part.mutual.stop) if begin < part.mutual.stop else upto
+                cuts.setdefault((-1 if alone else number, upto - begin, -(-last // SPAN)), []).append((part, begin))
                 begin = upto
         ids: list[int] = []
         slots: list[int] = []
@@ -128,7 +132,9 @@ class PagedCache:
                 begins.append(begin)
             positions_NQ = torch.tensor(begins)[:, None] + torch.arange(tokens)
             helds = [part.held for part, _ in members]
-            self.groups.append(_Group(helds, tokens, rows, torch.tensor(pages, device=self.device), positions_NQ))
+            mutual = range(0) if tokens == 1 else members[0][0].mutual
+            pages_NS = torch.tensor(pages, device=self.device)
+            self.groups.append(_Group(helds, tokens, rows, pages_NS, positions_NQ, mutual))
         spare = -len(ids) % self.multiple
         self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
         self.reading = reading
@@ -204,8 +210,13 @@ class _Layer:
             cache, heads = self._cache, q_THK.shape[1]
             sequences, size = len(group.helds), cache.page_tokens
             keys_S = torch.arange(group.pages.numel() // sequences * size)
-            distance = group.positions[:, :, None] - keys_S
-            bias = score_bias(cache.spec, distance.to(q_THK.device), q_THK.dtype, cache.bias_NH)
+            places_NQ1, mutual = group.positions[:, :, None], group.mutual
+            distance = (places_NQ1 - keys_S).to(q_THK.device)
+            seen = distance >= 0
+            if mutual:
+                both = (places_NQ1 >= mutual.start) & (places_NQ1 < mutual.stop) & (keys_S < mutual.stop)
+                seen |= both.to(seen.device)
+            bias = score_bias(cache.spec, distance, seen, q_THK.dtype, cache.bias_NH)
             if bias.dim() == 4:  # of each head
                 bias = bias.narrow(1, first_head, heads).unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
             else:

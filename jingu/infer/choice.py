@@ -31,6 +31,9 @@ class Job:
         source: what the encoder reads; None: there is no encoder.
         prompt: what the decoder begins with.
         trained: tokens of a trained prompt that it begins with, which are no text.
+        mutual: places of the prompt that see each other, where the model was trained to read so; they are computed in
+            one step, and nobody shares their pages.
+        begun: when its first choice began, by `time.perf_counter`.
         held: where choices are told only when all are made: their events so far, by choice.
         told: tokens of the prompt with their log-probabilities, for the first event.
         found: of a beam search, the best hypotheses that have ended, with their scores, best first.
@@ -42,6 +45,8 @@ class Job:
     prompt: tuple[int, ...]
     prompt_tokens: int
     trained: int = 0
+    mutual: range = range(0)
+    begun: float = 0.0
     cached_tokens: int = 0
     choices: list[Choice] = field(default_factory=list)
     held: dict[int, list[Event]] = field(default_factory=dict)
@@ -54,6 +59,11 @@ class Job:
         return self.request.beams > 1
 
     @property
+    def shares(self) -> bool:
+        """Whether others that begin alike may take its pages: they hold nothing but what was read up to there."""
+        return self.source is None and not self.mutual
+
+    @property
     def ranks(self) -> bool:
         """Whether choices are told only when all are made."""
         return self.searches or (self.request.best_of is not None and self.request.best_of > self.request.n)
@@ -61,9 +71,8 @@ class Job:
     def event(self, choice: int, token: Token | None, finish: Finish | None, logprob: float = 0.0) -> Event:
         """A step of a choice; the first one of choice 0 tells of the prompt."""
         told, self.told = (self.told, ()) if choice == 0 else ((), self.told)
-        return Event(
-            self.number, choice, token, finish, None, self.prompt_tokens, self.cached_tokens, told, logprob
-        )  # fmt: skip
+        counts = self.prompt_tokens, self.cached_tokens
+        return Event(self.number, choice, token, finish, None, *counts, self.begun, told, logprob)
 
 
 class Choice:

@@ -79,8 +79,9 @@ class EngineStats:
         prefix_hits: tokens of these that were in the cache already.
         guessed_tokens: since the start, tokens that were guessed to follow.
         right_guesses: of these, those that the model chose.
-        model_seconds: since the start, in the model's forward.
-        other_seconds: since the start, in steps but outside of it.
+        steps: since the start, those that computed something.
+        step_seconds: since the start, in steps.
+        model_seconds: of these, in the model's forward.
     """
 
     running: int
@@ -93,8 +94,14 @@ class EngineStats:
     prefix_hits: int
     guessed_tokens: int
     right_guesses: int
+    steps: int
+    step_seconds: float
     model_seconds: float
-    other_seconds: float
+
+    @property
+    def other_seconds(self) -> float:
+        """Since the start, in steps but outside of the model."""
+        return self.step_seconds - self.model_seconds
 
 
 @dataclass(eq=False)
@@ -149,7 +156,7 @@ class Engine:
         self._running: list[_Sequence] = []
         self._events: list[Event] = []
         self._next = 0
-        self._generated = self._prompted = self._hits = self._guessed = self._right = 0
+        self._generated = self._prompted = self._hits = self._guessed = self._right = self._steps = 0
         self._seconds = self._model_seconds = 0.0
 
     # Requests
@@ -178,6 +185,9 @@ class Engine:
         refuse(request.beams > 1 and request.beams > most, "beams", request.beams, f"at most {most}")
         if request.prompt_logprobs and any(spec.prompts):
             raise JinguError("behind a trained prompt there are none.", where="prompt_logprobs", fix="Leave it out.")
+        if request.prompt_logprobs and loaded.reads_whole:
+            what = "the model sees a prompt whole, and predicts none of it."
+            raise JinguError(what, where="prompt_logprobs", fix="Leave it out.")
         source = None if spec.encoder_layers is None else (*request.prompt, loaded.tokenizer.end_id)
         if source is not None and request.prompt_logprobs:
             raise JinguError("a prompt that an encoder reads has none.", where="prompt_logprobs", fix="Leave it out.")
@@ -194,7 +204,9 @@ class Engine:
                 fix="Ask for fewer tokens, or give the engine a larger cache.",
             )
         read = None if source is None else spec.prompted(source, encoder=True)
-        return Job(self._next, request, read, decoded, len(source or prompt), spec.prompts[0])
+        trained = spec.prompts[0]
+        mutual = range(trained, len(decoded)) if loaded.reads_whole else range(0)
+        return Job(self._next, request, read, decoded, len(source or prompt), trained, mutual)
 
     def cancel(self, number: int) -> None:
         """End a request; the next step tells it of each choice that had not ended. An unknown number is no matter."""
@@ -222,6 +234,7 @@ class Engine:
         work = self._schedule()
         if work:
             self._compute(work, reading)
+            self._steps += 1
         self._seconds += time.perf_counter() - start
         events, self._events = self._events, []
         return events
@@ -250,6 +263,7 @@ class Engine:
                     break
                 continue
             sequence = _Sequence(choice, Held(pages), len(pages) * self._pages.tokens, names)
+            choice.job.begun = choice.job.begun or time.perf_counter()
             self._running.append(sequence)
             coming |= set(names[len(pages) :])
             if choice.number == 0 and not choice.generated:
@@ -268,7 +282,7 @@ class Engine:
     def _names(self, choice: Choice) -> list[bytes]:
         """Names of the pages that a choice's tokens fill, but for the last token, whose scores are wanted."""
         job = choice.job
-        if job.source is not None or _tells_prompt(choice):
+        if not job.shares or _tells_prompt(choice):
             return []
         name, names, size = (job.request.adapter or "").encode(), [], self._pages.tokens
         for first in range(0, (len(choice.ids) - 1) // size * size, size):
@@ -280,8 +294,9 @@ class Engine:
         """What the choices that take part in this step compute, those with one token first."""
         work, room, guessed = [], self.settings.prefill_chunk, self._guess()
         for sequence in list(self._running):
-            count = 1 if sequence.left == 1 else min(sequence.left, room)
-            if sequence not in self._running or not count:
+            whole = room > 0 and sequence.done < sequence.choice.job.mutual.stop
+            count = sequence.left if whole or sequence.left == 1 else min(sequence.left, room)
+            if sequence not in self._running or count < 1:
                 continue
             guesses = guessed.get(sequence.choice, [])
             pages, last = sequence.held.pages, sequence.done // self._pages.tokens
@@ -338,7 +353,8 @@ class Engine:
         parts = []
         for each in work:
             held, done = each.sequence.held, each.sequence.done
-            parts.append(Part(held, done, [*each.sequence.choice.ids[done : done + each.count], *each.guesses]))
+            choice = each.sequence.choice
+            parts.append(Part(held, done, [*choice.ids[done : done + each.count], *each.guesses], choice.job.mutual))
         tokens_BT, positions_BT, starts = self._cache.plan(parts, reading.held if reading else None)
         rows, taken = [], []
         for each, part, start in zip(work, parts, starts, strict=True):
@@ -378,7 +394,7 @@ class Engine:
                 self._right += 1
         if choice.finish == "error":
             self._clear(sequence)
-        elif choice.job.source is None:
+        elif choice.job.shares:
             names = sequence.names
             for number in range(before // size, sequence.done // size):
                 if number == len(names):
@@ -456,8 +472,9 @@ class Engine:
             prefix_hits=self._hits,
             guessed_tokens=self._guessed,
             right_guesses=self._right,
+            steps=self._steps,
+            step_seconds=self._seconds,
             model_seconds=self._model_seconds,
-            other_seconds=self._seconds - self._model_seconds,
         )
 
     def run(self, requests: Sequence[Request]) -> list[str]:

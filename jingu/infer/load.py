@@ -43,6 +43,7 @@ class Loaded:
         template: the tokenizer's own template for conversations; None: it has none.
         name: of the model, for people.
         beginning: what a prompt begins with, where the model was trained so.
+        reads_whole: whether the tokens of a prompt see each other, and not only those before them, as in training.
         residency: its experts, where only some of them are in memory.
         adapters: that requests can ask for.
         ranks: processes that share it.
@@ -56,6 +57,7 @@ class Loaded:
     start_id: int
     name: str
     beginning: tuple[int, ...] = ()
+    reads_whole: bool = False
     residency: Residency | None = None
     adapters: Adapters = field(default_factory=lambda: Adapters(()))
     ranks: int = 1
@@ -118,7 +120,7 @@ def load(
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(
         model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=path.stem,
-        beginning=beginning,
+        beginning=beginning, reads_whole=opened.reads_whole,
     )  # fmt: skip
     return replace(made, residency=residency, adapters=beside, ranks=1 if ranks is None else ranks.world)
 
@@ -159,11 +161,12 @@ def loaded(
     start_id: int | None = None,
     name: str = "model",
     beginning: tuple[int, ...] = (),
+    reads_whole: bool = False,
 ) -> Loaded:
     """A model that is in memory already; what it does not say itself, its tokenizer says."""
     ends = end_ids or (tokenizer.end_id,)
     start = tokenizer.start_id if start_id is None else start_id
-    return Loaded(model, spec, tokenizer, tokenizer.chat_template, ends, start, name, beginning)
+    return Loaded(model, spec, tokenizer, tokenizer.chat_template, ends, start, name, beginning, reads_whole)
 
 
 def encode_prompt(spec: ModelSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -50,8 +50,6 @@ class Lockstep:
 
     def submit(self, request: Request) -> int:
         """As the engine's. What it refuses is not handed on."""
-        if self._broken:
-            raise RuntimeError("a step has failed, and the ranks are no longer in step")
         number = self._engine.submit(request)
         self._waiting.append(("submit", _REQUEST.dump_python(request)))
         return number
@@ -62,7 +60,9 @@ class Lockstep:
         self._waiting.append(("cancel", number))
 
     def step(self) -> list[Event]:
-        """As the engine's, on all ranks."""
+        """As the engine's, on all ranks. After one that failed, they are no longer in step."""
+        if self._broken:
+            raise RuntimeError("a step has failed, and the ranks are no longer in step")
         orders, self._waiting = self._waiting, []
         try:
             self._orders.hand_out(orders)

@@ -116,6 +116,7 @@ class Event:
         error: of finish "error", what went wrong.
         prompt_tokens: tokens of the prompt.
         cached_tokens: of these, those whose keys and values another request had left.
+        begun: when the engine began to compute it, by `time.perf_counter`; 0: it has not.
         prompt: on the first event of choice 0, where asked for, the prompt's tokens with their log-probabilities.
         logprob: of the choice so far, the sum over its tokens; of a beam search, the hypothesis's score.
     """
@@ -127,5 +128,6 @@ class Event:
     error: str | None
     prompt_tokens: int
     cached_tokens: int
+    begun: float = 0.0
     prompt: tuple[Token, ...] = ()
     logprob: float = 0.0

@@ -220,12 +220,14 @@ def attention_mask(
     return seen if bias is None else bias.masked_fill(~seen, -torch.inf)
 
 
-def score_bias(spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None) -> Tensor:
-    """What is added to the scores of keys [..., T, S] so far before their queries, -inf where these are not seen:
-    [..., T, S], or [..., H, T, S]."""
-    seen, bias = distance >= 0, head_bias(spec, distance, dtype, bias_NH, causal=True)
+def score_bias(
+    spec: specs.ModelSpec, distance: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
+) -> Tensor:
+    """What is added to the scores of keys [..., T, S] so far before their queries, -inf of those that are not `seen` or
+    outside of the window: [..., T, S], or [..., H, T, S]."""
+    bias = head_bias(spec, distance, dtype, bias_NH, causal=True)
     if spec.attention.window is not None:
-        seen = seen & (distance < spec.attention.window)
+        seen = seen & (distance.abs() < spec.attention.window)
     if bias is None:
         return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill(~seen, -torch.inf)
     return bias.masked_fill(~seen.unsqueeze(-3), -torch.inf)

@@ -27,7 +27,11 @@ Child = subprocess.Popen[bytes]
 
 
 def start_local_ranks(
-    processes: int, arguments: Sequence[str], output: Path | None = None, cards: Sequence[int] | None = None
+    processes: int,
+    arguments: Sequence[str],
+    output: Path | None = None,
+    cards: Sequence[int] | None = None,
+    advice: str = "The same command goes on from the last checkpoint.",
 ) -> int:
     """Run `jingu ARGUMENTS` as `processes` local ranks; returns the exit code of the one that failed, or 0.
 
@@ -37,6 +41,7 @@ def start_local_ranks(
     Args:
         output: a file for what they print, instead of the terminal.
         cards: CUDA cards for the ranks, in their order; None: the first ones.
+        advice: what to do where a rank was killed.
 
     Raises:
         JinguError: a rank was killed.
@@ -68,7 +73,7 @@ def start_local_ranks(
             codes = _watch(children)
         finally:
             _kill(children)
-    return _verdict(codes)
+    return _verdict(codes, advice)
 
 
 @contextmanager
@@ -107,7 +112,7 @@ def _kill(children: list[Child]) -> None:
             child.wait()
 
 
-def _verdict(codes: Sequence[int | None]) -> int:
+def _verdict(codes: Sequence[int | None], advice: str) -> int:
     """One exit code for all ranks. None is a rank that had to be ended, for another one's failure."""
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
@@ -115,7 +120,7 @@ def _verdict(codes: Sequence[int | None]) -> int:
             why = ", most likely because memory ran out" if -code == signal.SIGKILL else ""
             raise JinguError(
                 f"rank {rank}, on {socket.gethostname()}, was ended by {name}{why}; the other ranks left.",
-                fix="The same command goes on from the last checkpoint.",
+                fix=advice,
             )
     failed = [code for code in codes if code]
     # Where one rank met a mistake that can be mended, the others' failures follow from it.

@@ -45,9 +45,11 @@ class Steps(Protocol):
 
 @dataclass
 class Account:
-    """What a ticket has cost so far; times are of `time.perf_counter`."""
+    """What a ticket has cost so far. Times are of `time.perf_counter`: `begun` is when the engine began with it."""
 
-    begun: float = field(default_factory=time.perf_counter)
+    arrived: float
+    accepted: float = field(default_factory=time.perf_counter)
+    begun: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
@@ -58,7 +60,7 @@ class Account:
 
     def shown(self) -> dict[str, object]:
         """For a line of the log."""
-        waited = None if self.first_token is None else round(self.first_token - self.begun, 4)
+        waited = None if self.first_token is None else round(self.first_token - self.arrived, 4)
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -71,9 +73,11 @@ class Account:
 class Ticket:
     """Requests of one client that were accepted together, and their events as they come."""
 
-    def __init__(self, driver: Driver, requests: Sequence[Request], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, driver: Driver, requests: Sequence[Request], loop: asyncio.AbstractEventLoop, arrived: float
+    ) -> None:
         self.requests = tuple(requests)
-        self.account = Account()
+        self.account = Account(arrived)
         self.accepted: asyncio.Future[None] = loop.create_future()
         self._driver = driver
         self._events: deque[tuple[int, Event]] = deque()
@@ -135,6 +139,7 @@ class Ticket:
                 self._met.add(number)
                 account.prompt_tokens += event.prompt_tokens
                 account.cached_tokens += event.cached_tokens
+                account.begun = account.begun or event.begun or None
             if event.token is not None:
                 account.generated_tokens += 1
                 account.first_token = account.first_token or now
@@ -174,7 +179,8 @@ class Driver:
         self.engine = engine
         self.capacity = capacity
         self.open = 0
-        self.broken: str | None = None
+        self.broken: Exception | None = None
+        """Why the engine cannot go on."""
         self.stopping = False
         self._on_end = on_end
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -189,8 +195,8 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Hand requests to the engine; returns when it has taken them.
+    async def submit(self, requests: Sequence[Request], arrived: float) -> Ticket:
+        """Hand requests that came at a time to the engine; returns when it has taken them.
 
         Raises:
             ServeError: there is no room now, or the server is stopping or broken.
@@ -198,7 +204,7 @@ class Driver:
         """
         self.check_open(len(requests))
         assert self._loop is not None
-        ticket = Ticket(self, requests, self._loop)
+        ticket = Ticket(self, requests, self._loop, arrived)
         self._tickets.add(ticket)
         self.open += len(requests)
         self._orders.put(lambda: self._submit(ticket))
@@ -212,7 +218,7 @@ class Driver:
     def check_open(self, requests: int) -> None:
         """Raise ServeError unless so many more requests can be taken now."""
         if self.broken is not None:
-            raise ServeError(503, f"the engine has failed and the server must be started again ({self.broken})")
+            raise ServeError(503, "the engine has failed, and the server ends")
         if self.stopping:
             raise ServeError(503, "the server is stopping", headers={"retry-after": "5"})
         if requests > self.capacity:
@@ -311,8 +317,6 @@ class Driver:
         if ticket.closed:
             return
         try:
-            if self.broken is not None:
-                raise RuntimeError(self.broken)
             for place, request in enumerate(ticket.requests):
                 self._known[self.engine.submit(request)] = _Known(ticket, place, request.n)
         except Exception as error:
@@ -329,16 +333,18 @@ class Driver:
             self.engine.cancel(number)
 
     def _recover(self, error: Exception) -> None:
-        """After a failed step: every request that took part may have lost something, so all end with an error."""
+        """After a failed step: every request that took part may have lost something, so all end with an error. An
+        engine that cannot forget them cannot go on."""
         lost = list({known.ticket: None for known in self._known.values()})
         try:
             for ticket in lost:
                 self._forget(ticket)
+            self.engine.step()  # it only tells that they are cancelled
             if self.engine.busy:
                 raise RuntimeError("it still has requests that were cancelled")
         except Exception:
-            LOGGER.exception("the engine cannot go on")
-            self.broken = type(error).__name__
+            LOGGER.exception("the engine cannot go on, and the server ends")
+            self.broken = error
         for ticket in lost:
             self._later(partial(ticket.fail, ServeError(500, FAILED, kind="generation")))
 

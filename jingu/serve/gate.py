@@ -44,7 +44,7 @@ class Gate:
         start, status = time.perf_counter(), 0
         number = secrets.token_hex(8)
         told: dict[str, Any] = {"id": number}
-        scope.setdefault("state", {})["log"] = told
+        scope.setdefault("state", {}).update(log=told, arrived=start)
 
         async def sending(message: Message) -> None:
             nonlocal status

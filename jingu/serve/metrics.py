@@ -19,6 +19,21 @@ _HISTOGRAMS: dict[str, tuple[tuple[str, ...], tuple[float, ...], str]] = {
         _SECONDS,
         "Seconds from a request's arrival to its end.",
     ),
+    "validation": (
+        ("tgi_request_validation_duration",),
+        _SECONDS,
+        "Seconds from a request's arrival until the engine takes it.",
+    ),
+    "queue": (
+        ("tgi_request_queue_duration", "vllm:request_queue_time_seconds"),
+        _SECONDS,
+        "Seconds from then until the engine begins with it.",
+    ),
+    "inference": (
+        ("tgi_request_inference_duration", "vllm:request_inference_time_seconds"),
+        _SECONDS,
+        "Seconds from then to its end.",
+    ),
     "first": (
         ("vllm:time_to_first_token_seconds",),
         _SECONDS,
@@ -114,10 +129,17 @@ class Metrics(Collector):
             ("vllm:prefix_cache_hits_total", "Of these, found there.", stats.prefix_hits),
             ("vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed to follow.", stats.guessed_tokens),
             ("vllm:spec_decode_num_accepted_tokens_total", "Of these, those that came.", stats.right_guesses),
-            ("jingu_model_seconds_total", "Seconds of the engine in the model.", stats.model_seconds),
-            ("jingu_engine_other_seconds_total", "Seconds of the engine elsewhere.", stats.other_seconds),
+            ("tgi_batch_inference_count", "Steps of the engine.", stats.steps),
         ):
             yield self._plain(name, words, value)
+        for name, words, seconds in (
+            ("tgi_batch_inference_duration", "Seconds of the engine's steps.", stats.step_seconds),
+            ("tgi_batch_forward_duration", "Of these, in the model.", stats.model_seconds),
+        ):
+            summary = Metric(name, words, "summary")
+            summary.add_sample(f"{name}_sum", self._model, seconds)
+            summary.add_sample(f"{name}_count", self._model, stats.steps)
+            yield summary
 
     def _plain(self, name: str, words: str, value: float) -> Metric:
         return self._many(name, words, [({}, value)])
@@ -140,10 +162,14 @@ class Metrics(Collector):
 
 def _observed(account: Account, ticket: Ticket) -> Iterator[tuple[str, float]]:
     if account.ended is not None:
-        yield "duration", account.ended - account.begun
+        yield "duration", account.ended - account.arrived
+        yield "validation", account.accepted - account.arrived
+        if account.begun:
+            yield "queue", account.begun - account.accepted
+            yield "inference", account.ended - account.begun
     yield "asked", sum(request.max_tokens for request in ticket.requests)
     if account.first_token is not None and account.last_token is not None:
-        yield "first", account.first_token - account.begun
+        yield "first", account.first_token - account.arrived
         yield "prompt", account.prompt_tokens
         yield "generated", account.generated_tokens
         if account.generated_tokens > 1:

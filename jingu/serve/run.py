@@ -39,7 +39,7 @@ def run(
     adapters: tuple[str, ...],
     speech: Speech | None,
 ) -> None:
-    """Serve until a signal asks to stop."""
+    """Serve until a signal asks to stop. Raises RuntimeError where the engine fails and cannot go on."""
 
     def tell(address: str) -> None:
         print(f"{name} answers at {address}", flush=True)
@@ -47,4 +47,7 @@ def run(
             print("Whoever reaches this address can use it: no API key is asked for.", file=sys.stderr, flush=True)
 
     log_to_stderr()
-    make(engine, loaded, settings, name, adapters, speech, tell).run()
+    server = make(engine, loaded, settings, name, adapters, speech, tell)
+    server.run()
+    if server.driver.broken is not None:
+        raise RuntimeError("the engine failed and could not go on, so the server has ended") from server.driver.broken

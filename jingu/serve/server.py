@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(settings.grace) + 5,
             )
         )
-        self._driver = driver
+        self.driver = driver
         self._grace = settings.grace
         self._on_start = on_start
 
@@ -151,11 +151,15 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: asked to, or because the engine cannot go on."""
+        return await super().on_tick(counter) or self.driver.broken is not None
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End in order: no new requests, then those under way, for a while."""
-        self._driver.stopping = True
+        self.driver.stopping = True
         late = ServeError(503, "the server stops, and this took too long to finish", kind="incomplete_generation")
-        timer = asyncio.get_running_loop().call_later(self._grace, self._driver.abandon, late)
+        timer = asyncio.get_running_loop().call_later(self._grace, self.driver.abandon, late)
         try:
             await super().shutdown(sockets)
         finally:

@@ -129,7 +129,7 @@ class Service:
 
     async def submit(self, http: HttpRequest, requests: Sequence[Request]) -> Ticket:
         """As `Driver.submit`; the ticket ends with an error when its time is over. The log tells of it."""
-        ticket = await unless_gone(http.receive, self.driver.submit(requests))
+        ticket = await unless_gone(http.receive, self.driver.submit(requests, http.state.arrived))
         http.state.log["ticket"] = ticket
         if self.settings.log_prompts:
             http.state.log["prompts"] = [self.loaded.tokenizer.decode(list(each.prompt)) for each in requests]

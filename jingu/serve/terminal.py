@@ -41,6 +41,8 @@ def chat(
     precision: Precision = "auto",
     device: Device = "auto",
     experts_resident: str | None = None,
+    draft: Path | None = None,
+    guesses: int | None = None,
 ) -> None:
     """Talk with a model; where it has no template for conversations, it continues the text.
 
@@ -51,13 +53,16 @@ def chat(
         system: the system prompt.
         template: a template's name or file; None: the model's own.
         max_tokens: most tokens of an answer.
+        draft, guesses: as of `jingu.infer.verbs.generate`.
 
     Raises:
         JinguError: what is wrong with the model, the settings or, not at a terminal, a message.
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
     found, speech = speaking(load(model, precision, device, experts_resident=experts_resident), model, template)
-    talk = Conversation(Engine(found, EngineSettings(max_batch=1)), speech, sampling, max_tokens)
+    small = None if draft is None else load(draft, precision, device)
+    engine = Engine(found, EngineSettings(max_batch=1, guesses=guesses), small)
+    talk = Conversation(engine, speech, sampling, max_tokens)
     if system:
         talk.system(system)
     at_terminal = sys.stdin.isatty()

@@ -72,10 +72,10 @@ def evaluate(
 
 
 def write_samples(
-    model: Model, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int
+    model: Model, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int, *, reads_whole: bool = False
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
-    engine = Engine(loaded(model, model.spec, tokenizer))
+    engine = Engine(loaded(model, model.spec, tokenizer, reads_whole=reads_whole))
     with scoring(model):
         texts = engine.run(
             [

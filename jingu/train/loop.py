@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
+from jingu.config.sections.data import PrefixSettings
 from jingu.config.sections.train import FP16Settings
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import peak_memory
@@ -227,8 +228,14 @@ def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> fl
         say(f"step {progress.step}: held-out loss {measured.loss:.4f}{told}")
         if metrics is not None:
             metrics.write("evaluation", progress.step, **asdict(measured), seconds=time.perf_counter() - started)
+    run = loop.run
     samples = write_samples(
-        loop.model, loop.run.tokenizer, settings.prompts, settings.prompt_tokens, loop.run.config.seed
+        loop.model,
+        run.tokenizer,
+        settings.prompts,
+        settings.prompt_tokens,
+        run.config.seed,
+        reads_whole=isinstance(run.config.data.objective, PrefixSettings),
     )
     for prompt, text in samples:
         if metrics is not None:

@@ -103,6 +103,30 @@ def test_nobody_else_matters_in_many_mixes(kind: str, tokenizer: Tokenizer) -> N
     check_mixes(model_of(kind, tokenizer), 167, 2)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "bloom", "gpt2", "mixtral"])
+def test_prompts_that_are_seen_whole(kind: str, tokenizer: Tokenizer) -> None:
+    """As the uncached forward of training sees them, whatever the chunks, and though pages run short."""
+    model = replace(model_of(kind, tokenizer), reads_whole=True)
+    source = random.Random(3)
+    prompts = [tuple(source.randrange(1, model.spec.vocabulary) for _ in range(size)) for size in (150, 30, 129, 1, 30)]
+    prompts[4] = (*prompts[1][:24], *prompts[4][:9])
+    part = model.spec.attention
+    room = 320 * 2 * model.spec.layers * part.kv_heads * part.head_size * 4
+    engine = Engine(model, EngineSettings(max_batch=4, prefill_chunk=16, cache_bytes=room))
+    requests = [Request(prompt, Sampling(), 20, logprobs=0, ignore_end=True) for prompt in prompts]
+    for prompt, told in zip(prompts, answers(engine, requests, source), strict=True):
+        ids = [*prompt, *(id_ for _, id_, _ in told)]
+        reach_T = torch.tensor([len(prompt)] * len(prompt) + [0] * len(told))
+        with torch.no_grad():
+            states = model.model(torch.tensor([ids]), reach_BT=reach_T[None])
+            scores_TV = model.model.logits(states)[0].log_softmax(-1)[len(prompt) - 1 : -1]  # type: ignore[operator]
+        assert scores_TV.argmax(-1).tolist() == ids[len(prompt) :]
+        torch.testing.assert_close(scores_TV.amax(-1), torch.tensor([each for *_, each in told]), rtol=1e-4, atol=1e-4)
+    assert engine.stats().prefix_hits == 0
+    with pytest.raises(JinguError, match="sees a prompt whole"):
+        engine.submit(replace(requests[0], prompt_logprobs=True))
+
+
 def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
     model = model_of("gpt2", tokenizer)
     engine = Engine(model, EngineSettings(page_tokens=16))

@@ -105,7 +105,7 @@ class Spoken:
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self.live), 0, len(self.live), 64, 0, 0, 0, 0, 0.0, 0.0)
+        return EngineStats(len(self.live), 0, len(self.live), 64, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0)
 
 
 @dataclass

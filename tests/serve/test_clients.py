@@ -86,10 +86,10 @@ def test_hub_is_told_what_is_wrong(serve: Serve, loaded: Loaded, hub: InferenceC
     with pytest.raises(ValidationError, match="watermark"):
         list(hub.text_generation("a", watermark=True, stream=True))
     busy = serve(Spoken(loaded), queue=1)
-    busy.server._driver.open = 1
+    busy.server.driver.open = 1
     with pytest.raises(OverloadedError, match="busy"):
         InferenceClient(model=busy.url).text_generation("a")
-    busy.server._driver.open = 0
+    busy.server.driver.open = 0
 
 
 def test_hub_asks_of_the_endpoint(server: Running) -> None:

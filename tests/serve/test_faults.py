@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from jingu.infer import engine as engine_module
 from jingu.infer.load import Loaded
 from tests.serve.conftest import Running, Serve, Spoken, eventually
 
@@ -80,7 +81,7 @@ def logged(server: Running, number: str) -> dict[str, Any]:
 
 def free(server: Running) -> bool:
     """Whether nothing is under way any more."""
-    driver = server.server._driver
+    driver = server.server.driver
     return driver.open == 0 and not driver._tickets and not driver._known and not server.engine.busy
 
 
@@ -94,7 +95,7 @@ def test_who_leaves_cancels(gated: Callable[..., Running], gate: Gated, path: st
     gate.let(3)
     eventually(lambda: server.engine.live and server.engine.live[1][3] == 3)
     connection.close()
-    eventually(lambda: server.server._driver.open == 0)
+    eventually(lambda: server.server.driver.open == 0)
     gate.let(1)
     eventually(lambda: server.engine.cancelled == [1])
     eventually(lambda: free(server))
@@ -106,9 +107,9 @@ def test_who_leaves_before_the_engine_has_the_request_costs_nothing(gated: Calla
     first = send(server, "/generate", LONG)
     gate.waiting.wait(20)
     second = send(server, "/generate", LONG)
-    eventually(lambda: server.server._driver.open == 2)
+    eventually(lambda: server.server.driver.open == 2)
     second.close()
-    eventually(lambda: server.server._driver.open == 1)
+    eventually(lambda: server.server.driver.open == 1)
     gate.open()
     assert first.getresponse().status == 200
     eventually(lambda: free(server))
@@ -118,7 +119,7 @@ def test_who_leaves_before_the_engine_has_the_request_costs_nothing(gated: Calla
 def test_a_full_server_says_when_to_come_again(gated: Callable[..., Running], gate: Gated) -> None:
     server = gated(queue=2)
     taken = [send(server, "/generate", LONG) for _ in range(2)]
-    eventually(lambda: server.server._driver.open == 2)
+    eventually(lambda: server.server.driver.open == 2)
     status, answer, headers = server.call("/generate", LONG)
     assert (status, answer["error_type"], headers["retry-after"]) == (429, "overloaded", "1")
     status, answer, headers = server.call("/v1/completions", {"model": "tiny", "prompt": "a"})
@@ -315,16 +316,38 @@ def test_an_answer_that_the_engine_breaks_off_is_told(serve: Serve, loaded: Load
     eventually(lambda: free(server))
 
 
-def test_an_engine_that_cannot_go_on_is_told_by_health(serve: Serve, loaded: Loaded) -> None:
+def test_a_failed_step_of_the_engine_itself(serve: Serve, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    left, computed = [3], engine_module.scores
+
+    def fails(*given: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError("no room")
+        return computed(*given)
+
+    whole = server.call("/generate", LONG)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "scores", fails)
+        assert server.call("/generate", LONG)[0] == 500
+    assert server.call("/health")[0] == 200 and server.engine.stats().pages_used == 0
+    assert server.call("/generate", LONG)[1] == whole
+    eventually(lambda: free(server))
+
+
+def test_an_engine_that_cannot_go_on_ends_the_server(serve: Serve, loaded: Loaded) -> None:
     engine = Failing(loaded)
     engine.fail_at, engine.hopeless = frozenset({2}), True
     server = serve(engine)
+    late = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    late.connect()
     assert server.call("/generate", LONG)[0] == 500
-    status, answer, _ = server.call("/health")
-    assert status == 503 and "failed" in answer["error"]
-    assert server.call("/generate", LONG)[0] == server.call("/metrics")[0] == 503
+    with contextlib.suppress(OSError, http.client.HTTPException):  # it has been closed, or
+        late.request("GET", "/health")
+        assert late.getresponse().status == 503
+    eventually(lambda: not server.server.driver._thread.is_alive())
+    assert isinstance(server.server.driver.broken, RuntimeError)
     engine.hopeless = False
-    engine.live.clear()
 
 
 def test_a_bug_in_taking_a_request_is_an_error_of_the_server(serve: Serve, loaded: Loaded) -> None:
@@ -346,12 +369,12 @@ def test_asked_to_stop_it_finishes_what_it_has(gated: Callable[..., Running], ga
     server = gated(grace=30.0)
     whole = send(server, "/generate", LONG)
     stream = send(server, "/generate_stream", LONG)
-    eventually(lambda: server.server._driver.open == 2)
+    eventually(lambda: server.server.driver.open == 2)
     gate.let(5)
     late = http.client.HTTPConnection(server.host, server.port, timeout=30)
     late.connect()
     server.server.should_exit = True
-    eventually(lambda: server.server._driver.stopping)
+    eventually(lambda: server.server.driver.stopping)
     with contextlib.suppress(OSError):  # it has been closed, or
         late.request("POST", "/generate", json.dumps(LONG), {"Content-Type": "application/json"})
         assert late.getresponse().status == 503
@@ -363,8 +386,9 @@ def test_asked_to_stop_it_finishes_what_it_has(gated: Callable[..., Running], ga
 def test_what_does_not_finish_in_time_is_told(gated: Callable[..., Running], gate: Gated) -> None:
     server = gated(grace=0.2)
     whole = send(server, "/generate", LONG)
-    stream = send(server, "/v1/completions", {"model": "tiny", "prompt": "the weather is fine", "stream": True})
-    eventually(lambda: server.server._driver.open == 2)
+    asked = {"model": "tiny", "prompt": LONG["inputs"], "max_tokens": 500, "stream": True}
+    stream = send(server, "/v1/completions", asked)
+    eventually(lambda: server.server.driver.open == 2)
     gate.let(5)
     begun = stream.getresponse()
     server.server.should_exit = True

@@ -124,7 +124,7 @@ def storm(server: Running, goes_on: Callable[[int], bool]) -> Counter[str]:
         await asyncio.gather(*(crowd.client(goes_on) for _ in range(CLIENTS)))
 
     asyncio.run(all_of_them())
-    driver, engine = server.server._driver, server.engine
+    driver, engine = server.server.driver, server.engine
     eventually(lambda: driver.open == 0 and not driver._known and not engine.busy, 60)
     assert engine.stats().pages_used == engine.stats().running == engine.stats().waiting == 0
     assert server.call("/health")[0] == 200

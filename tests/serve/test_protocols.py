@@ -109,7 +109,14 @@ def test_info_health_and_metrics(tiny: Running) -> None:
     values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line[0] != "#"}
     assert values["tgi_request_count"] == values["tgi_request_success"] + values.get("tgi_request_failure", 0) > 0
     assert values["vllm:generation_tokens_total"] >= 2
-    assert values["vllm:time_to_first_token_seconds_count"] > 0 and values["tgi_request_duration_count"] > 0
+    for name in ("duration", "validation_duration", "queue_duration", "inference_duration"):
+        assert values[f"tgi_request_{name}_count"] == values["tgi_request_success"]
+    assert values["vllm:time_to_first_token_seconds_count"] > 0
+    whole, parts = values["tgi_request_duration_sum"], ("validation", "queue", "inference")
+    assert sum(values[f"tgi_request_{each}_duration_sum"] for each in parts) == pytest.approx(whole)
+    steps = values["tgi_batch_inference_count"]
+    assert steps == values["tgi_batch_forward_duration_count"] >= 2
+    assert 0 < values["tgi_batch_forward_duration_sum"] < values["tgi_batch_inference_duration_sum"] < whole
     assert values["vllm:num_requests_running"] == values["tgi_queue_size"] == 0
 
 

@@ -106,7 +106,8 @@ class CutSettings(Settings):
 
 class PrefixSettings(CutSettings):
     """The beginning of each sequence is seen whole, in both directions, and the rest is predicted (prefix-LM, Raffel et
-    al., 2020); of each document with data.within_documents. For decoders; generation reads prompts causally."""
+    al., 2020); of each document with data.within_documents. For decoders; generation from the run sees prompts whole,
+    too, and an exported folder does not say so."""
 
     type: Literal["prefix"] = "prefix"
 
