@@ -19,6 +19,8 @@ from jingu.text.tokenizer import Tokenizer
 
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Where any space were allowed, some models would write nothing else."""
+_MOST_WORK = 100_000
+"""What llguidance may spend on reading an expression, in its own unit."""
 
 
 class Grammars:
@@ -31,7 +33,7 @@ class Grammars:
     def open(self, constraint: Constraint) -> Grammar:
         """A grammar at its beginning. Raises JinguError where the library is missing or does not take it."""
         try:
-            from llguidance import LLMatcher, LLTokenizer
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
         except ImportError as error:
             raise JinguError(
                 "answers can be held to a schema with llguidance only, which is not installed.",
@@ -48,7 +50,10 @@ class Grammars:
                 rules = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
         except ValueError as error:
             raise _refused(str(error)) from error
-        matcher = LLMatcher(self._read, rules)
+        # Others wait meanwhile: what takes more than some tens of milliseconds to read is given up.
+        matcher = LLMatcher(
+            self._read, rules, limits=LLParserLimits(initial_lexer_fuel=_MOST_WORK, verbose_errors=False)
+        )
         if matcher.is_error():
             raise _refused(matcher.get_error())
         return Grammar(matcher, self._vocabulary)
