@@ -62,8 +62,7 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     dropped = read_drop(data.drop, [each.dataset for each in windows])
     mixture = mixture_of(config, windows)
     fill = plan_fill(data.objective, tokenizer, config.seed) if data.objective.type == "fill_in_the_middle" else None
-    short = isinstance(data.objective, SupervisedSettings) and data.objective.sequences != "packed"
-    short &= config.parallel.pipeline == 1  # the schedules know one shape
+    short = data.rows_alone and config.parallel.pipeline == 1  # the schedules know one shape
     source = BatchSource(tuple(windows), mixture, batch.global_size, data.keeps_apart, dropped, fill, short)
     if isinstance(data.objective, TargetFilesSettings):
         source = target_files_source(source, data.objective, tokenizer)

@@ -1,8 +1,8 @@
 """Causal attention on CPUs with bf16 units: blocks of queries, each with the keys that it may see.
 
 torch's own CPU kernel multiplies small tiles and reaches a sixth of the rate that these processors have for matrix
-products; here the products are large, and nothing of size T² is kept (Dao, 2023): the backward pass computes the
-probabilities again. Scores are computed in fp32 at least, as the kernel does.
+products; here the products are large. The probabilities are kept for the backward pass, in the dtype of the states:
+half as many bytes as the scores, of which they are made in fp32 at least, as the kernel does.
 
 Shapes: B rows, H query heads in G groups of R = H / G that share a key-value head, T tokens, K head size;
 C queries of a block and E keys that they see.
@@ -10,62 +10,56 @@ C queries of a block and E keys that they see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Queries of a block, at least; more where a sequence would have more than BLOCKS blocks."""
-BLOCKS = 16
+"""Queries of a block; half as many where that makes two blocks or fewer."""
 
 
 class CausalAttention(torch.autograd.Function):
-    """Attention to the keys up to a query's own place; queries and keys are the same T tokens."""
+    """Attention to the keys up to a query's own place, of its own document where these are told apart; queries and keys
+    are the same T tokens."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        y_BHTK = torch.empty_like(q_BHTK)
-        wide_k, scale = k_BGTK.to(_wide(k_BGTK)), q_BHTK.shape[-1] ** -0.5
-        lse_BHT1 = wide_k.new_empty(*q_BHTK.shape[:3], 1)
+    def forward(ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        y_BHTK, kept = torch.empty_like(q_BHTK), []
         for first, last in _blocks(q_BHTK.shape[2]):
-            scores_BGCE = _scores(q_BHTK, wide_k, first, last, scale)
-            lse = torch.logsumexp(scores_BGCE, dim=-1, keepdim=True)
-            probability = (scores_BGCE - lse).exp().to(q_BHTK.dtype)
+            scores_BGCE = _scores(q_BHTK, k_BGTK, documents_BT, first, last)
+            share_BGCE = (scores_BGCE - scores_BGCE.amax(-1, keepdim=True)).exp()
+            probability = (share_BGCE / share_BGCE.sum(-1, keepdim=True)).to(q_BHTK.dtype)
             y_BHTK[:, :, first:last] = _heads(probability @ v_BGTK[:, :, :last], q_BHTK, last - first)
-            lse_BHT1[:, :, first:last] = _heads(lse, q_BHTK, last - first)
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, lse_BHT1)
+            kept.append(probability)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, *kept)
         return y_BHTK
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_BHTK, k_BGTK, v_BGTK, y_BHTK, lse_BHT1 = ctx.saved_tensors
-        dtype, groups, scale = q_BHTK.dtype, k_BGTK.shape[1], q_BHTK.shape[-1] ** -0.5
-        wide_k = k_BGTK.to(_wide(k_BGTK))
-        inner_BHT1 = (upstream[0].to(wide_k) * y_BHTK).sum(-1, keepdim=True)
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHTK, k_BGTK, v_BGTK, y_BHTK, *kept = ctx.saved_tensors
+        dtype, wide, groups = q_BHTK.dtype, _wide(q_BHTK), k_BGTK.shape[1]
+        inner_BHT1 = (upstream[0].to(wide) * y_BHTK).sum(-1, keepdim=True)
         gradient_q = torch.empty_like(q_BHTK)
-        gradient_k, gradient_v = (torch.zeros_like(part, dtype=wide_k.dtype) for part in (k_BGTK, v_BGTK))
-        for first, last in _blocks(q_BHTK.shape[2]):
+        gradient_k, gradient_v = (torch.zeros_like(part, dtype=wide) for part in (k_BGTK, v_BGTK))
+        for (first, last), probability in zip(_blocks(q_BHTK.shape[2]), kept, strict=True):
             block = slice(first, last)
-            q, g = (_groups(part[:, :, block], groups) for part in (q_BHTK, upstream[0]))
-            lse, inner = (_groups(part[:, :, block], groups) for part in (lse_BHT1, inner_BHT1))
-            probability = (_scores(q_BHTK, wide_k, first, last, scale) - lse).exp()
-            gradient_p = (g @ v_BGTK[:, :, :last].transpose(2, 3)).to(wide_k)
-            gradient_s = (probability * (gradient_p - inner) * scale).to(dtype)
+            q, g, inner = (_groups(part[:, :, block], groups) for part in (q_BHTK, upstream[0], inner_BHT1))
+            gradient_p = (g @ v_BGTK[:, :, :last].transpose(2, 3)).to(wide)
+            gradient_s = (probability.to(wide) * (gradient_p - inner) * q.shape[-1] ** -0.5).to(dtype)
             gradient_q[:, :, block] = _heads(gradient_s @ k_BGTK[:, :, :last], q_BHTK, last - first)
             gradient_k[:, :, :last] += gradient_s.transpose(2, 3) @ q
-            gradient_v[:, :, :last] += probability.to(dtype).transpose(2, 3) @ g
-        return gradient_q, gradient_k.to(dtype), gradient_v.to(dtype)
+            gradient_v[:, :, :last] += probability.transpose(2, 3) @ g
+        return gradient_q, gradient_k.to(dtype), gradient_v.to(dtype), None
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _blocks(tokens: int) -> Iterator[tuple[int, int]]:
-    size = max(BLOCK, -(-tokens // BLOCKS))
-    return ((first, min(first + size, tokens)) for first in range(0, tokens, size))
+def _blocks(tokens: int) -> list[tuple[int, int]]:
+    size = BLOCK if tokens > 2 * BLOCK else BLOCK // 2
+    return [(first, min(first + size, tokens)) for first in range(0, tokens, size)]
 
 
 def _groups(x_BHCK: Tensor, groups: int) -> Tensor:
@@ -78,9 +72,17 @@ def _heads(x: Tensor, q_BHTK: Tensor, queries: int) -> Tensor:
     return x.unflatten(2, (-1, queries)).flatten(1, 2)
 
 
-def _scores(q_BHTK: Tensor, wide_k_BGTK: Tensor, first: int, last: int, scale: float) -> Tensor:
-    """Scaled scores [B, G, R·C, E] of a block's queries, -inf for keys after them."""
-    q = _groups(q_BHTK[:, :, first:last], wide_k_BGTK.shape[1]).to(wide_k_BGTK) * scale
-    scores = q @ wide_k_BGTK[:, :, :last].transpose(2, 3)
-    place = torch.arange(first, last, device=q.device).repeat(q.shape[2] // (last - first))
-    return scores.masked_fill(torch.arange(last, device=q.device) > place[:, None], -torch.inf)
+def _scores(q_BHTK: Tensor, k_BGTK: Tensor, documents_BT: Tensor | None, first: int, last: int) -> Tensor:
+    """Scaled scores [B, G, R·C, E] of a block's queries, in fp32 at least; -inf for keys that they do not see."""
+    wide, device = _wide(q_BHTK), q_BHTK.device
+    q = _groups(q_BHTK[:, :, first:last], k_BGTK.shape[1]).to(wide)
+    scores, repeats = (
+        q @ k_BGTK[:, :, :last].to(wide).transpose(2, 3) * q.shape[-1] ** -0.5,
+        q.shape[2] // (last - first),
+    )
+    place_C = torch.arange(first, last, dtype=torch.int32, device=device).repeat(repeats)
+    hidden = torch.arange(last, dtype=torch.int32, device=device) > place_C[:, None]
+    if documents_BT is not None:
+        its_BC = documents_BT[:, first:last].repeat(1, repeats)
+        hidden = hidden | (its_BC[:, None, :, None] != documents_BT[:, None, None, :last])
+    return scores.masked_fill(hidden, -torch.inf)

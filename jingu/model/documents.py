@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from jingu.model.products import attend
+from jingu.model.causal import CausalAttention
+from jingu.model.products import attend, in_blocks
 
 LEAST_HEAD = 16
 """Head size from which on the kernel on CUDA works."""
@@ -47,6 +48,9 @@ class Documents(NamedTuple):
         """[B, H, T, K]: what each token sees."""
         if self.blocks is not None:
             return flex(q_BHTK, k_BGTK, v_BGTK, self.blocks, scale)
+        if self.causal and scale is None and in_blocks(q_BHTK):
+            blocked: Tensor = CausalAttention.apply(q_BHTK, k_BGTK, v_BGTK, self.numbers)
+            return blocked
         # Compiled code is for one shape, and documents have others in every batch.
         if q_BHTK.device.type != "cpu" or torch.compiler.is_compiling():
             return attend(q_BHTK, k_BGTK, v_BGTK, self.mask(), causal=False, scale=scale)

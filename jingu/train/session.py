@@ -217,6 +217,7 @@ def pretraining(
         noise,
         spec,
         Dropout(config.seed, config.batch.global_size) if drops else None,
+        config.data.rows_alone,
     )
 
 

@@ -135,11 +135,15 @@ class Pretraining:
     prompts: ModelSpec | None = None
     """As of `HeldOut`."""
     dropout: Dropout | None = None
+    alone: bool = False
+    """Whether a row is one document and what fills it up, which nothing before it sees and nobody trains: plain causal
+    attention is then all that it needs."""
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         batch = self.source.batch(step, first, count)
         batch = batch if self.dropout is None else self.dropout.on(batch, step, first)
         batch = batch if self.noise is None else self.noise.on(batch, step, first)
+        batch = replace(batch, documents=None) if self.alone else batch
         return batch if self.prompts is None else prompted(batch, self.prompts)
 
     def held_out(self) -> HeldOut | None:

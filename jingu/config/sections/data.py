@@ -238,6 +238,11 @@ class DataSettings(Settings):
         return self.within_documents or isinstance(self.objective, SupervisedSettings)
 
     @property
+    def rows_alone(self) -> bool:
+        """Whether each sequence is one row of supervised data."""
+        return isinstance(self.objective, SupervisedSettings) and self.objective.sequences != "packed"
+
+    @property
     def corpora(self) -> list[SourceSettings]:
         """The sources; `input` and `path` are the short form of one."""
         return self.sources or [SourceSettings(path=self.path, input=self.input)]
