@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from jingu import __version__
-from jingu.errors import JinguError
-from jingu.verb import joined, number, one_of, option, parse, part, path, place, several, switch, verb, whole
+from jingu.errors import JinguError, either
+from jingu.verb import number, one_of, option, parse, part, path, place, several, switch, verb, whole
 
 
 def _checkpoints(text: str) -> Any:
@@ -331,7 +331,7 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
             raise JinguError(f"there is no option {first}.", fix="The first word is a verb; `jingu --help` lists them.")
         raise _no_verb(words, list(VERBS))
     if len(words) == 1:
-        raise JinguError(f"{first} takes one more word: {joined(members, 'or')}.")
+        raise JinguError(f"{first} takes one more word: {either(members)}.")
     if words[1] in ("-h", "--help"):
         return first, []
     if words[1] not in members:

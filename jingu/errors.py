@@ -1,5 +1,7 @@
 """The one error that a user can mend. Everything else is a bug and shows its traceback."""
 
+from collections.abc import Sequence
+
 
 class JinguError(Exception):
     """A mistake the user can mend: what happened, where, and what to do about it.
@@ -31,3 +33,8 @@ def refuse(wrong: bool, name: str, value: object, allowed: str) -> None:
     """JinguError where a value is outside what is allowed."""
     if wrong:
         raise JinguError(f"it is {value}, and should be {allowed}.", where=name)
+
+
+def either(words: Sequence[str], last: str = "or") -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, either
 
 Argument = tuple[str, dict[str, Any]]
 """A name and what argparse is told of it. A verb's function has a parameter of the same name."""
@@ -103,7 +103,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
     def convert(text: str) -> str:
         if text not in choices:
-            raise argparse.ArgumentTypeError(f"takes {joined(choices, 'or')}, not {text}.")
+            raise argparse.ArgumentTypeError(f"takes {either(choices)}, not {text}.")
         return text
 
     return convert
@@ -115,11 +115,6 @@ def part(text: str) -> tuple[int, int]:
     if not (one.isdecimal() and parts.isdecimal() and 1 <= int(one) <= int(parts) <= 99_999):
         raise argparse.ArgumentTypeError(f"takes a part of several, such as 3/8, not {text}.")
     return int(one), int(parts)
-
-
-def joined(words: Sequence[str], last: str) -> str:
-    """`a`, `a or b`, `a, b or c`."""
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
 def parse(name: str, entry: Verb, words: list[str]) -> dict[str, Any] | None:
@@ -153,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
         words = message.removeprefix("argument ").removesuffix(".")
         if words.startswith("the following arguments are required: "):
             missing = words.removeprefix("the following arguments are required: ").split(", ")
-            words = joined(missing, "and") + (" is missing" if len(missing) == 1 else " are missing")
+            words = either(missing, "and") + (" is missing" if len(missing) == 1 else " are missing")
         name, _, reason = words.partition(": ")
         if reason == "expected one argument":
             words = f"{name} needs a value after it"

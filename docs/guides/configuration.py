@@ -9,7 +9,8 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
-from jingu.config.tree import describe, either, field_kinds, fields, item_sections, sections
+from jingu.config.tree import describe, field_kinds, fields, item_sections, sections
+from jingu.errors import either
 
 OPENING = """\
 # Every setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jingu.config.sections.train import BatchSettings
-from jingu.errors import JinguError
+from jingu.errors import JinguError, either
 
 AUTO_TOKENS = 8192
 """Tokens that an automatic micro batch keeps to."""
@@ -40,7 +40,7 @@ def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1) -> BatchPlan
         below, above = size - size % ranks, size - size % ranks + ranks
         raise JinguError(
             f"batch.global_size {size:,} cannot be divided over {ranks:,} ranks:",
-            fix=f"take {_or(below, above)}.",
+            fix=f"take {_sizes(below, above)}.",
         )
     rows = size // ranks
     least = min(rows, 4 * pipeline) if pipeline > 1 else 1
@@ -51,7 +51,7 @@ def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1) -> BatchPlan
         share = f"the {rows:,} sequences of a rank" if ranks > 1 else f"batch.global_size {rows:,}"
         why = f" (batch.global_size {size:,} over {ranks:,} ranks)" if ranks > 1 else ""
         raise JinguError(
-            f"batch.micro_size {micro:,} does not divide {share}{why}:", fix=f"take {_or(below, above)}, or auto."
+            f"batch.micro_size {micro:,} does not divide {share}{why}:", fix=f"take {_sizes(below, above)}, or auto."
         )
     return BatchPlan(ranks, rows, micro, rows // micro, size * batch.sequence_length)
 
@@ -67,5 +67,5 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _or(*sizes: int) -> str:
-    return " or ".join(f"{size:,}" for size in sizes if size)
+def _sizes(*sizes: int) -> str:
+    return either([f"{size:,}" for size in sizes if size])

@@ -21,33 +21,15 @@ _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/|#[^\n]*", re.DOTALL)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(\s*[}}\]])")
 
-_ENGINE = "PyTorch's sharding engine decides this"
+_OF_THE_ENGINE = (
+    "aio allgather_bucket_size allgather_partitions buffer_count buffer_size contiguous_gradients fast_init"
+    " gradient_predivide_factor ignore_unused_parameters max_in_cpu overlap_comm pin_memory pipeline_read"
+    " pipeline_write prescale_gradients reduce_bucket_size reduce_scatter round_robin_gradients"
+    " stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold"
+    " stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size use_multi_rank_bucket_allreduce"
+)
 _NOT_NEEDED = {
-    **dict.fromkeys(
-        (
-            *(
-                "overlap_comm",
-                "contiguous_gradients",
-                "reduce_scatter",
-                "allgather_partitions",
-                "round_robin_gradients",
-            ),
-            *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"),
-            *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
-            *(
-                "pin_memory",
-                "buffer_count",
-                "buffer_size",
-                "max_in_cpu",
-                "fast_init",
-                "pipeline_read",
-                "pipeline_write",
-            ),
-            *("aio", "prescale_gradients", "gradient_predivide_factor"),
-        ),
-        _ENGINE,
-    ),
+    **dict.fromkeys(_OF_THE_ENGINE.split(), "PyTorch's sharding engine decides this"),
     "stage3_gather_16bit_weights_on_model_save": "every checkpoint can be exported (`jingu export`)",
     "stage3_gather_fp16_weights_on_model_save": "every checkpoint can be exported (`jingu export`)",
     "zero_allow_untested_optimizer": "every optimizer here works with every stage",
@@ -101,10 +83,10 @@ def parse(text: str, file: Path) -> dict[str, Any]:
 def convert(source: dict[str, Any], processes: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings as a tree, and for every key without a counterpart the reason."""
     reader = _Reader(source)
-    for part in (_topology, _zero, _precision, _optimizer, _scheduler, _checkpointing, _rest):
+    for part in (_zero, _topology, _precision, _optimizer, _scheduler, _rest):
         part(reader)
     _batch(reader, processes)
-    reader.note_the_rest()
+    reader.note_the_rest(reader.left)
     return reader.settings, reader.notes
 
 
@@ -148,14 +130,11 @@ class _Reader:
         if value is not None:
             self.put(ours, kind(value))
 
-    def note_the_rest(self) -> None:
+    def note_the_rest(self, place: dict[str, Any], prefix: str = "") -> None:
         """Every key that nothing has taken."""
-        self._note(self.left, "")
-
-    def _note(self, place: dict[str, Any], prefix: str) -> None:
         for key, value in place.items():
             if isinstance(value, dict) and key not in _NOT_NEEDED:
-                self._note(value, f"{prefix}{key}.")
+                self.note_the_rest(value, f"{prefix}{key}.")
             else:
                 self.notes.setdefault(f"{prefix}{key}", _NOT_NEEDED.get(key, "no counterpart"))
 
@@ -166,9 +145,7 @@ def _topology(reader: _Reader) -> None:
     reader.move("sequence_parallel_size", "parallel.context", int)
     axes = reader.take("model_topo.process_topology.axis", [])
     dims = reader.take("model_topo.process_topology.dims", [])
-    zero = reader.left.get("zero_optimization")
-    sharded = isinstance(zero, dict) and zero.get("stage", 0) != 0
-    names = {**_AXES, "data": "shard" if sharded else "replicate"}
+    names = _AXES | {"data": "shard" if reader.settings["parallel"]["zero"] else "replicate"}
     for axis, size in zip(axes, dims, strict=False):
         if axis in names:
             reader.put(f"parallel.{names[axis]}", int(size))
@@ -185,12 +162,10 @@ def _topology(reader: _Reader) -> None:
     blocks[-1] -= 1
     if min(blocks) >= 1:
         reader.put("parallel.parts", blocks)
-        reader.notes["model_topo.parts"] = "embedding and head count as layers there, and not in parallel.parts"
+        why = "embedding and head count as layers there, and not in parallel.parts"
     else:
-        reader.notes["model_topo.parts"] = (
-            "a stage of the embedding or the head alone has no counterpart; stages are even by their cost, head and "
-            "embedding counted"
-        )
+        why = "a stage of the embedding or the head alone has no counterpart; stages are even by their cost"
+    reader.notes["model_topo.parts"] = why
 
 
 def _zero(reader: _Reader) -> None:
@@ -287,14 +262,11 @@ def _scheduler(reader: _Reader) -> None:
             reader.put("schedule.minimum", float(least) * rate)
 
 
-def _checkpointing(reader: _Reader) -> None:
+def _rest(reader: _Reader) -> None:
     interval = reader.take("pipeline.activation_checkpoint_interval", 0)
     if reader.has("activation_checkpointing") or interval:
         reader.put("train.activation_checkpointing.type", "full")
     reader.take("activation_checkpointing.profile")
-
-
-def _rest(reader: _Reader) -> None:
     clip = reader.take("gradient_clipping", 0.0)
     if "gradient_clipping" not in reader.notes:
         reader.put("train.clip_norm", float(clip) or None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any, get_origin
 
@@ -15,16 +16,16 @@ from jingu.config.tree import (
     Kind,
     all_keys,
     describe,
-    either,
     field_kinds,
     fields,
     find,
     item_kinds,
     item_sections,
     sections,
+    takes_text,
     written,
 )
-from jingu.errors import JinguError
+from jingu.errors import JinguError, either
 
 Told = tuple[str, str | None]
 """What is wrong, and what to do about it."""
@@ -97,20 +98,15 @@ _MOST = 12
 """Mistakes told at once; a file with more of them is more likely another kind of file."""
 
 
-def explain(error: ValidationError, document: Document) -> list[JinguError]:
-    """Every mistake that pydantic found in `document`, in the order of the document, told in our own words."""
-    found: dict[KeyPath, Told] = {}
-    for detail in error.errors(include_url=False):
-        path, told = _mistake(detail, document)
-        found.setdefault(path, told)
-    # A list's branch of a union fails too when one of its items does: only the item is told.
-    holders = {path[:end] for path in found for end in range(len(path))}
+def mistakes_in(document: Document) -> list[JinguError]:
+    """Every mistake in what was read, in its order, told in our own words.
+
+    On the way it is fitted to what settings take, in place: an empty section is one of defaults, and a setting that
+    takes text takes unquoted letters as written, though they would be a number elsewhere (`name: 007`).
+    """
     places = {path: place for place, path in enumerate(document.origins)}
-    return [
-        JinguError(what, where=document.origin(path).where, fix=fix)
-        for path, (what, fix) in sorted(found.items(), key=lambda item: places.get(item[0], len(places)))
-        if path not in holders
-    ]
+    found = sorted(_check(document.value, RunConfig, (), document), key=lambda each: places.get(each[0], len(places)))
+    return [JinguError(what, where=document.origin(path).where, fix=fix) for path, (what, fix) in found]
 
 
 def combined(mistakes: list[JinguError]) -> JinguError:
@@ -138,59 +134,74 @@ def _near_value(value: Any, choices: list[str]) -> str | None:
     return known if known in choices else nearest(value, choices, cutoff=0.7)
 
 
-def _mistake(detail: Any, document: Document) -> tuple[KeyPath, Told]:
-    """The mistake behind one of pydantic's, with its path in the document."""
-    path, field, model = _locate(detail["loc"])
-    value = document.at(path)
-    if detail["type"] == "extra_forbidden":
-        return path, _unknown(path, model, document)
-    assert field is not None
-    if sections(field):
-        if isinstance(value, dict):
-            return (*path, "type"), _wrong_tag(_dotted(path), value.get("type"), list(sections(field)))
-        return path, _not_a_section(path, field, value, document)
-    if isinstance(path[-1], int):
-        items = item_sections(field)
-        assert items is not None
-        what = f"{_dotted(path)} is a section of settings, not {_given(value)}."
-        return path, (what, f"Its settings are: {', '.join(items.model_fields)}.")
-    indices = [part for part in detail["loc"] if isinstance(part, int)]
-    index = next(iter(indices[sum(isinstance(part, int) for part in path) :]), None)
-    if index is not None and isinstance(value, list) and item_kinds(field):
-        name = f"item {index + 1} of {_dotted(path)}"
-        return (*path, index), _wrong(name, item_kinds(field), (*path, index), field, document)
-    return path, _wrong(_dotted(path), field_kinds(field), path, field, document)
+def _check(
+    section: dict[str, Any], model: type[Settings], path: KeyPath, document: Document
+) -> Iterator[tuple[KeyPath, Told]]:
+    """The mistakes in a section, with their paths."""
+    for key, value in list(section.items()):
+        here, field = (*path, key), fields(model).get(key)
+        if field is None:
+            yield here, _unknown(here, model, section, document)
+        elif variants := sections(field):
+            if value is None:
+                del section[key]
+            elif not isinstance(value, dict):
+                yield here, _not_a_section(here, field, value, document)
+            elif variant := variants.get("") or variants.get(str(value.get("type", _default_type(field)))):
+                yield from _check(value, variant, here, document)
+            else:
+                yield (*here, "type"), _wrong_tag(_dotted(here), value["type"], list(variants))
+        elif (items := item_sections(field)) and isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _check(item, items, (*here, index), document)
+                else:
+                    what = f"{_dotted((*here, index))} is a section of settings, not {_given(item)}."
+                    yield (*here, index), (what, f"Its settings are: {', '.join(fields(items))}.")
+        else:
+            section[key] = _as_written(value, field, here, document)
+            yield from _wrong_values(section[key], field, model, here, document)
 
 
-def _locate(loc: tuple[str | int, ...]) -> tuple[KeyPath, FieldInfo | None, type[Settings]]:
-    """The path in the document, the field and the section's model, from pydantic's location.
+def _as_written(value: Any, field: FieldInfo, path: KeyPath, document: Document) -> Any:
+    """A value; where text is taken, the letters of what would be a number elsewhere."""
 
-    That one has the tag of a section's variant, and names of a union's branches, among the keys.
-    """
-    model: type[Settings] = RunConfig
-    field: FieldInfo | None = None
-    path: KeyPath = ()
-    rest = iter(loc)
-    for key in rest:
-        path = (*path, key)
-        field = fields(model).get(str(key))
-        if field and (items := item_sections(field)) and isinstance(index := next(rest, None), int):
-            path, model = (*path, index), items
-            continue
-        variants = sections(field) if field else {}
-        if not variants:
-            break
-        model = variants.get("") or variants.get(str(next(rest, "")), model)
-    return path, field, model
+    def letters(one: Any, at: KeyPath) -> Any:
+        origin = document.origins.get(at)
+        return origin.written if isinstance(one, bool | int | float) and origin and origin.written is not None else one
+
+    if not isinstance(value, list):
+        return letters(value, path) if takes_text(field_kinds(field)) else value
+    return [letters(one, (*path, n)) for n, one in enumerate(value)] if takes_text(item_kinds(field)) else value
 
 
-def _unknown(path: KeyPath, model: type[Settings], document: Document) -> Told:
+def _wrong_values(
+    value: Any, field: FieldInfo, model: type[Settings], path: KeyPath, document: Document
+) -> Iterator[tuple[KeyPath, Told]]:
+    """The value of a setting, or items of it, where they are of the wrong type or out of range."""
+    try:
+        model.model_validate({path[-1]: value})
+    except ValidationError as error:
+        # A list's branch of a union fails too when one of its items does: only the item is told.
+        items = sorted({part for each in error.errors() for part in each["loc"][1:] if isinstance(part, int)})
+        if not items:
+            yield path, _wrong(_dotted(path), value, field_kinds(field), path, field, document)
+        for index in items:
+            name, here = f"item {index + 1} of {_dotted(path)}", (*path, index)
+            yield here, _wrong(name, value[index], item_kinds(field), here, field, document)
+
+
+def _default_type(field: FieldInfo) -> str:
+    return str(field.get_default(call_default_factory=True).type)
+
+
+def _unknown(path: KeyPath, model: type[Settings], section: dict[str, Any], document: Document) -> Told:
     """A key that no setting has: the nearest that one does have, here or in another section."""
     parent, key = path[:-1], str(path[-1])
-    section = find(parent)
-    owners = [tag for tag, one in sections(section).items() if key in fields(one)] if section else []
-    if owners:
-        return _of_another_type(parent, key, owners, document)
+    field = find(parent)
+    owners = [tag for tag, one in sections(field).items() if key in fields(one)] if field else []
+    if field and owners:
+        return _of_another_type(path, section.get("type", _default_type(field)), owners, document)
     if "." in key and find(tuple(key.split("."))):
         first, rest = key.split(".", 1)
         fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
@@ -218,20 +229,15 @@ def _guess(key: str, here: list[str]) -> str | None:
     return either(everywhere[close]) if close else None
 
 
-def _of_another_type(parent: KeyPath, key: str, owners: list[str], document: Document) -> Told:
+def _of_another_type(path: KeyPath, chosen: str, owners: list[str], document: Document) -> Told:
     """A key that another type of the section has."""
-    section, field = _dotted(parent), find(parent)
-    assert field is not None
-    tag = document.origins.get((*parent, "type"))
-    chosen = document.at((*parent, "type")) if tag else field.get_default().type
+    section, key = _dotted(path[:-1]), path[-1]
+    tag = document.origins.get((*path[:-1], "type"))
     fix = f"Remove {key}, or choose {section}.type {either(owners)}."
-    if tag and not tag.in_file and document.origin((*parent, key)).in_file:
+    if tag and not tag.in_file and document.origin(path).in_file:
         fix += f" To replace the whole section of the file, write '{section}={{type: {chosen}}}'."
-    where = tag.where if tag else "the default"
-    return (
-        f"{section}.{key} is a setting of {section}.type {either(owners)}, and the type here is {chosen} ({where}).",
-        fix,
-    )
+    here = f"the type here is {chosen} ({tag.where if tag else 'the default'})"
+    return f"{section}.{key} is a setting of {section}.type {either(owners)}, and {here}.", fix
 
 
 def _wrong_tag(name: str, tag: Any, tags: list[str]) -> Told:
@@ -259,9 +265,9 @@ def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Docume
     return f"{name} is a section of settings, not {_given(value)}.", fix
 
 
-def _wrong(name: str, takes: list[Kind], path: KeyPath, field: FieldInfo, document: Document) -> Told:
+def _wrong(name: str, value: Any, takes: list[Kind], path: KeyPath, field: FieldInfo, document: Document) -> Told:
     """A value of the wrong type, or out of range."""
-    value, letters = document.at(path), document.origin(path).written
+    letters = document.origin(path).written
     choices = [written(kind.value) for kind in takes if kind.value is not None]
     bare = bool(choices) and len(choices) == len(takes)
     given = letters if letters is not None and value is not None else _given(value, bare=bare)

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jingu.config.explain import combined, explain
+from jingu.config.explain import combined, mistakes_in
 from jingu.config.schema import RunConfig
-from jingu.config.sections.base import Settings
-from jingu.config.strict_yaml import Document, KeyPath, Origin, dump, parse
-from jingu.config.tree import field_kinds, fields, find, item_kinds, item_sections, sections
+from jingu.config.strict_yaml import Document, Origin, dump, parse
+from jingu.config.tree import field_kinds, find, item_kinds, sections, takes_text
 from jingu.errors import JinguError
 
 
@@ -37,14 +34,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             _apply(override, document)
         except JinguError as mistake:
             mistakes.append(mistake)
-    _settle(document.value, RunConfig, (), document)
-    try:
-        config = RunConfig.model_validate(document.value)
-    except ValidationError as error:
-        raise combined(mistakes + explain(error, document)) from None
-    if mistakes:
+    if mistakes := mistakes + mistakes_in(document):
         raise combined(mistakes)
-    return config
+    return RunConfig.model_validate(document.value)
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -123,38 +115,8 @@ def _apply(override: str, document: Document) -> None:
 
 def _parse_value(text: str, override: str, field: FieldInfo | None) -> Document:
     """The value of an override. A setting that takes text takes the letters as they are, unless quoted or a list."""
-    takes = {kind.type for kind in field_kinds(field)} if field else set()
-    quoted = text[:1] in ("'", '"') or (text[:1] == "[" and field is not None and bool(item_kinds(field)))
-    if str in takes and not quoted and not (text == "null" and NoneType in takes):
-        return Document(text, {(): Origin(override)})
-    return parse(text, override, lines=False)
-
-
-def _settle(value: dict[str, Any], model: type[Settings], path: KeyPath, document: Document) -> None:
-    """Fit what was read to what settings take, in place: an empty section is one of defaults, and a setting
-
-    that takes text takes unquoted letters as written, though they would be a number elsewhere (`name: 007`).
-    """
-    known = fields(model)
-    for key in value.keys() & known.keys():
-        field, item, here = known[key], value[key], (*path, key)
-        variants = sections(field)
-        if variants and item is None:
-            del value[key]
-        elif isinstance(item, dict) and variants:
-            for variant in variants.values():
-                _settle(item, variant, here, document)
-        elif (items := item_sections(field)) and isinstance(item, list):
-            for index, part in enumerate(item):
-                if isinstance(part, dict):
-                    _settle(part, items, (*here, index), document)
-        elif str in {kind.type for kind in field_kinds(field)} and not isinstance(item, list):
-            value[key] = _as_text(item, here, document)
-        elif str in {kind.type for kind in item_kinds(field)} and isinstance(item, list):
-            value[key] = [_as_text(part, (*here, index), document) for index, part in enumerate(item)]
-
-
-def _as_text(value: Any, path: KeyPath, document: Document) -> Any:
-    origin = document.origins.get(path)
-    number = isinstance(value, bool | int | float)
-    return origin.written if number and origin and origin.written is not None else value
+    takes, items = (field_kinds(field), item_kinds(field)) if field else ([], [])
+    quoted = text[:1] in ("'", '"') or (text[:1] == "[" and items)
+    if quoted or not takes_text(takes) or (text == "null" and any(kind.type is NoneType for kind in takes)):
+        return parse(text, override, lines=False)
+    return Document(text, {(): Origin(override)})

@@ -78,16 +78,6 @@ class Document:
             path = path[:-1]
         return self.origins.get(path, Origin("the settings"))
 
-    def at(self, path: KeyPath) -> Any:
-        """The value at `path`; None where there is none."""
-        value = self.value
-        for key in path:
-            try:
-                value = value[key]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return value
-
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's reader with the scalars above in place of YAML 1.1's."""

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings, Words
+from jingu.errors import either
 
 Sections = dict[str, type[Settings]]
 """The models that a section can be, by their `type:` (which is empty where there is only one)."""
@@ -46,6 +47,11 @@ def item_kinds(field: FieldInfo) -> list[Kind]:
     """What an item takes, of a field that takes a list; else nothing."""
     lists = [kind.type for kind in field_kinds(field) if get_origin(kind.type) is list]
     return [kind for each in lists for kind in kinds(get_args(each)[0])]
+
+
+def takes_text(takes: list[Kind]) -> bool:
+    """Whether any text is among what a setting takes."""
+    return any(kind.type is str for kind in takes)
 
 
 def fields(model: type[Settings]) -> dict[str, FieldInfo]:
@@ -89,11 +95,6 @@ def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
         for variant in [*sections(field).values(), *filter(None, [item_sections(field)])]:
             keys |= {f"{name}.{key}": None for key in all_keys(variant)}
     return tuple(keys)
-
-
-def either(words: list[str]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
 
 
 def describe(takes: list[Kind]) -> str:

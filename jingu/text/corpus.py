@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.config.sections.data import DataSettings, SourceSettings
-from jingu.errors import JinguError
+from jingu.errors import JinguError, either
 from jingu.runtime.files import unreadable
 from jingu.text.readers import Span, Tally, read_documents
 from jingu.text.storage import CorpusFile, filesystem, is_address, plain_name
@@ -180,7 +180,7 @@ def _walk(folder: Path, suffixes: list[str]) -> list[str]:
     if not found:
         there = ", ".join(f"{count} {ending}" for ending, count in others.most_common(5)) or "no files at all"
         raise JinguError(
-            f"no file in this folder ends in {' or '.join(suffixes)}; there are {there}.",
+            f"no file in this folder ends in {either(suffixes)}; there are {there}.",
             where=folder,
             fix="Set data.suffixes to the endings of your files.",
         )
