@@ -96,7 +96,7 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int) -> None:
     )
     assert mistake(tmp_path / "x.parquet", text_field="id") == (
         f'{tmp_path}/x.parquet:row 1: the field "id" is a number, not a string. '
-        "Set data.text_field to the field of the document."
+        "Set data.text_field to the field that holds the document."
     )
 
 
