@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.cluster import on_ray
+from jingu.data.cluster import in_order, on_ray
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
 from jingu.data.parts import join_parts, part_folder
@@ -43,24 +42,11 @@ from jingu.text.record import differences
 from jingu.text.storage import CorpusFile
 from jingu.text.tokenizer import Tokenizer
 
-NOT_OF_THE_BUILD = {
-    "path",
-    "workers",
-    "on_error",
-    "beginning",
-    *(
-        "sources",
-        "stages",
-        "temperature",
-        "order",
-        "reading",
-        "local",
-        "objective",
-        "packing",
-        "within_documents",
-        "drop",
-    ),
-}
+_OTHER = (
+    "path workers on_error beginning sources stages temperature order reading local objective packing within_documents"
+    " drop"
+)
+NOT_OF_THE_BUILD = set(_OTHER.split())
 """Settings of `data` that do not change a data set's content."""
 PART_IDS = 1 << 22
 """Ids that are held in memory at a time, but for a document's."""
@@ -179,8 +165,7 @@ def refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
             where=path,
             fix="Delete the folder to build it anew, or set data.path to another folder.",
         )
-    check_sizes(path, old.train)
-    check_sizes(path, old.held_out)
+    check_sizes(path, old.train, old.held_out)
 
 
 def _encode_all(
@@ -206,14 +191,8 @@ def in_processes(
     """Results in the order of the units; only a few units are under way or waiting at a time."""
     # spawn: a forked child would inherit the threads of the tokenizer and of torch.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent)
-    waiting: deque[Future[EncodedUnit]] = deque()
     try:
-        for unit in units:
-            waiting.append(pool.submit(job, unit))
-            if len(waiting) >= 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from in_order(lambda unit: pool.submit(job, unit), Future.result, units, 2 * workers)
     except BrokenProcessPool as error:
         raise JinguError(
             "a building process was killed, most likely because memory ran out.",

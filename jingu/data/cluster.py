@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jingu.errors import JinguError
 from jingu.text.storage import package
 
 Task = TypeVar("Task")
+Waiting = TypeVar("Waiting")
 Result = TypeVar("Result")
 AHEAD = 2
 """Tasks under way or waiting, for each processor of the cluster."""
@@ -26,15 +27,9 @@ def on_ray(job: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Re
     if started:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
-        remote, waiting = ray.remote(job_of), deque[Any]()
-        held = ray.put(job)
+        remote, held = ray.remote(job_of), ray.put(job)
         most = max(AHEAD * int(ray.cluster_resources().get("CPU", 1)), 1)
-        for task in tasks:
-            waiting.append(remote.remote(held, task))
-            if len(waiting) >= most:
-                yield ray.get(waiting.popleft())
-        while waiting:
-            yield ray.get(waiting.popleft())
+        yield from in_order(lambda task: remote.remote(held, task), ray.get, tasks, most)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, JinguError):
             raise error.cause from None
@@ -42,6 +37,19 @@ def on_ray(job: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Re
     finally:
         if started:
             ray.shutdown()
+
+
+def in_order(
+    submit: Callable[[Task], Waiting], result: Callable[[Waiting], Result], tasks: Iterable[Task], most: int
+) -> Generator[Result, None, None]:
+    """Results in the order of the tasks, of which so many are under way or waiting at a time."""
+    waiting: deque[Waiting] = deque()
+    for task in tasks:
+        waiting.append(submit(task))
+        if len(waiting) >= most:
+            yield result(waiting.popleft())
+    while waiting:
+        yield result(waiting.popleft())
 
 
 def job_of(job: Callable[[Task], Result], task: Task) -> Result:

@@ -107,14 +107,19 @@ def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer
     Raises JinguError where there is none, where nothing was held out, and where a file is missing or cut.
     """
     way = inferred(path.parent) if reading == "infer" else reading
-    if path.with_name(f"{path.name}.idx").is_file():
-        return _foreign(path, split, way)
-    manifest = Manifest.load(path)
+    foreign = _foreign(path, way) if path.with_name(f"{path.name}.idx").is_file() else None
+    manifest = Manifest.load(path) if foreign is None else foreign.manifest
     if manifest is None:
         raise JinguError("there is no data set here.", where=path, fix="Run `jingu data build` first.")
     content = manifest.split(split)
     if not content.shards:
-        raise _nothing_held_out(path)
+        raise JinguError(
+            "the data set holds nothing out for evaluation.",
+            where=path,
+            fix="Build it with data.held_out above 0, or set evaluation.every to 0.",
+        )
+    if foreign is not None:
+        return foreign
     check_sizes(path, content)
     readers = []
     for shard in content.shards:
@@ -126,7 +131,7 @@ def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer
     return TokenDataset(path, split, manifest, [reader.storage for reader in readers], starts, readers)
 
 
-def _foreign(prefix: Path, split: SplitName, way: Reading) -> TokenDataset:
+def _foreign(prefix: Path, way: Reading) -> TokenDataset:
     """Files of Megatron's format that others wrote: PREFIX.bin and PREFIX.idx, all of it for training."""
     reader = IndexedReader(prefix, way)
     size = reader.tokens * np.dtype(reader.dtype).itemsize
@@ -148,21 +153,8 @@ def _foreign(prefix: Path, split: SplitName, way: Reading) -> TokenDataset:
         settings={},
         train=Split(shards=[shard]),
         held_out=Split(),
-        empty=0,
-        invalid=0,
-        replaced=0,
     )
-    if split == "held_out":
-        raise _nothing_held_out(prefix)
-    return TokenDataset(prefix, split, manifest, [reader.storage], np.array([0, reader.tokens]), [reader])
-
-
-def _nothing_held_out(path: Path) -> JinguError:
-    return JinguError(
-        "the data set holds nothing out for evaluation.",
-        where=path,
-        fix="Build it with data.held_out above 0, or set evaluation.every to 0.",
-    )
+    return TokenDataset(prefix, "train", manifest, [reader.storage], np.array([0, reader.tokens]), [reader])
 
 
 def joined(datasets: list[TokenDataset]) -> TokenDataset:

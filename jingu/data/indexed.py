@@ -148,20 +148,20 @@ class IndexedReader:
     """
 
     def __init__(self, prefix: Path, reading: Reading = "mmap") -> None:
-        bin_path, idx_path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-        self.path = idx_path
-        # Little is looked at, here and there: mapped pages would add up over many shards.
-        self._index = _opened(idx_path, "uint8", _size(idx_path), "lazy")
-        self._layout = _layout(idx_path, self._index)
-        self.dtype = self._layout.dtype
-        used = 0
-        if len(self):
-            start, length = self.place(len(self) - 1)
-            used = (start + length) * np.dtype(self.dtype).itemsize
-        there = _size(bin_path)
-        if there < used:
-            raise damaged(bin_path, f"the file has {there:,} bytes, but its .idx speaks of {used:,}.")
-        self.storage = _opened(bin_path, self.dtype, used // np.dtype(self.dtype).itemsize, reading)
+        bin_path, self.path = prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+        try:
+            # Little is looked at, here and there: mapped pages would add up over many shards.
+            self._index = open_numbers(self.path, "uint8", self.path.stat().st_size, "lazy")
+            self._layout = _layout(self.path, self._index)
+            self.dtype = self._layout.dtype
+            start, length = self.place(len(self) - 1) if len(self) else (0, 0)
+            there, used = bin_path.stat().st_size, (start + length) * np.dtype(self.dtype).itemsize
+            if there < used:
+                raise damaged(bin_path, f"the file has {there:,} bytes, but its .idx speaks of {used:,}.")
+            self.storage = open_numbers(bin_path, self.dtype, start + length, reading)
+        except OSError as error:
+            file = Path(error.filename or self.path)
+            raise damaged(file, f"the file cannot be read ({error.strerror}).") from error
 
     @property
     def tokens(self) -> int:
@@ -205,20 +205,6 @@ class IndexedReader:
         """Numbers [start, stop) of one of the index's arrays."""
         dtype, offset = np.dtype(array[0]).newbyteorder("<"), array[1]
         return self._index.read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(dtype)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise damaged(path, f"the file cannot be read ({error.strerror}).") from error
-
-
-def _opened(path: Path, dtype: str, count: int, reading: Reading) -> Numbers:
-    try:
-        return open_numbers(path, dtype, 0, count, reading)
-    except OSError as error:
-        raise damaged(path, f"the file cannot be read ({error.strerror}).") from error
 
 
 def _layout(path: Path, index: Numbers) -> Layout:

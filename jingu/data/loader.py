@@ -65,7 +65,7 @@ def copy_in_background(datasets: list[TokenDataset], folder: Path) -> threading.
                 for number, shard in enumerate(dataset.manifest.split(dataset.split).shards):
                     if local := _copied(dataset.path / f"{shard.name}.bin", shard, folder):
                         dtype, count = dataset.manifest.dtype, len(dataset.shards[number])
-                        dataset.shards[number] = open_numbers(local, dtype, 0, count, "mmap")
+                        dataset.shards[number] = open_numbers(local, dtype, count, "mmap")
         except OSError as error:
             say(f"Copying shards to {folder} stopped ({error.strerror or error}); the rest is read where it is.")
 

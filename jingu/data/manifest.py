@@ -76,11 +76,11 @@ class Manifest(Record):
     """The settings and the corpus that decide the content."""
     train: Split
     held_out: Split
-    empty: int
+    empty: int = 0
     """Documents left out: no text."""
-    invalid: int
+    invalid: int = 0
     """Documents left out: not UTF-8."""
-    replaced: int
+    replaced: int = 0
     """Documents taken with U+FFFD for what was not UTF-8."""
     skipped: int = 0
     """Left out: mistakes, which skipped.txt lists."""
@@ -111,9 +111,9 @@ class Manifest(Record):
             ) from error
 
 
-def check_sizes(folder: Path, split: Split) -> None:
-    """JinguError where a file of the split is missing or has another size than was written."""
-    for shard in split.files:
+def check_sizes(folder: Path, *splits: Split) -> None:
+    """JinguError where a file of the splits is missing or has another size than was written."""
+    for shard in (file for split in splits for file in split.files):
         for name, size in ((f"{shard.name}.bin", shard.bin_bytes), (f"{shard.name}.idx", shard.idx_bytes)):
             path = folder / name
             there = path.stat().st_size if path.is_file() else None

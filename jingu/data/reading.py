@@ -5,12 +5,11 @@ A file is opened once, read-only. All of them may be read from several threads.
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
-from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -38,14 +37,11 @@ class Numbers(Protocol):
 
 
 class MappedFile:
-    """Numbers of a memory-mapped file, from a byte on."""
+    """Numbers of a memory-mapped file."""
 
-    def __init__(self, path: Path, dtype: str, offset: int, count: int) -> None:
-        self._all = np.zeros(0, dtype)
-        if count:
-            with path.open("rb") as stream:
-                content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            self._all = np.frombuffer(content, np.dtype(dtype).newbyteorder("<"), count, offset)
+    def __init__(self, path: Path, dtype: str, count: int) -> None:
+        little = np.dtype(dtype).newbyteorder("<")
+        self._all = np.asarray(np.memmap(path, little, "r", shape=(count,))) if count else np.zeros(0, little)
         self._all.flags.writeable = False
 
     def __len__(self) -> int:
@@ -58,8 +54,8 @@ class MappedFile:
 class ReadFile:
     """Numbers of a file, each stretch read when it is asked for."""
 
-    def __init__(self, path: Path, dtype: str, offset: int, count: int) -> None:
-        self._dtype, self._offset, self._count = np.dtype(dtype).newbyteorder("<"), offset, count
+    def __init__(self, path: Path, dtype: str, count: int) -> None:
+        self._dtype, self._count = np.dtype(dtype).newbyteorder("<"), count
         self._path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
@@ -67,52 +63,46 @@ class ReadFile:
         return self._count
 
     def read(self, start: int, stop: int) -> Ids:
-        size = self._dtype.itemsize
-        left = size * (min(stop, self._count) - start)
-        place, parts = self._offset + start * size, []
-        while left > 0:  # a single read gives at most 2 GB
-            part = os.pread(self._file, left, place)
+        place, end, parts = start * self._dtype.itemsize, min(stop, self._count) * self._dtype.itemsize, []
+        while place < end:  # a single read gives at most 2 GB
+            part = os.pread(self._file, end - place, place)
             if not part:
                 raise OSError(f"{self._path} ends at byte {place:,}; it was cut while it was read")
             parts.append(part)
-            left, place = left - len(part), place + len(part)
+            place += len(part)
         return np.frombuffer(b"".join(parts), self._dtype)
 
 
-class CachedFile(ReadFile):
+class CachedFile:
     """Numbers of a file read in large blocks, of which the last used ones are kept."""
 
-    def __init__(self, path: Path, dtype: str, offset: int, count: int) -> None:
-        super().__init__(path, dtype, offset, count)
-        self._per_block = BLOCK_BYTES // self._dtype.itemsize
-        self._blocks: OrderedDict[int, Ids] = OrderedDict()
-        self._lock = Lock()
+    def __init__(self, path: Path, dtype: str, count: int) -> None:
+        file = ReadFile(path, dtype, count)
+        self._count, size = count, BLOCK_BYTES // np.dtype(dtype).itemsize
+        self._size = size
+        self._block = lru_cache(KEPT_BLOCKS)(lambda number: file.read(number * size, (number + 1) * size))
+
+    def __len__(self) -> int:
+        return self._count
 
     def read(self, start: int, stop: int) -> Ids:
         stop = min(stop, self._count)
-        blocks = range(start // self._per_block, -(-stop // self._per_block))
-        parts = [self._block(number)[max(start - number * self._per_block, 0) :] for number in blocks]
-        together = np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else np.zeros(0, self._dtype)
-        return together[: max(stop - start, 0)]
-
-    def _block(self, number: int) -> Ids:
-        with self._lock:
-            if number not in self._blocks:
-                self._blocks[number] = super().read(number * self._per_block, (number + 1) * self._per_block)
-            self._blocks.move_to_end(number)
-            while len(self._blocks) > KEPT_BLOCKS:
-                self._blocks.popitem(last=False)
-            return self._blocks[number]
+        first, last = start // self._size, max(stop - 1, start) // self._size
+        parts = [self._block(number) for number in range(first, last + 1)]
+        together = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return together[start - first * self._size : max(stop, start) - first * self._size]
 
 
-def open_numbers(path: Path, dtype: str, offset: int, count: int, reading: Reading) -> Numbers:
-    """`count` numbers of type `dtype` (little-endian) from byte `offset` of a file on."""
-    kinds: dict[Reading, type[MappedFile] | type[ReadFile]] = {
-        "mmap": MappedFile,
-        "lazy": ReadFile,
-        "cached": CachedFile,
-    }
-    return kinds[reading](path, dtype, offset, count)
+_KINDS: dict[Reading, Callable[[Path, str, int], Numbers]] = {
+    "mmap": MappedFile,
+    "lazy": ReadFile,
+    "cached": CachedFile,
+}
+
+
+def open_numbers(path: Path, dtype: str, count: int, reading: Reading) -> Numbers:
+    """The first `count` numbers of type `dtype` (little-endian) in a file."""
+    return _KINDS[reading](path, dtype, count)
 
 
 def inferred(path: Path) -> Reading:

@@ -39,13 +39,12 @@ def inspect(path: Path, document: int | None = None, tokenizer: Path | None = No
     print(f"data: {path}, ids as {manifest.dtype} of a vocabulary of {manifest.vocabulary:,}.")
     print_summary(manifest)
     _print_lengths(dataset.document_lengths())
-    for split in (manifest.train, manifest.held_out):
-        check_sizes(path, split)
-        for shard in split.files:
-            for name, checksum in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
-                with (path / name).open("rb") as stream:
-                    if hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() != checksum:
-                        raise damaged(path / name, "the file's content is not what was written (checksum).")
+    check_sizes(path, manifest.train, manifest.held_out)
+    for shard in (*manifest.train.files, *manifest.held_out.files):
+        for name, checksum in ((f"{shard.name}.bin", shard.bin_xxh3), (f"{shard.name}.idx", shard.idx_xxh3)):
+            with (path / name).open("rb") as stream:
+                if hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() != checksum:
+                    raise damaged(path / name, "the file's content is not what was written (checksum).")
     print("  every file has the checksum it was written with")
 
 

@@ -39,16 +39,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=30)
 @given(
     count=st.integers(0, 300),
-    offset=st.integers(0, 9),
     places=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 310)), max_size=8),
 )
 def test_any_stretch(
-    tmp_path_factory: pytest.TempPathFactory, reading: Reading, count: int, offset: int, places: list[tuple[int, int]]
+    tmp_path_factory: pytest.TempPathFactory, reading: Reading, count: int, places: list[tuple[int, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("numbers") / "x"
     expected = np.arange(count, dtype="<i4") * 7
-    path.write_bytes(b"x" * offset + expected.tobytes() + b"more")
-    numbers = open_numbers(path, "int32", offset, count, reading)
+    path.write_bytes(expected.tobytes() + b"more")
+    numbers = open_numbers(path, "int32", count, reading)
     assert len(numbers) == count
     for start, stop in places:
         start = min(start, count)
@@ -99,7 +98,7 @@ def test_the_way_is_inferred_from_the_file_system(tmp_path: Path, monkeypatch: p
 def test_a_file_cut_while_it_is_read_is_told(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(100))
-    numbers = open_numbers(path, "uint16", 0, 50, "lazy")
+    numbers = open_numbers(path, "uint16", 50, "lazy")
     os.truncate(path, 60)
     with pytest.raises(OSError, match="ends at byte 60; it was cut while it was read"):
         numbers.read(20, 40)
