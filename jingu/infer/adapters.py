@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from jingu.checkpoint.hub import OpenModel, open_run_apart, parameter_shapes
 from jingu.checkpoint.peft import CONFIG, read_adapters
 from jingu.errors import JinguError
-from jingu.model.decoder import Decoder
 from jingu.model.layers import Linear
 from jingu.model.spec import Lora
+from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.sharing import sharing_of
 
 NONE = -1
 """The number that stands for no adapter."""
@@ -97,8 +99,8 @@ def _map(weight_OI: Tensor) -> Linear:
     return made
 
 
-def stand_beside(model: Decoder, base: OpenModel, paths: Mapping[str, Path], dtype: torch.dtype) -> Adapters:
-    """Give the matrices of a model their adapters, in place.
+def stand_beside(model: Model, base: OpenModel, paths: Mapping[str, Path], dtype: torch.dtype) -> Adapters:
+    """Give the matrices of a model, or of this rank's part of it, their adapters, in place.
 
     Args:
         paths: name → a run that trained adapters, or a folder of peft's.
@@ -113,27 +115,40 @@ def stand_beside(model: Decoder, base: OpenModel, paths: Mapping[str, Path], dty
             where="adapters",
             fix="Merge one into the model with `jingu tune merge`.",
         )
-    device = next(model.parameters()).device
-    modules = dict(model.named_modules())
+    device, sizes = next(model.parameters()).device, parameter_shapes(base.spec) if paths else {}
+    stages = list(model.stages) if isinstance(model, Pipeline) else [model]
+    here = {name: stage for stage in stages for name, child in stage.named_modules() if isinstance(child, Linear)}
     found: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for number, path in enumerate(paths.values()):
         for name, (a_RI, b_OR) in _read(path, base).items():
-            child = modules.get(name)
-            if not isinstance(child, Linear) or (child.out_features, child.in_features) != (len(b_OR), a_RI.shape[1]):
+            if sizes.get(f"{name}.weight") != (len(b_OR), a_RI.shape[1]):
                 raise JinguError(
                     f"the model has no matrix {name} of this size.", where=path, fix="Choose another base."
                 )
-            found.setdefault(name, {})[number] = a_RI.to(device, dtype), b_OR.to(device, dtype)
+            if name in here:
+                mine = _cut(model, name, 1, a_RI), _cut(model, name, 0, b_OR)
+                found.setdefault(name, {})[number] = mine[0].to(device, dtype), mine[1].to(device, dtype)
     for name, parts in found.items():
         parent, _, leaf = name.rpartition(".")
-        holder = model.get_submodule(parent)
+        holder = here[name].get_submodule(parent)
         setattr(holder, leaf, LoraRows(getattr(holder, leaf), adapters, parts))
     return adapters
+
+
+def _cut(model: Model, name: str, dim: int, whole: Tensor) -> Tensor:
+    """Of a small matrix the part that belongs to a rank's part of the large one, along the dim that they share."""
+    if not hasattr(model, "sharing"):
+        return whole
+    part = sharing_of(model).parts[f"{name}.weight"]
+    return replace(part, dims=tuple(each if each == dim else None for each in part.dims)).cut(whole)
 
 
 def _read(path: Path, base: OpenModel) -> dict[str, tuple[Tensor, Tensor]]:
     """By module, the small matrices of an adapter; the second times its scale."""
     own = read_adapters(path, base) if (path / CONFIG).is_file() else open_run_apart(path)[0]
+    if own.reads_whole != base.reads_whole:
+        what = "of the model and its adapter, one was trained to see beginnings in both directions and one was not."
+        raise JinguError(what, where=path, fix="Serve the adapter's run by itself.")
     adapter = own.spec.adapter
     names = [name for name in parameter_shapes(own.spec) if name.endswith(".lora_a")]
     if not isinstance(adapter, Lora) or adapter.magnitudes or any(".experts." in name for name in names):

@@ -90,11 +90,11 @@ def load(
     Raises:
         JinguError: what is wrong with it.
     """
-    if ranks is not None and (adapters or experts_resident is not None or precision in ("int8", "int4")):
+    if ranks is not None and (experts_resident is not None or precision in ("int8", "int4")):
         raise JinguError(
-            "a model that processes share has no adapters beside it, all experts in memory and no rounded matrices.",
+            "a model that processes share has all experts in memory and no rounded matrices.",
             where="--processes",
-            fix="Leave out --adapter, --experts-resident, and --precision int8 or int4.",
+            fix="Leave out --experts-resident, and --precision int8 or int4.",
         )
     opened = open_model(path)
     tokenizer = Tokenizer.load(opened.tokenizer())
@@ -110,12 +110,11 @@ def load(
             pack_weights(model, opened.read, 8 if precision == "int8" else 4, dtype, place)
 
     model: Model
-    if ranks is None:
-        model = load_model(opened, dtype, place, prepare)
-        beside = stand_beside(model, opened, adapters or {}, dtype)
-        arrange(model)
-    else:
-        model, beside = _shared(opened, dtype, ranks, pipeline), Adapters(())
+    whole = None if ranks is not None else load_model(opened, dtype, place, prepare)
+    model = whole if ranks is None else _shared(opened, dtype, ranks, pipeline)
+    beside = stand_beside(model, opened, adapters or {}, dtype)
+    if whole is not None:
+        arrange(whole)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from jingu.checkpoint.export import export_hf
 from jingu.config.sections.model import ModelSettings
@@ -23,6 +25,7 @@ from jingu.infer.sampling import Sampling
 from jingu.model.initialise import initialise
 from jingu.model.build import spec_from_settings
 from jingu.model.encoder_decoder import make_model
+from jingu.model.spec import ModelSpec
 from tests.rank_pool import RankPool
 from jingu.text.training import train_tokenizer
 from tests.conftest import this_rank
@@ -50,17 +53,45 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = make_model(spec)
         initialise(model, spec, 1)
         export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
+        if name == "llama":
+            write_adapter(place / "adapter", spec)
     return {name: place / name for name in FAMILIES}
 
 
-def requests() -> list[Request]:
+def write_adapter(folder: Path, spec: ModelSpec) -> None:
+    """LoRA as peft writes it, of matrices that are divided by heads, by outputs and by inputs."""
+    part, size, random = spec.attention, spec.feed_forward.size, torch.Generator().manual_seed(1)
+    outputs, inputs = part.heads * part.head_size, part.kv_heads * part.head_size
+    shapes = {
+        "self_attn.q_proj": (outputs, spec.width),
+        "self_attn.v_proj": (inputs, spec.width),
+        "self_attn.o_proj": (spec.width, outputs),
+        "mlp.up_proj": (size, spec.width),
+        "mlp.down_proj": (spec.width, size),
+    }
+    tensors = {}
+    for layer in range(spec.layers):
+        for name, (rows, columns) in shapes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(3, columns, generator=random)
+            tensors[f"{key}.lora_B.weight"] = torch.randn(rows, 3, generator=random) / 5
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    names = [name.rpartition(".")[2] for name in shapes]
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "target_modules": names, "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def requests(adapter: str | None) -> list[Request]:
     """Greedy and drawn, some that begin alike, several choices, a stop string, penalties, a bias of minus infinity."""
     alike = tuple(range(5, 36))
     bias = {7: float("-inf"), 9: 1.5}
     return [
-        Request((9, 4, 30), Sampling(), 20, ignore_end=True, logprobs=2),
+        Request((9, 4, 30), Sampling(), 20, ignore_end=True, logprobs=2, adapter=adapter),
         Request((*alike, 3), Sampling(temperature=0.9, seed=4), 12, n=2, ignore_end=True),
-        Request((*alike, 8, 1), Sampling(temperature=1.1, top_k=40, top_p=0.9, seed=5), 9, ignore_end=True),
+        Request(
+            (*alike, 8, 1), Sampling(temperature=1.1, top_k=40, top_p=0.9, seed=5), 9, ignore_end=True, adapter=adapter
+        ),
         Request((), Sampling(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias), 15, stop=("zz" * 700,)),
     ]
 
@@ -68,7 +99,7 @@ def requests() -> list[Request]:
 def answers(engine: Engine | Lockstep) -> list[list[Any]]:
     """Tokens of each choice, how it ends, and log-probabilities; two requests join late, and one is given up."""
     told: dict[int, list[Event]] = {}
-    first, second, *later = requests()
+    first, second, *later = requests(next(iter(engine.loaded.adapters.names), None))
     order = [engine.submit(first), engine.submit(second)]
     given_up = engine.submit(first)
     steps = 0
@@ -91,17 +122,24 @@ def answers(engine: Engine | Lockstep) -> list[list[Any]]:
     ]
 
 
+def adapters_of(folder: Path) -> dict[str, Path]:
+    return {"small": folder.parent / "adapter"} if folder.name == "llama" else {}
+
+
 def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[list[Any]] | None:
     ranks = this_rank(rank, world)
-    engine = Engine(load(folder, "fp64", ranks=ranks, pipeline=pipeline), SETTINGS)
+    loaded = load(folder, "fp64", adapters=adapters_of(folder), ranks=ranks, pipeline=pipeline)
+    engine = Engine(loaded, SETTINGS)
     with in_lockstep(engine, ranks) as leader:
         return None if leader is None else [*answers(leader), *answers(leader)]
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_ranks_answer_as_one_process_does(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
-    engine = Engine(load(folders[family], "fp64", "cpu"), SETTINGS)
+    engine = Engine(load(folders[family], "fp64", "cpu", adapters_of(folders[family])), SETTINGS)
     expected = [*answers(engine), *answers(engine)]
+    if engine.loaded.adapters.names:
+        assert expected[0] != answers(Engine(load(folders[family], "fp64", "cpu"), SETTINGS))[0]
     for world, pipeline in LAYOUTS[family]:
         found, *others = ranks.run(shared_answers, world, folders[family], pipeline)
         assert others == [None] * (world - 1)
