@@ -110,11 +110,13 @@ def load(
             pack_weights(model, opened.read, 8 if precision == "int8" else 4, dtype, place)
 
     model: Model
-    whole = None if ranks is not None else load_model(opened, dtype, place, prepare)
-    model = whole if ranks is None else _shared(opened, dtype, ranks, pipeline)
+    if ranks is None:
+        model = load_model(opened, dtype, place, prepare)
+    else:
+        model = _shared(opened, dtype, ranks, pipeline)
     beside = stand_beside(model, opened, adapters or {}, dtype)
-    if whole is not None:
-        arrange(whole)
+    if isinstance(model, Decoder) and ranks is None:
+        arrange(model)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(

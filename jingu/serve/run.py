@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 
@@ -38,6 +39,7 @@ def run(
     name: str,
     adapters: tuple[str, ...],
     speech: Speech | None,
+    listener: socket.socket,
 ) -> None:
     """Serve until a signal asks to stop. Raises RuntimeError where the engine fails and cannot go on."""
 
@@ -48,6 +50,6 @@ def run(
 
     log_to_stderr()
     server = make(engine, loaded, settings, name, adapters, speech, tell)
-    server.run()
+    server.run([listener])
     if server.driver.broken is not None:
         raise RuntimeError("the engine failed and could not go on, so the server has ended") from server.driver.broken

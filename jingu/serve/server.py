@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
@@ -17,13 +18,32 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jingu.errors import JinguError
 from jingu.serve.answers import dump
 from jingu.serve.driver import Driver
 from jingu.serve.errors import ServeError
 from jingu.serve.gate import HEADER_BYTES
 from jingu.serve.service import ServeSettings
 
+LOGGER = logging.getLogger("jingu.serve")
 _DRAIN_SECONDS = 1.0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, which does not listen yet. Raises JinguError where it cannot be had."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except (OSError, OverflowError) as error:
+        made.close()
+        why = error.strerror if isinstance(error, OSError) else error
+        raise JinguError(
+            f"the server cannot listen there ({why}).",
+            where=f"{host}:{port}",
+            fix="Choose another --port (0 takes a free one) or --host.",
+        ) from error
+    return made
 
 
 class Connection(H11Protocol):
@@ -158,6 +178,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End in order: no new requests, then those under way, for a while."""
         self.driver.stopping = True
+        if self.driver.open:
+            told = {"requests": self.driver.open, "grace_seconds": self._grace}
+            LOGGER.info("stopping when these are finished; a second signal ends it at once", extra={"told": told})
         late = ServeError(503, "the server stops, and this took too long to finish", kind="incomplete_generation")
         timer = asyncio.get_running_loop().call_later(self._grace, self.driver.abandon, late)
         try:

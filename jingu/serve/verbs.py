@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,7 @@ def serve(
     """
     try:
         from jingu.serve.run import run
+        from jingu.serve.server import bound
         from jingu.serve.service import ServeSettings
     except ImportError as error:
         raise JinguError(
@@ -76,14 +78,16 @@ def serve(
         pooling=pooling,
     )
     adapters = dict(_adapter(each) for each in adapter or ())
-    with ranks_of(device) as ranks:
+    with ranks_of(device) as ranks, ExitStack() as stack:
+        # Before the model is loaded, which takes its time.
+        listener = stack.enter_context(bound(host, port)) if ranks is None or ranks.is_first else None
         made = load(model, precision, device, adapters, experts_resident, ranks, pipeline)
         loaded, speech = speaking(made, model, template)
         small = None if draft is None else load(draft, precision, device)
         engine_settings = EngineSettings(max_batch=max_batch, guesses=guesses)
         with in_lockstep(Engine(loaded, engine_settings, small), ranks) as engine:
-            if engine is not None:
-                run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech)
+            if engine is not None and listener is not None:
+                run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech, listener)
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,20 @@ def test_a_server_that_others_can_reach_has_any_name(
     monkeypatch.setattr(run, "run", lambda _engine, _loaded, *told: seen.append(told[:3]))
     for host, options in (("127.0.0.1", {}), ("::1", {"allow_host": ["gate"]}), ("0.0.0.0", {"name": "mine"})):
         asked: dict[str, Any] = options
-        verbs.serve(tmp_path, host=host, adapter=["a=b"], api_key=["k"], **asked)
+        verbs.serve(tmp_path, host=host, port=0, adapter=["a=b"], api_key=["k"], **asked)
     assert seen[0][0].hosts == ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")
     assert seen[1][0].hosts[-1] == "gate"
     assert seen[2][0].hosts == () and seen[2][0].keys == ("k",)
     assert [(name, adapters) for _, name, adapters in seen] == [("tiny", ("a",)), ("tiny", ("a",)), ("mine", ("a",))]
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JinguError, match=rf"127.0.0.1:{port}: .*Address already in use.*another --port"):
+            verbs.serve(tmp_path, port=port)
+    with pytest.raises(JinguError, match="port must be 0-65535"):
+        verbs.serve(tmp_path, port=70_000)
 
 
 def test_a_missing_package_is_named() -> None:
