@@ -16,17 +16,21 @@ from jingu.errors import JinguError, either
 from jingu.verb import number, one_of, option, parse, part, path, place, several, switch, verb, whole
 
 
-def _checkpoints(text: str) -> Any:
+def _path_or_address(text: str) -> Any:
     from jingu.checkpoint import remote
 
     return remote.place(text) if "://" in text else path(text)
+
+
+def _checkpoints(name: str, metavar: str, words: str) -> tuple[str, dict[str, Any]]:
+    return name, {"metavar": metavar, "type": _path_or_address, "help": words}
 
 
 _from_0 = number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = number(lambda value: 0 < value < math.inf, "above 0")
 _share = number(lambda value: 0 < value <= 1, "above 0, at most 1")
 _MODEL = place("model", "MODEL", "a run, a step of it, a Hugging Face folder, a GGUF file or smollm2")
-_CHECKPOINTS = "path", {"metavar": "PATH", "type": _checkpoints, "help": "a run, a step of it, or an address of either"}
+_CHECKPOINTS = _checkpoints("path", "PATH", "a run, a step of it, or an address of either")
 _PROCESSES = option("--processes", "N", whole(1), "ranks on this machine (1 where not given)")
 _PIPELINE = option("--pipeline", "N", whole(1), "stages that ranks divide the blocks into; those of one share it", 1)
 _SAMPLING = (
@@ -244,7 +248,7 @@ VERBS = {
     "checkpoint prune": verb(
         "delete the checkpoints of a run that need not stay",
         "jingu.checkpoint.verbs:prune",
-        place("run", "RUN", "the folder of the run"),
+        _checkpoints("run", "RUN", "a run, or its address"),
         option("--keep", "N", whole(1), "so many newest good ones stay", 1),
         option("--keep-every", "N", whole(0), "those whose step is a multiple of this stay, too", 0),
         option("--keep-best", "N", whole(0), "so many with the lowest held-out loss stay, too", 0),
@@ -256,8 +260,8 @@ VERBS = {
     "checkpoint diff": verb(
         "tell in what two checkpoints differ",
         "jingu.checkpoint.verbs:diff",
-        place("first", "FIRST", "a checkpoint, or a run for its newest one"),
-        place("second", "SECOND", "another"),
+        _checkpoints("first", "FIRST", "a checkpoint, or a run for its newest one, or an address of either"),
+        _checkpoints("second", "SECOND", "another"),
     ),
 }
 

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -64,7 +65,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: tensors that cannot be stored.
         """
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._threads = rank, ranks, torch.get_num_threads()
         blocks = held_blocks(tensors, self._rank, self._ranks)
         self._layout = _layout(blocks)
         plan, written = plan_part(blocks, rank, ranks)
@@ -155,16 +156,16 @@ class BackgroundSaver:
         return beside.record_event()
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], request: dict[str, Any]) -> None:
-        """In a thread: copy what is in main memory, and ask for the writing when all is copied.
+        """In a thread: have what is in main memory copied, and ask for the writing when all is copied.
 
-        One thread fills the memory's bandwidth; those of PyTorch would stand in the way of training's.
+        As many threads copy as training computes with, so that each core gives it the same time: training divides its
+        work evenly, and the others would wait for a core that gives more.
         """
+        rest = iter(sorted(pairs, key=lambda pair: -pair[1].numel()))
         try:
-            for to, tensor in pairs:
-                if tensor.is_contiguous():
-                    ctypes.memmove(to.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size())
-                else:
-                    to.copy_(tensor)
+            with ThreadPoolExecutor(self._threads) as pool:
+                for copied in [pool.submit(_copy_all, rest) for _ in range(self._threads)]:
+                    copied.result()
             self._free.set()
             if self._on_card is not None:
                 self._on_card.synchronize()
@@ -230,6 +231,16 @@ class BackgroundSaver:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         os.close(self._file)
+
+
+def _copy_all(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Copy pair after pair of those that several threads share. (An operation of PyTorch would start threads of its
+    own.)"""
+    for to, tensor in pairs:
+        if tensor.is_contiguous():
+            ctypes.memmove(to.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        else:
+            to.copy_(tensor)
 
 
 def _layout(blocks: list[Held]) -> list[object]:

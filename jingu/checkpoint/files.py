@@ -424,7 +424,6 @@ def reading(path: Place) -> Iterator[Reading]:
     try:
         if isinstance(path, Path):
             descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
         yield Reading(path, descriptor)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing.", where=path.parent) from None

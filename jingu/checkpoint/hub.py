@@ -24,6 +24,7 @@ from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
 from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
+from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixSettings
 from jingu.errors import JinguError
 from jingu.model.adapters import add_adapter, is_adapter
@@ -136,9 +137,19 @@ def open_model(path: Path) -> OpenModel:
     return open_hf(path)
 
 
+def config_of(run: Path) -> RunConfig | None:
+    """The configuration that a run was last started with; None where the folder has none."""
+    return load_config(run / "config.yaml", []) if (run / "config.yaml").is_file() else None
+
+
+def checkpoints_in(run: Path) -> Place:
+    """Where the checkpoints of a run lie, given its folder."""
+    config = config_of(run)
+    return run / "checkpoints" if config is None else checkpoints_of(run, config)
+
+
 def _newest(run: Path) -> Place:
-    has_settings = (run / "config.yaml").is_file()
-    checkpoints = checkpoints_of(run, load_config(run / "config.yaml", [])) if has_settings else run / "checkpoints"
+    checkpoints = checkpoints_in(run)
     steps = complete_steps(checkpoints)
     if not steps:
         raise JinguError("this run has no checkpoint yet.", where=run, fix="Train it first: `jingu train` saves one.")

@@ -22,7 +22,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,11 +30,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.files import CHUNK, cause_of, new_file, part_name, shard_name, write_all, write_bytes
+from jingu.checkpoint.files import cause_of, new_file, part_name, shard_name, write_bytes
 from jingu.checkpoint.manifest import MANIFEST, STATE, CheckpointError, Manifest, merge, read_manifest
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import STEP, step_folder
-from jingu.checkpoint.shards import memory_of, plan_part
+from jingu.checkpoint.shards import plan_part
 from jingu.checkpoint.store import held_blocks, needed_pieces, write_blocks
 from jingu.errors import JinguError
 from jingu.runtime.ranks import all_agree, from_all, from_first
@@ -101,22 +100,26 @@ class MemoryCopies:
 
         try:
             _together(write, self._own)
-            error = self._pass_on(partial) if self._world > 1 else None
-            _together(lambda: _raise(error), self._own)
+            if self._world > 1:
+                self._pass_on(partial)
             _together(lambda: partial.rename(self._own / key), self._own)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self.forget(but=key)
 
-    def _pass_on(self, partial: Path) -> OSError | None:
+    def _pass_on(self, partial: Path) -> None:
         """Send this rank's files to its neighbour while those of another neighbour come."""
         to, source = (self._rank + self._shift) % self._world, (self._rank - self._shift) % self._world
-        errors = [
-            _exchange(partial / sent if sent else None, to, partial / got if got else None, source)
-            for sent, got in zip_longest(_files_of(self._rank, self._world), _files_of(source, self._world))
-        ]
-        return next((error for error in errors if error is not None), None)
+        own = sorted(_files_of(self._rank, self._world))
+        sizes: dict[str, int] = from_all({name: (partial / name).stat().st_size for name in own})[source]
+        places = _together(lambda: [_room(partial / name, sizes[name]) for name in sorted(sizes)], self._own)
+        under_way = [dist.isend(_mapped(partial / name), to) for name in own]
+        for place in places:
+            dist.recv(place, source)
+        for work in under_way:
+            assert work is not None  # as on ranks outside a group
+            work.wait()
 
     def forget(self, but: str = "") -> None:
         """Delete this rank's copies, except those of one name, and what ranks have left that are no longer here."""
@@ -193,24 +196,33 @@ class MemoryCopies:
     def _fetch(self, key: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
         """Bring the wanted files of the copies `key` into the folder of each node; returns all there are anywhere."""
         here = {path.name: path for path in sorted(self._root.glob(f"rank-*/{key}/*"))}
-        tables: list[list[str]] = from_all(sorted(here))
+        tables: list[dict[str, int]] = from_all({name: path.stat().st_size for name, path in here.items()})
         everywhere = sorted({name for table in tables for name in table})
         wishes: list[list[str]] = from_all([name for name in everywhere if wanted(name)])
-        error: OSError | None = None
+        moves = []
         for node in dict.fromkeys(self._nodes):  # all ranks take the same order, so that none waits for another's turn
             members = [rank for rank, other in enumerate(self._nodes) if other == node]
             for name in sorted({name for rank in members for name in wishes[rank]}):
                 holders = [rank for rank, table in enumerate(tables) if name in table]
-                sender, failed = holders[members[0] % len(holders)], None
-                if members[0] in holders:
-                    if self._rank == members[0]:
-                        failed = _link(here[name], folder / name)
-                elif self._rank == members[0]:
-                    failed = _exchange(None, sender, folder / name, sender)
-                elif self._rank == sender:
-                    failed = _exchange(here[name], members[0], None, members[0])
-                error = error or failed
-        _together(lambda: _raise(error), folder)
+                sender = members[0] if members[0] in holders else holders[members[0] % len(holders)]
+                moves.append((name, sender, members[0]))
+
+        def make_room() -> dict[str, Tensor]:
+            for name, sender, leader in moves:
+                if self._rank == leader == sender:
+                    os.link(here[name], folder / name)
+            return {
+                name: _room(folder / name, tables[sender][name])
+                for name, sender, leader in moves
+                if self._rank == leader != sender
+            }
+
+        places = _together(make_room, folder)
+        for name, sender, leader in moves:
+            if self._rank == leader != sender:
+                dist.recv(places[name], sender)
+            elif self._rank == sender != leader:
+                dist.send(_mapped(here[name]), leader)
         return everywhere
 
 
@@ -270,59 +282,13 @@ def _together(work: Callable[[], T], where: Path) -> T:
     raise CheckpointError(f"{what}.", where=where) from error
 
 
-def _raise(error: OSError | None) -> None:
-    if error is not None:
-        raise error
+def _mapped(file: Path) -> Tensor:
+    """The bytes of a file."""
+    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
 
 
-def _link(path: Path, name: Path) -> OSError | None:
-    try:
-        os.link(path, name)
-    except OSError as error:
-        return error
-    return None
-
-
-def _exchange(sent: Path | None, to: int, got: Path | None, source: int) -> OSError | None:
-    """Send a file to a rank while one comes from another, a chunk at a time.
-
-    What goes wrong with a file is returned when all is sent and received: the other ranks must not wait.
-    """
-    error: OSError | None = None
-    with contextlib.ExitStack() as files:
-        reader = files.enter_context(sent.open("rb", buffering=0)) if sent is not None else None
-        out, into = torch.tensor([sent.stat().st_size if sent is not None else 0]), torch.tensor([0])
-        work = dist.isend(out, to) if reader is not None else None
-        writer = None
-        if got is not None:
-            dist.recv(into, source)
-            try:
-                writer = files.enter_context(new_file(got))
-            except OSError as caught:
-                error = caught
-        if work is not None:
-            work.wait()
-        size = max(int(out), int(into))
-        buffers = torch.empty((2, min(size, CHUNK)), dtype=torch.uint8)
-        for first in range(0, size, CHUNK):
-            leaving, coming = (buffer[: max(0, int(n) - first)] for buffer, n in zip(buffers, (out, into), strict=True))
-            work = None
-            if reader is not None and len(leaving):
-                _read(reader, memory_of(leaving))
-                work = dist.isend(leaving, to)
-            if len(coming):
-                dist.recv(coming, source)
-                try:
-                    if writer is not None and error is None:
-                        write_all(writer, memory_of(coming))
-                except OSError as caught:
-                    error = caught
-            if work is not None:
-                work.wait()
-    return error
-
-
-def _read(file: Any, view: memoryview) -> None:
-    """What is missing of a file stays as it is, which its checksum shows."""
-    while len(view) and (count := file.readinto(view)):
-        view = view[count:]
+def _room(file: Path, size: int) -> Tensor:
+    """The bytes of a new file, to be filled. Raises OSError where there is no room for them."""
+    with file.open("xb") as new:
+        os.posix_fallocate(new.fileno(), 0, size)  # a write to mapped memory for which there is none ends the process
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)

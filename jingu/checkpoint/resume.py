@@ -74,7 +74,17 @@ def is_complete(folder: Place) -> bool:
 def checkpoints_of(run: Path, config: RunConfig) -> Place:
     """Where the checkpoints of a run lie. Raises JinguError for an address that nothing installed knows."""
     address = config.checkpoint.address
-    return run / "checkpoints" if address is None else place(f"{address.rstrip('/')}/{config.name}/checkpoints")
+    return run / "checkpoints" if address is None else place(_of_run(address, config))
+
+
+def copies_of(config: RunConfig) -> str | None:
+    """The address of the copies of a run's checkpoints."""
+    address = config.checkpoint.copy_to
+    return None if address is None else _of_run(address, config)
+
+
+def _of_run(address: str, config: RunConfig) -> str:
+    return f"{address.rstrip('/')}/{config.name}/checkpoints"
 
 
 def find_latest(checkpoints: Place) -> Found:
@@ -90,22 +100,21 @@ def find_latest(checkpoints: Place) -> Found:
     return Found(None, None, passed_over)
 
 
-def prune(checkpoints: Place, keep: Keep, *, current: int | None = None) -> list[int]:
+def prune(checkpoints: Place, keep: Keep, current: int) -> list[int]:
     """Delete the complete checkpoints that need not stay, and what dead processes left behind until `current`.
 
     Only saves of later steps may be going on in `checkpoints`.
 
     Args:
-        current: step of the checkpoint just written. Folders of later steps are those that resuming passed over:
-            they are neither counted nor deleted. None: the newest one that verifies, which takes reading it.
+        current: step of the newest good checkpoint. Folders of later steps are those that resuming passed over: they
+            are neither counted nor deleted.
 
     Returns:
         The steps that were deleted.
     """
     if keep.last < 1:
         raise ValueError(f"keep.last is {keep.last}, and at least one checkpoint is kept")
-    newest = find_latest(checkpoints).step if current is None else current
-    steps = [step for step in complete_steps(checkpoints) if newest is not None and step <= newest]
+    steps = [step for step in complete_steps(checkpoints) if step <= current]
     doomed = superfluous(steps, keep, lambda step: read_state(step_folder(checkpoints, step)))
     for step in doomed:
         folder = step_folder(checkpoints, step)

@@ -16,10 +16,18 @@ from torch import Tensor
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.files import names, read_state, remove
 from jingu.checkpoint.files import verify as problems_of
-from jingu.checkpoint.hub import OpenModel, open_model
+from jingu.checkpoint.hub import OpenModel, checkpoints_in, config_of, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from jingu.checkpoint.remote import Place
-from jingu.checkpoint.resume import Keep, all_steps, complete_steps, find_latest, step_folder
+from jingu.checkpoint.remote import Place, place
+from jingu.checkpoint.resume import (
+    Keep,
+    all_steps,
+    clear_leftovers,
+    complete_steps,
+    copies_of,
+    find_latest,
+    step_folder,
+)
 from jingu.checkpoint.resume import prune as prune_steps
 from jingu.checkpoint.store import Reader
 from jingu.errors import JinguError
@@ -67,22 +75,27 @@ def write_model(opened: OpenModel, to: Path, dtype: str, check: bool) -> None:
 
 
 def list_checkpoints(path: Place) -> None:
-    """Print the checkpoints of a run: step, size, what is in it, complete or not."""
-    checkpoints = _checkpoints_of(path)
-    rows = [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)]
-    rows += [
-        (
-            path.name,
-            size_in_words(_bytes_under(path)),
-            "",
-            "",
-            "unfinished: being written, or left by a run that was killed",
-        )
-        for path in (sorted(checkpoints.glob(".step-*.partial")) if isinstance(checkpoints, Path) else ())
-    ]
-    if not rows:
+    """Print the checkpoints of a run, and the copies of them: step, size, what is in it, complete or not."""
+    config, checkpoints = config_of(path) if isinstance(path, Path) else None, _checkpoints_of(path)
+    copies = None if config is None else copies_of(config)
+    rows = _rows(checkpoints)
+    if not rows and copies is None:
         raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
-    print_table(("checkpoint", "size", "tensors", "ranks", "state"), rows, right=(1, 2, 3))
+    print_table(_HEADER, rows, right=(1, 2, 3))
+    if copies is not None:
+        print(f"\nCopies at {copies}:")
+        print_table(_HEADER, _rows(place(copies)), right=(1, 2, 3))
+
+
+_HEADER = ("checkpoint", "size", "tensors", "ranks", "state")
+
+
+def _rows(checkpoints: Place) -> list[tuple[str, ...]]:
+    unfinished = sorted(checkpoints.glob(".step-*.partial")) if isinstance(checkpoints, Path) else ()
+    words = "unfinished: being written, or left by a run that was killed"
+    return [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)] + [
+        (path.name, size_in_words(_bytes_under(path)), "", "", words) for path in unfinished
+    ]
 
 
 def _row(folder: Place) -> tuple[str, ...]:
@@ -143,16 +156,17 @@ def prune(run: Place, keep: int = 1, keep_every: int = 0, keep_best: int = 0, da
         JinguError: the run has no good checkpoint, and nothing is deleted; or it is being trained.
     """
     checkpoints = _checkpoints_of(run)
-    with _untrained(checkpoints.parent) if isinstance(checkpoints, Path) else nullcontext():
+    folder = checkpoints.parent if isinstance(checkpoints, Path) else run
+    with _untrained(folder) if isinstance(folder, Path) else nullcontext():
         found = find_latest(checkpoints)
-        if found.folder is None:
+        if found.step is None:
             raise JinguError(
                 "no checkpoint here is good, and nothing was deleted.", where=run, fix="See `jingu checkpoint verify`."
             )
-        before = _bytes_below(checkpoints)
-        deleted = [
-            step_folder(checkpoints, step).name for step in prune_steps(checkpoints, Keep(keep, keep_every, keep_best))
-        ]
+        before, stay = _bytes_below(checkpoints), Keep(keep, keep_every, keep_best)
+        deleted = [step_folder(checkpoints, step).name for step in prune_steps(checkpoints, stay, found.step)]
+        if isinstance(checkpoints, Path):
+            clear_leftovers(checkpoints)
         for folder, reason in found.passed_over:
             if damaged:
                 remove(folder)
@@ -260,7 +274,8 @@ def _checkpoints_of(path: Place) -> Place:
     """The folder of checkpoints, given a run or that folder itself."""
     if not path.is_dir():
         raise JinguError("there is no such folder.", where=path, fix="Give a run, such as runs/NAME, or a checkpoint.")
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    inside = checkpoints_in(path) if isinstance(path, Path) else path / "checkpoints"
+    return inside if inside.is_dir() else path
 
 
 def _step_folders(path: Place) -> list[Place]:

@@ -18,9 +18,17 @@ from jingu.checkpoint.files import read_state
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.memory import MemoryCopies
 from jingu.checkpoint.remote import Place, RemotePath
-from jingu.checkpoint.resume import Keep, all_steps, clear_leftovers, complete_steps, copy, prune, step_folder
+from jingu.checkpoint.resume import (
+    Keep,
+    all_steps,
+    clear_leftovers,
+    complete_steps,
+    copies_of,
+    copy,
+    prune,
+    step_folder,
+)
 from jingu.checkpoint.store import MismatchError, save
-from jingu.config.schema import RunConfig
 from jingu.data.receipt import extend
 from jingu.errors import JinguError
 from jingu.runtime.log import say, warn
@@ -193,12 +201,6 @@ class Keeper:
             if kind is None:
                 self._hear(None)
             self._saver.close()
-
-
-def copies_of(config: RunConfig) -> str | None:
-    """The address of the copies of a run's checkpoints."""
-    address = config.checkpoint.copy_to
-    return None if address is None else f"{address.rstrip('/')}/{config.name}/checkpoints"
 
 
 def go_back(

@@ -17,7 +17,7 @@ from jingu import __version__
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.memory import MemoryCopies, id_of
 from jingu.checkpoint.remote import Place
-from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.resume import copies_of, step_folder
 from jingu.checkpoint.store import load
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
@@ -47,7 +47,7 @@ from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
-from jingu.train.keep import Keeper, copies_of, go_back
+from jingu.train.keep import Keeper, go_back
 from jingu.train.loop import Loop, short, train_loop
 from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
 from jingu.train.matrices import WHOLE

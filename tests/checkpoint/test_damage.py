@@ -102,7 +102,7 @@ def test_a_manifest_cannot_lead_outside_its_folder(checkpoints):
 def test_no_checkpoint_at_all(tmp_path):
     assert find_latest(tmp_path / "absent").step is None
     assert find_latest(tmp_path).folder is None
-    assert prune(tmp_path, Keep(1)) == []
+    assert prune(tmp_path, Keep(1), 100) == []
     (tmp_path / "step-00000007").mkdir()
     (tmp_path / "step-7").mkdir()
     (tmp_path / "notes.txt").touch()
@@ -118,7 +118,7 @@ def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
         (checkpoints / name).mkdir()
         (checkpoints / name / "shard").touch()
     (checkpoints / ".mine").mkdir()
-    assert prune(checkpoints, Keep(2)) == [100, 200]
+    assert prune(checkpoints, Keep(2), 123_456_789) == [100, 200]
     assert sorted(path.name for path in checkpoints.iterdir()) == [".mine", "step-00000300", "step-123456789"]
 
 
@@ -126,7 +126,7 @@ def test_prune_never_deletes_the_last_good_one(checkpoints):
     """Damage after the save, which a sound manifest does not show."""
     (step_folder(checkpoints, 200) / "state.json").write_text("{}")
     assert complete_steps(checkpoints) == [100, 200]
-    assert prune(checkpoints, Keep(1)) == []
+    assert prune(checkpoints, Keep(1), 100) == []
     save(step_folder(checkpoints, 150), some_tensors(150), {})
     assert prune(checkpoints, Keep(1), current=150) == [100]
     assert all_steps(checkpoints) == [150, 200]
@@ -145,7 +145,7 @@ def test_a_prune_that_is_killed_leaves_no_half_checkpoint(checkpoints, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", die)
         with pytest.raises(Killed):
-            prune(checkpoints, Keep(1))
+            prune(checkpoints, Keep(1), 200)
     assert all_steps(checkpoints) == complete_steps(checkpoints) == [200]
-    assert prune(checkpoints, Keep(1)) == []
+    assert prune(checkpoints, Keep(1), 200) == []
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000200"]

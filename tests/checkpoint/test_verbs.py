@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from jingu.checkpoint import verbs
+from jingu.checkpoint.remote import place
 from jingu.checkpoint.resume import all_steps, step_folder
 from jingu.checkpoint.store import save
+from jingu.cli import main
+from jingu.config.load import dump_yaml
 from jingu.errors import JinguError
 
 
@@ -102,6 +105,39 @@ def test_a_run_that_is_trained_is_not_pruned(run):
     with pytest.raises(JinguError, match="is training this run now"):
         verbs.prune(run)
     os.close(descriptor)
+
+
+def test_every_verb_takes_an_address(run, tmp_path, capsys):
+    address = f"file://{run}"
+    assert main(["checkpoint", "diff", f"{address}/checkpoints/step-00000001", address]) == 0
+    assert "1 tensors are equal to the last bit, 2 differ." in capsys.readouterr().out
+    (step_folder(run / "checkpoints", 3)).mkdir()  # someone may be saving it
+    assert main(["checkpoint", "prune", address]) == 0
+    assert "Deleted step-00000001: " in capsys.readouterr().out
+    assert all_steps(run / "checkpoints") == [2, 3]
+    assert main(["checkpoint", "list", address]) == 0
+    assert main(["checkpoint", "verify", f"{address}/checkpoints/step-00000002"]) == 0
+    assert ": good (" in capsys.readouterr().out
+    with pytest.raises(JinguError, match="The newest good one is step 2"):
+        verbs.verify(place(f"{address}/checkpoints/step-00000003"))
+
+
+def test_a_run_with_its_checkpoints_elsewhere(tiny_run, tmp_path, capsys):
+    """They are found through the run's folder, and copies are listed, too."""
+    for name, setting, above in (("far", "address", "a"), ("near", "copy_to", "b")):
+        config = tiny_run({f"checkpoint.{setting}": f"file://{tmp_path}/{above}"}, name=name)
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        for step in (1, 2):
+            save(step_folder(tmp_path / above / name / "checkpoints", step), {"w": torch.ones(9)}, {})
+    save(step_folder(tmp_path / "runs/near/checkpoints", 2), {"w": torch.ones(9)}, {})
+    verbs.prune(tmp_path / "runs/far")
+    assert all_steps(tmp_path / "a/far/checkpoints") == [2]
+    capsys.readouterr()
+    verbs.list_checkpoints(tmp_path / "runs/near")
+    here, there = capsys.readouterr().out.split(f"Copies at file://{tmp_path}/b/near/checkpoints:")
+    assert (here.count("complete"), there.count("complete")) == (1, 2)
 
 
 def test_difference_shows_nan_and_small_types():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import select
 import signal
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from jingu.checkpoint.resume import all_steps, find_latest, step_folder
 from jingu.checkpoint.store import read_tensor
 from jingu.config.schema import RunConfig
 from jingu.runtime.signals import Told
-from jingu.train import keep
+from jingu.train import keep, loop
 from jingu.train.keep import Keeper
 from jingu.train.progress import Progress
 from jingu.train.run import open_run
@@ -131,6 +132,77 @@ def test_training_survives_a_disk_that_fails_and_its_last_good_one_loads(
     assert said.count(f"(rank 0: {os.strerror(code)})") == said.count("Training goes on without this checkpoint.") == 2
     ours, theirs = done(config).tensors(), done(undisturbed).tensors()
     assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+
+
+FILE_LAYER = """
+import errno, os
+
+real = os.fsync
+
+
+def fsync(file):
+    try:
+        with open({slow!r}):  # returns when its other end is opened
+            pass
+    except FileNotFoundError:
+        pass
+    if os.path.exists({broken!r}):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    real(file)
+
+
+os.fsync = fsync
+"""
+
+
+@pytest.mark.parametrize("fault", ["slow", "broken"])
+def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tmp_path, capsys):
+    """From step 5 to step 11 it does not return, or fails: training goes on meanwhile, and step 3 can be loaded."""
+    settings = {"checkpoint.every": 3, "checkpoint.keep": 99, "checkpoint.when_busy": "skip"}
+    undisturbed = tiny_run({**settings, "checkpoint.background": False}, name="undisturbed")
+    config = tiny_run(settings, name="run")
+    assert train(undisturbed) == 0
+    marks = {name: tmp_path / "layer" / name for name in ("slow", "broken")}
+    marks["slow"].parent.mkdir()
+    (tmp_path / "layer/sitecustomize.py").write_text(FILE_LAYER.format(**{k: str(v) for k, v in marks.items()}))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "layer"))
+    savers: list[BackgroundSaver] = []
+
+    class Watched(BackgroundSaver):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            savers.append(self)
+
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        begins = keywords["step"] + 1
+        if begins == 11:
+            found = find_latest(done(config).folder / "checkpoints")
+            assert found.step == 3 and found.folder is not None
+            for name, tensor in checkpoints(undisturbed)[3].items():
+                assert name == "progress" or torch.equal(read_tensor(found.folder, name), tensor)
+            if fault == "slow":
+                assert savers[0].busy
+                with marks["slow"].open("w"):
+                    marks["slow"].unlink()
+            else:
+                marks["broken"].unlink()
+        if savers[0].busy and not marks["slow"].exists():  # no save begins while one is under way
+            select.select([savers[0]._process.stdout], [], [])
+        if begins == 5:
+            os.mkfifo(marks["slow"]) if fault == "slow" else marks["broken"].touch()
+        return real(*arguments, **keywords)
+
+    real = loop.train_step
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(keep, "BackgroundSaver", Watched)
+    assert train(config) == 0
+    said = capsys.readouterr().err
+    assert said.count("Training goes on.") == said.count(os.strerror(errno.EIO)) == (2 if fault == "broken" else 0)
+    assert ("No checkpoint at step 9: the one before it is still being written." in said) == (fault == "slow")
+    found, expected = checkpoints(config), checkpoints(undisturbed)
+    assert {*expected} - {*found} == ({9} if fault == "slow" else {6, 9})
+    for number, tensors in found.items():
+        assert all(name == "progress" or torch.equal(expected[number][name], tensors[name]) for name in tensors)
 
 
 @pytest.fixture
