@@ -228,7 +228,7 @@ def load_once(path: Path, fingerprint: str) -> Tokenizer:
 def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit: Unit) -> EncodedUnit:
     """Read and encode the documents of one unit with the tokenizer in `path`. What does not fit into memory goes to a
     file in `place`."""
-    tally, name = Tally(), _hash(f"{unit[0].file.path}:{unit[0].start}")
+    tally, name = Tally(), hash_of(f"{unit[0].file.path}:{unit[0].start}".encode())
     parts = _parts(read_documents(unit, data, tally), load_once(path, fingerprint), begins=data.beginning)
     return EncodedUnit.gathered(parts, tally, place / f"{name:016x}.spill")
 
@@ -246,7 +246,7 @@ def _parts(documents: Iterator[Document], tokenizer: Tokenizer, *, begins: bool)
             begun = len(ids)
             ids += [first, *tokenizer.encode_parts(document.text, dtype), end]
             length = sum(map(len, ids[begun:]))
-            rows.append((length, document.bytes, _hash(document.text), document.file.number, document.place))
+            rows.append((length, document.bytes, hash_of(document.text.encode()), document.file.number, document.place))
             waiting += length
             if more := waiting >= PART_IDS:
                 break
@@ -256,6 +256,6 @@ def _parts(documents: Iterator[Document], tokenizer: Tokenizer, *, begins: bool)
             yield Encoded(np.concatenate(ids), *counts, np.array([files, places]).T)
 
 
-def _hash(text: str) -> int:
-    """64 bits that decide the split: of the text alone, so that copies fall on one side."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=b"jingu held out").digest(), "little")
+def hash_of(content: bytes) -> int:
+    """64 bits that decide the split: of the content alone, so that copies fall on one side."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=b"jingu held out").digest(), "little")

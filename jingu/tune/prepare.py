@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.build import NOT_OF_THE_BUILD, in_processes, load_once, refuse_other
+from jingu.data.build import NOT_OF_THE_BUILD, hash_of, in_processes, load_once, refuse_other
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import Manifest, print_summary
 from jingu.data.supervised import NOT_MADE, open_supervised
@@ -42,15 +39,6 @@ LEFT_OUT = "left out: "
 """How counts of a tally begin; a kind of row or a reason follows."""
 
 
-class Made(NamedTuple):
-    """A row that is trained on."""
-
-    number: int
-    """In its unit, from 1."""
-    row: Supervised
-    hash: int
-
-
 @dataclass(frozen=True)
 class Maker:
     """How rows become ids."""
@@ -67,8 +55,9 @@ class Maker:
         assert isinstance(found, SupervisedSettings)
         return found
 
-    def rows(self, unit: Unit, tally: Tally) -> Iterator[Made]:
-        """The rows of a unit that are trained on; what becomes of the others is counted. Raises JinguError."""
+    def rows(self, unit: Unit, tally: Tally) -> Iterator[tuple[int, Supervised]]:
+        """The rows of a unit that are trained on, each with its number there (from 1); what becomes of the others is
+        counted. Raises JinguError."""
 
         def bad(found: BadRow) -> None:
             if self.data.on_error == "stop":
@@ -93,7 +82,7 @@ class Maker:
                 tally.count(TRAINED, len(trained))
                 if one.ids[trained[-1] + 1] not in special:
                     tally.count(UNENDED)
-                yield Made(number, one, _hash(one.ids))
+                yield number, one
 
     def _fitting(self, row: Row, tally: Tally) -> list[Supervised]:
         """A row as ids that fit; several where it is divided, none where it is left out."""
@@ -165,11 +154,6 @@ def row_files(data: DataSettings) -> list[Path]:
                 "rows are read from .json and .jsonl files.", where=file, fix="Name such files in data.input."
             )
     return files
-
-
-def _hash(ids: list[int]) -> int:
-    digest = hashlib.blake2b(array("i", ids).tobytes(), digest_size=8, key=b"jingu held out").digest()
-    return int.from_bytes(digest, "little")
 
 
 def makers(config: RunConfig) -> Iterator[Maker]:
@@ -287,18 +271,16 @@ def _encode(tokenizer: Path, fingerprint: str, data: DataSettings, length: int, 
     """The rows of a unit as ids and weights."""
     maker, tally = _maker(tokenizer, fingerprint, data.model_dump_json(), length), Tally()
     dtype = best_dtype(maker.tokenizer.vocabulary)
-    ids, weights = [np.zeros(0, dtype)], [np.zeros(0, np.uint8)]
-    lengths, hashes = [], []
-    for one in maker.rows(unit, tally):  # lists of numbers are large, and let go of at once
-        ids.append(np.array(one.row.ids, dtype))
-        weights.append(one.row.weights)
-        lengths.append(len(one.row.ids))
-        hashes.append(one.hash)
-    tally.documents = len(lengths)
+    ids, weights, hashes = [np.zeros(0, dtype)], [np.zeros(0, np.uint8)], []
+    for _, row in maker.rows(unit, tally):  # lists of numbers are large, and let go of at once
+        ids.append(np.array(row.ids, dtype))
+        weights.append(row.weights)
+        hashes.append(hash_of(ids[-1].tobytes()))
+    tally.documents = len(hashes)
     encoded = Encoded(
         ids=np.concatenate(ids),
-        lengths=np.array(lengths, np.int64),
-        text_bytes=np.zeros(len(lengths), np.int64),
+        lengths=np.array([len(each) for each in ids[1:]], np.int64),
+        text_bytes=np.zeros(len(hashes), np.int64),
         hashes=np.array(hashes, np.uint64),
         beside=np.concatenate(weights),
     )

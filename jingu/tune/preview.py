@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Callable
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
@@ -43,14 +43,10 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
     for maker in makers(config):
         units = plan_units(row_files(maker.data))
-        found = chain.from_iterable(((unit, made) for made in maker.rows(unit, Tally())) for unit in units)
-        for unit, made in islice(found, rows):
-            row = made.row
+        found = ((unit.before + number, unit, row) for unit in units for number, row in maker.rows(unit, Tally()))
+        for number, unit, row in islice(found, rows):
             trained = int((row.weights[1:] > 0).sum())
-            title = (
-                f"{unit.file.name}, row {unit.before + made.number} ({row.kind}): {trained} of {len(row.ids)} tokens "
-                "trained"
-            )
+            title = f"{unit.file.name}, row {number} ({row.kind}): {trained} of {len(row.ids)} tokens trained"
             page += [f"<h2>{html.escape(title)}</h2>", _row(row, maker.tokenizer, _in_page)]
             if to is None:
                 print(f"{title}\n{_row(row, maker.tokenizer, _coloured if coloured else _bracketed)}\n")

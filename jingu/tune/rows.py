@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -223,7 +223,7 @@ def parse_row(value: Any) -> Row:
     for name, (needed, parse) in _BY_FIELDS.items():
         if needed in value:
             row = parse(value)
-            return Row(name, row.messages, row.tools, row.parts)
+            return row if row.kind == name else replace(row, kind=name)
     known = ", ".join([*(needed for needed, _ in _BY_FIELDS.values()), "type"])
     raise RowError(f"expected one of the fields {known}; it has {', '.join(map(str, value)) or 'none'}")
 

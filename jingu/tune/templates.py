@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
+from jinja2.nodes import Output, Scope, TemplateData
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jingu.errors import JinguError
@@ -28,83 +30,12 @@ _FIRST = 0xF0000
 """Special token k, mentioned, is the code point this and k between two `PLAIN`."""
 _MENTION = re.compile(f"{PLAIN}(.){PLAIN}", re.DOTALL)
 
-_CHATML = """{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
-{%- else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-_QWEN = """{%- set system = 'You are a helpful assistant.' %}{% set rest = messages %}
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}{% endif %}
-{{- '<|im_start|>system\\n' + system }}
-{%- if tools %}
-{{- '\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
-{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
-{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
-{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' }}
-{{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
-{{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
-{%- endif %}{{ '<|im_end|>\\n' }}
-{%- for message in rest %}
-{%- if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message['content'] }}
-{%- for call in message.tool_calls or [] %}
-{{- ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name }}
-{{- '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
-{%- endfor %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
-{%- elif message['role'] == 'tool' %}
-{%- if loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
-{%- if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-_LLAMA2 = """{%- set system = '' %}{% set rest = messages %}
-{%- if messages[0].role == 'system' %}{% set rest = messages[1:] %}
-{%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}{% endif %}
-{%- for message in rest %}
-{%- if message['role'] == 'assistant' %}{% generation %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}
-{%- endgeneration %}
-{%- else %}{{ bos_token + '[INST] ' }}{{ ((system if loop.first else '') + message['content']) | trim + ' [/INST]' }}
-{%- endif %}
-{%- endfor %}"""
-
-_LLAMA3 = """{{- bos_token }}{% for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
-{%- else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-
-_ALPACA = """{%- set system = 'Below is an instruction that describes a task. Write a response that appropriately ' +
-'completes the request.' %}{% set rest = messages %}
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}{% endif %}
-{{- system + '\\n\\n' }}
-{%- for message in rest %}
-{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
-{%- else %}{{ '### Instruction:\\n' + message['content'] + '\\n\\n### Response:\\n' }}{% endif %}
-{%- endfor %}"""
-
-_PLAIN = """{%- for message in messages %}
-{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
-{%- else %}{{ message['content'] + '\\n' }}{% endif %}
-{%- endfor %}"""
-
 NAMED = {
-    "chatml": _CHATML,
-    "qwen": _QWEN,
-    "llama2": _LLAMA2,
-    "llama3": _LLAMA3,
-    "alpaca": _ALPACA,
-    "bloomz-plain": _PLAIN,
-    "plain": _PLAIN,
+    file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
+    for file in sorted(files("jingu.tune").joinpath("chat").iterdir(), key=lambda file: file.name)
 }
-"""Templates by name. `plain` writes no more than the texts themselves, as bloomz was trained."""
-WITH_TOOLS = ("qwen",)
-"""Those of them that have a place for tools."""
+"""Templates by name."""
+NAMED["bloomz-plain"] = NAMED["plain"]  # bloomz was trained on no more than the texts themselves
 
 
 class _Generation(Extension):
@@ -115,10 +46,8 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return BEGIN + str(caller()) + END
+        begin, end = (Output([TemplateData(mark)]) for mark in (BEGIN, END))
+        return Scope([begin, *body, end]).set_lineno(line)
 
 
 @dataclass(frozen=True)
@@ -147,13 +76,12 @@ class Template:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         self.where = where
-        self._without_tools = NAMED.get(where) == source and where not in WITH_TOOLS
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise JinguError(f"the template is not Jinja ({error}).", where=where) from error
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        self._names = tokenizer.special_names
+        self._given = {**self._template.globals, "documents": None, **tokenizer.special_names}
         self._ends = tuple(tokenizer.special_tokens)
         self._special = [] if obey_special else sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._mention = re.compile("|".join(map(re.escape, self._special))) if self._special else None
@@ -168,28 +96,27 @@ class Template:
             RowError: the template has no place for it.
             JinguError: it cannot be proved what the model said.
         """
-        if self._without_tools and (row.tools or "tool" in [message.role for message in row.messages]):
-            raise RowError(f"the template {self.where} has no place for tools")
         messages: Any = [_as_they_have_it(message) for message in row.messages]
         tools: Any = list(row.tools) or None
+        calls = any(message.tool_calls for message in row.messages)
         texts = "\0".join([message.content for message in row.messages])
-        calls: Any = tools or [message for message in row.messages if message.tool_calls]
-        if self._mention is not None and (calls or self._mention.search(texts)):
+        if self._mention is not None and (tools or calls or self._mention.search(texts)):
             messages, tools = self._mentioning(messages), self._mentioning(tools)
         whole = self._render(messages, tools)
+        if (tools and whole == self._render(messages, None)) or (
+            calls and whole == self._render([{**message, "tool_calls": None} for message in messages], tools)
+        ):
+            raise RowError(f"the template {self.where} has no place for tools")
         answers: list[tuple[int, int]] = []
         if self._marks:
             whole, answers = _without_marks(whole)
         elif marks:
-            answers = [
-                (
-                    self._beginning(whole, messages[:place], tools, asks=True),
-                    self._ended(whole, self._beginning(whole, until, tools)),
-                )
-                for place, message in enumerate(messages)
-                if message["role"] == "assistant"
-                for until in [messages[: place + 1]]
+            ends = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+            begins = [self._beginning(whole, messages[: end - 1], tools, asks=True) for end in ends]
+            after = [
+                len(whole) if end == len(messages) else self._beginning(whole, messages[:end], tools) for end in ends
             ]
+            answers = [(begin, self._ended(whole, end)) for begin, end in zip(begins, after, strict=True)]
         return self._without_mentions(whole, answers)
 
     def prompt(self, messages: tuple[Message, ...], tools: tuple[Fields, ...] = ()) -> Rendered:
@@ -207,9 +134,10 @@ class Template:
 
     def _render(self, messages: list[Any], tools: Any, *, asks: bool = False) -> str:
         try:
-            return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=asks, **self._names
-            )
+            # As `Template.render`, which goes through all that is always given once more.
+            given = {**self._given, "messages": messages, "tools": tools, "add_generation_prompt": asks}
+            context = Context(self._template.environment, given, self._template.name, self._template.blocks)
+            return "".join(self._template.root_render_func(context))
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise RowError(f"the template {self.where} refuses it ({error})") from error
 
@@ -220,8 +148,8 @@ class Template:
                 "it cannot be proved which text of this template the model says: a conversation up to an answer is "
                 "not the beginning of the whole one.",
                 where=self.where,
-                fix="Mark the answers in it ({% generation %}…{% endgeneration %}), choose another task.template, or "
-                "train on all tokens (task.train_on=all).",
+                fix="Mark the answers in it ({% generation %}…{% endgeneration %}), choose another "
+                "data.objective.template, or train on all tokens (data.objective.train_on=all).",
             )
         return len(part)
 
@@ -265,7 +193,7 @@ def find_template(choice: str, tokenizer: Tokenizer, *, obey_special: bool = Fal
         if tokenizer.chat_template is None:
             raise JinguError(
                 "the tokenizer has no chat template of its own.",
-                where="task.template",
+                where="data.objective.template",
                 fix=f"Name one: {', '.join(NAMED)}, or a file.",
             )
         return Template(tokenizer.chat_template, tokenizer, "of the tokenizer", obey_special=obey_special)
@@ -276,7 +204,7 @@ def find_template(choice: str, tokenizer: Tokenizer, *, obey_special: bool = Fal
     except (OSError, ValueError) as error:
         raise JinguError(
             f"there is no template {choice}.",
-            where="task.template",
+            where="data.objective.template",
             fix=f"Known are auto (the tokenizer's own), {', '.join(NAMED)}, and files.",
         ) from error
     return Template(source, tokenizer, choice, obey_special=obey_special)

@@ -82,7 +82,7 @@ def made(config: RunConfig) -> tuple[list[str], Tally]:
     tally = Tally()
     (maker,) = makers(config)
     units = plan_units(row_files(config.data))
-    return [maker.tokenizer.decode(made.row.ids) for unit in units for made in maker.rows(unit, tally)], tally
+    return [maker.tokenizer.decode(row.ids) for unit in units for _, row in maker.rows(unit, tally)], tally
 
 
 def test_lengths(tuning: Callable[..., RunConfig]) -> None:
