@@ -18,6 +18,8 @@ from jingu.parallel.collectives import all_reduce
 # Elements of one chunk of logits. On CPU a chunk should stay near the caches (16 MB in fp32); on a card it should
 # be large enough to fill it.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+LEAST_ROWS = 256
+"""Tokens of a chunk, however large the vocabulary: for fewer, the products are slow."""
 
 ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From the logits and labels of a chunk to the loss of each token and its gradient with respect to the logits; where
@@ -148,23 +150,13 @@ def summed_cross_entropy(
         columns: entries of the vocabulary on the rank that has most, so that all cut the same chunks; None: those here.
         factors_BT: of each place's loss; None: 1.
     """
-    rows = max(1, CHUNK_ELEMENTS.get(hidden_BTD.device.type, 2**22) // (columns or weight_VD.shape[0]))
+    rows = max(LEAST_ROWS, CHUNK_ELEMENTS.get(hidden_BTD.device.type, 2**22) // (columns or weight_VD.shape[0]))
     hidden_ND, labels_N = hidden_BTD.flatten(0, -2), labels_BT.flatten()
     factors_N = None if factors_BT is None else factors_BT.flatten()
-    if (places := _trained(labels_N, rows)) is not None:
+    if labels_N.device.type == "cpu" and len(places := labels_N.ge(0).nonzero().flatten()) < len(labels_N):
+        # Not on a card, where to know their number would be to wait for it.
         hidden_ND, labels_N = hidden_ND[places], labels_N[places]
         factors_N = None if factors_N is None else factors_N[places]
     grads = torch.is_grad_enabled()
     total: Tensor = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, labels_N, factors_N, rows, chunk, grads)
     return total
-
-
-def _trained(labels_N: Tensor, rows: int) -> Tensor | None:
-    """The trained places, and as many others as fill the last chunk, whose shape may be compiled; None: all.
-
-    Not on a card, where to know their number would be to wait for it.
-    """
-    if labels_N.device.type != "cpu":
-        return None
-    count = -(-int((labels_N >= 0).sum()) // rows) * rows
-    return None if count >= len(labels_N) else torch.argsort(labels_N < 0, stable=True)[:count]

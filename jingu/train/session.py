@@ -203,7 +203,8 @@ def pretraining(
         made: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z) if smoothing or z else chunk_loss
         if mesh["tensor"].size() > 1:
             made = divided_chunk_loss(vocabulary.start, vocabulary.group, spec.vocabulary, smoothing, z)
-        return torch.compile(made, dynamic=False) if compiles else made
+        # The last chunk of a batch has any number of rows: that dim is left open once a second number has come.
+        return torch.compile(made) if compiles else made
 
     drops = isinstance(spec.adapter, Lora) and spec.adapter.dropout > 0
     noise = Noise(train.noise, config.seed, config.batch.global_size) if train.noise else None

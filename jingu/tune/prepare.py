@@ -97,7 +97,7 @@ class Maker:
             parts = [self._supervised(part) for part in self._divided(row)]
             tally.count(DIVIDED, len(parts) > 1)
         tally.count(CUT, sum(len(part.ids) > self.length for part in parts))
-        return [replace(part, ids=part.ids[: self.length], weights=part.weights[: self.length]) for part in parts]
+        return [Supervised(part.kind, part.ids[: self.length], part.weights[: self.length]) for part in parts]
 
     def _supervised(self, row: Row) -> Supervised:
         return supervise(row, self.template, self.tokenizer, self.objective.train_on)

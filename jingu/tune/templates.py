@@ -26,6 +26,7 @@ from jingu.tune.rows import Fields, Message, Row, RowError
 
 BEGIN, END, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
 """Around what a template marks, and around what stands for a special token that is only mentioned. No row has them."""
+_MARK = re.compile(f"([{BEGIN}{END}])")
 _FIRST = 0xF0000
 """Special token k, mentioned, is the code point this and k between two `PLAIN`."""
 _MENTION = re.compile(f"{PLAIN}(.){PLAIN}", re.DOTALL)
@@ -219,9 +220,8 @@ def _as_they_have_it(message: Message) -> dict[str, Any]:
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Text without the marks of a template, and what was between them."""
-    pieces = re.split(f"([{BEGIN}{END}])", text)
     plain, begun, found = "", 0, []
-    for piece in pieces:
+    for piece in _MARK.split(text):
         if piece == BEGIN:
             begun = len(plain)
         elif piece == END:
