@@ -23,6 +23,8 @@ from jingu.checkpoint.slices import Extent, Slice, overlap
 
 PIECE = 32 << 20
 """Rows of a block are checked, and read by a thread, in pieces of about this many bytes."""
+ASIDE = 1 << 20
+"""Bytes that pass through memory of a thread's own, where a block is wanted in part."""
 
 _KINDS = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -153,47 +155,46 @@ def check_header(file: Reading, pieces: Sequence[tuple[str, Piece]], record: Fil
         raise CheckpointError(f"{path.name} does not match its checksum.", where=path.parent)
 
 
-def fill_overlap(file: Reading, piece: Piece, block: Held, folder: Place) -> None:
-    """Read a stored piece, check it, and copy what it has in common with a block into the block."""
-    found = overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size)
-    assert found is not None
-    begins, size = found
-    target = block.local
-    for dim, (begin, first, extent) in enumerate(zip(begins, block.slice.offset, size, strict=True)):
-        target = target.narrow(dim, begin - first, extent)
-    inside = tuple(begin - first for begin, first in zip(begins, piece.offset, strict=True))
-    source = _Source(file)
-    if not size:  # no dims: one element, read as a row of one
-        source.read_block(piece.bytes[0], (1,), (0,), target.reshape(1))
-    else:
-        source.read_block(piece.bytes[0], piece.shape, inside, target)
-    if source.digest.hexdigest() != piece.xxh3_128:
-        raise CheckpointError(f"{mismatch(piece)}.", where=folder)
+class Source:
+    """An open shard file, read by one thread: pieces of it go into blocks, and are checked."""
 
+    def __init__(self, file: Reading, folder: Place) -> None:
+        self._file, self._folder = file, folder
+        self._digest = xxhash.xxh3_128()
+        self._scratch = torch.empty(ASIDE, dtype=torch.uint8)
 
-class _Source:
-    """A shard file; hashes all that it reads."""
-
-    def __init__(self, file: Reading) -> None:
-        self.digest = xxhash.xxh3_128()
-        self._file = file
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+    def fill(self, piece: Piece, block: Held) -> None:
+        """Read a stored piece, check it, and copy what it has in common with a block into the block."""
+        found = overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size)
+        assert found is not None
+        begins, size = found
+        target = block.local
+        for dim, (begin, first, extent) in enumerate(zip(begins, block.slice.offset, size, strict=True)):
+            target = target.narrow(dim, begin - first, extent)
+        inside = tuple(begin - first for begin, first in zip(begins, piece.offset, strict=True))
+        self._digest.reset()
+        if not size:  # no dims: one element, read as a row of one
+            self._read_block(piece.bytes[0], (1,), (0,), target.reshape(1))
+        else:
+            self._read_block(piece.bytes[0], piece.shape, inside, target)
+        if self._digest.hexdigest() != piece.xxh3_128:
+            raise CheckpointError(f"{mismatch(piece)}.", where=self._folder)
 
     def _read(self, position: int, view: memoryview) -> None:
         for first in range(0, len(view), CHUNK):
             chunk = view[first : first + CHUNK]
             self._file.fill(position + first, chunk)
-            self.digest.update(chunk)
+            self._digest.update(chunk)
 
     def _read_aside(self, position: int, size: int) -> Tensor:
         """The bytes, in memory that the next call uses again."""
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(max(size, CHUNK), dtype=torch.uint8)
+        if self._scratch.numel() < size:  # the innermost dim is longer
+            self._scratch = torch.empty(size, dtype=torch.uint8)
         raw = self._scratch[:size]
         self._read(position, memory_of(raw))
         return raw
 
-    def read_block(self, base: int, shape: Extent, offset: Extent, target: Tensor) -> None:
+    def _read_block(self, base: int, shape: Extent, offset: Extent, target: Tensor) -> None:
         """Read all of the row-major array of `shape` at byte `base`; copy the block at `offset` of it to `target`.
 
         All bytes are read, in order, because the checksum is of all of them. What is wanted whole goes straight to
@@ -204,14 +205,14 @@ class _Source:
             self._read(base, memory_of(target))
             return
         row = prod(shape[1:]) * width
-        if row > CHUNK and len(shape) > 1:
+        if row > ASIDE and len(shape) > 1:
             for index in range(shape[0]):
                 if offset[0] <= index < offset[0] + size[0]:
-                    self.read_block(base + index * row, shape[1:], offset[1:], target[index - offset[0]])
+                    self._read_block(base + index * row, shape[1:], offset[1:], target[index - offset[0]])
                 else:
                     self._pass_over(base + index * row, row)
             return
-        rows = max(1, CHUNK // row)
+        rows = max(1, ASIDE // row)
         for first in range(0, shape[0], rows):
             count = min(rows, shape[0] - first)
             found = self._read_aside(base + first * row, count * row).view(target.dtype).view(count, *shape[1:])
@@ -223,5 +224,5 @@ class _Source:
                 target[begin - offset[0] : end - offset[0]].copy_(found)
 
     def _pass_over(self, base: int, size: int) -> None:
-        for first in range(0, size, CHUNK):
-            self._read_aside(base + first, min(CHUNK, size - first))
+        for first in range(0, size, ASIDE):
+            self._read_aside(base + first, min(ASIDE, size - first))

@@ -35,9 +35,9 @@ from jingu.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
     Held,
+    Source,
     check_header,
     chunks,
-    fill_overlap,
     plan_part,
     rows_of,
 )
@@ -284,8 +284,9 @@ def load_blocks(
 
     def read(name: str, pairs: Sequence[tuple[Piece, Held]]) -> None:
         with reading(folder / name) as file:
+            source = Source(file, folder)
             for piece, block in pairs:
-                fill_overlap(file, piece, block, folder)
+                source.fill(piece, block)
 
     jobs: list[tuple[str, list[tuple[Piece, Held]]]] = []
     for name in sorted(work):

@@ -108,6 +108,7 @@ def test_any_layout_loads_any_layout(tmp_path_factory, journey):
 def test_blocks_larger_than_the_chunks_of_reading(tmp_path, monkeypatch, chunk):
     """The same three ways of reading as for large tensors, on small ones."""
     monkeypatch.setattr(shards, "CHUNK", chunk)
+    monkeypatch.setattr(shards, "ASIDE", chunk)
     monkeypatch.setattr(files, "CHUNK", chunk)
     monkeypatch.setattr(shards, "PIECE", 3 * chunk)
     tensors = {
