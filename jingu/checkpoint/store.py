@@ -294,5 +294,5 @@ def load_blocks(
         jobs += [(name, pairs)] if isinstance(folder, Path) else [(name, [pair]) for pair in pairs]
     with one_thread(), ThreadPoolExecutor(READERS) as pool:
         list(pool.map(look, inside))
-        checked |= inside.keys()
+        checked |= set(inside)
         list(pool.map(lambda job: read(*job), jobs))
