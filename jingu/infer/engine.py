@@ -30,6 +30,7 @@ from jingu.infer.forward import cache_of, scores
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
 from jingu.infer.request import Event, Request, Token
+from jingu.infer.residency import ResidencyStats
 from jingu.infer.sampling import check_ids
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import total_memory
@@ -82,6 +83,7 @@ class EngineStats:
         steps: since the start, those that computed something.
         step_seconds: since the start, in steps.
         model_seconds: of these, in the model's forward.
+        experts: where only some of the model's are in memory, what has been needed and read.
     """
 
     running: int
@@ -97,6 +99,7 @@ class EngineStats:
     steps: int
     step_seconds: float
     model_seconds: float
+    experts: ResidencyStats | None = None
 
     @property
     def other_seconds(self) -> float:
@@ -475,6 +478,7 @@ class Engine:
             steps=self._steps,
             step_seconds=self._seconds,
             model_seconds=self._model_seconds,
+            experts=None if self.loaded.residency is None else self.loaded.residency.stats(),
         )
 
     def run(self, requests: Sequence[Request]) -> list[str]:

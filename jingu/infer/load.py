@@ -19,6 +19,7 @@ from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder
 from jingu.model.encoder_decoder import make_model
+from jingu.model.packed import Bits
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh
@@ -31,6 +32,7 @@ from jingu.text.tokenizer import Tokenizer
 Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,17 @@ def load(
 
     Args:
         precision: auto computes in bf16 where the device has units for it, else in fp32; int8 and int4 do the same with
-            matrices that are rounded to so many bits (experts that are not all resident are not).
+            matrices that are rounded to so many bits.
         adapters: name → a run that trained adapters, or a folder of peft's.
-        experts_resident: how much of a mixture's experts is in memory (25%, 3GB), the rest being read from the model's
-            files when it is needed; None: all.
+        experts_resident: how much of a mixture's experts is in memory (25%, 3GB), the rest being read when it is
+            needed from the model's files, or from one that holds them rounded; None: all.
         ranks: this process among those that share the model, each of which calls this; None: it has all of it.
         pipeline: stages that they divide its blocks into.
 
     Raises:
         JinguError: what is wrong with it.
     """
-    if ranks is not None and (experts_resident is not None or precision in ("int8", "int4")):
+    if ranks is not None and (experts_resident is not None or precision in _BITS):
         raise JinguError(
             "a model that processes share has all experts in memory and no rounded matrices.",
             where="--processes",
@@ -101,13 +103,14 @@ def load(
     place = torch.device(_device(device)) if ranks is None else ranks.device
     name = precision if precision in _DTYPES else "bf16" if has_fast_bf16(place) else "fp32"
     dtype = _DTYPES[name]
-    residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place)
+    bits = _BITS.get(precision)
+    residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place, bits)
 
     def prepare(model: Decoder) -> None:
         if residency is not None:
             residency.take_over(model)
-        if precision == "int8" or precision == "int4":
-            pack_weights(model, opened.read, 8 if precision == "int8" else 4, dtype, place)
+        if bits is not None:
+            pack_weights(model, opened.read, bits, dtype, place)
 
     model: Model
     if ranks is None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineStats
@@ -26,8 +27,6 @@ from jingu.runtime.ranks import Ranks, joined, under_launcher
 from jingu.runtime.signals import STOP_SIGNALS
 
 _REQUEST = TypeAdapter(Request)
-_HEADER = 1024
-"""Bytes of the first message of a step, enough for most; what is longer follows in a second one."""
 _LEAVE = -1
 _IDLE = timedelta(days=3650)
 """How long a rank waits for the next step: a server may be idle. One that ends is noticed at once."""
@@ -103,7 +102,7 @@ def follow(engine: Engine) -> None:
 
 
 class _Orders:
-    """JSON from the first rank to all others, as plain bytes."""
+    """JSON from the first rank to all others, as plain bytes behind their number."""
 
     def __init__(self, engine: Engine) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_IDLE)
@@ -118,30 +117,22 @@ class _Orders:
             )
 
     def hand_out(self, orders: list[tuple[str, Any]] | None) -> None:
-        content = b"" if orders is None else json.dumps(orders).encode()
-        size = _LEAVE if orders is None else len(content)
-        self._send(size.to_bytes(8, "big", signed=True) + content[: _HEADER - 8].ljust(_HEADER - 8, b"\0"))
-        if size > _HEADER - 8:
-            self._send(content[_HEADER - 8 :])
+        content = json.dumps(orders).encode() if orders else b""
+        self._broadcast(torch.tensor(_LEAVE if orders is None else len(content)))
+        if content:
+            self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def receive(self) -> list[tuple[str, Any]] | None:
-        header = self._receive(_HEADER)
-        size = int.from_bytes(header[:8], "big", signed=True)
+        size = int(self._broadcast(torch.tensor(0)))
         if size == _LEAVE:
             return None
-        content = header[8 : 8 + size]
-        if size > _HEADER - 8:
-            content += self._receive(size - (_HEADER - 8))
+        content = self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes() if size else b"[]"
         orders: list[tuple[str, Any]] = json.loads(content)
         return orders
 
-    def _send(self, content: bytes) -> None:
-        dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), src=0, group=self._group)
-
-    def _receive(self, size: int) -> bytes:
-        content = torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(content, src=0, group=self._group)
-        return content.numpy().tobytes()
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=0, group=self._group)
+        return tensor
 
 
 # Starting

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from jingu.model.decoder import Decoder
 from jingu.model.experts import ExpertsLayer, GroupedLinear
 from jingu.model.layers import Embedding, Linear
-from jingu.model.packed import Bits, pack, packs
+from jingu.model.packed import Bits, Packed, pack, packs
 
 
 def pack_weights(
@@ -38,3 +38,10 @@ def pack_weights(
         grouped = isinstance(module, GroupedLinear)
         del module.weight
         module.weight = tuple(pack(each, wanted, dtype) for each in weight) if grouped else pack(weight, wanted, dtype)
+
+
+def room_for(shape: tuple[int, int], bits: Bits | None, dtype: torch.dtype, device: torch.device) -> Tensor | Packed:
+    """Memory for a matrix; for a rounded one where it is to be, and can be."""
+    if bits is None or not packs(*shape, bits):
+        return torch.empty(shape, dtype=dtype, device=device)
+    return pack(torch.zeros(shape, device=device), bits, dtype)

@@ -1,5 +1,6 @@
 """Mixtures of experts larger than memory, after InfMoE (Zhang et al., 2021): some experts are resident, the others are
-read from the model's own files when they are needed, and a little before.
+read from the model's own files when they are needed, and a little before; where they are rounded to few bits, from a
+file that holds them so.
 
 What lies resident is a number of slots, each with room for one expert of any layer. Threads fill them while others
 compute. All decisions are taken by the thread that computes; what it says does not depend on them.
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from math import prod
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -29,11 +31,14 @@ from torch import Tensor, nn
 from jingu.checkpoint.hub import OpenModel
 from jingu.errors import JinguError
 from jingu.infer.foresight import Foresight
+from jingu.infer.quantised import room_for
 from jingu.model.decoder import Block, Decoder
 from jingu.model.encoder_decoder import all_blocks
 from jingu.model.experts import ExpertsLayer, Routing
+from jingu.model.packed import Bits, Packed, pack
 from jingu.model.products import linear
 from jingu.model.spec import Experts
+from jingu.parallel.offload import Disk
 
 Key = tuple[int, int]
 """A layer, in the order of computation, and an expert of it."""
@@ -49,7 +54,7 @@ SURE = 0.9
 """How likely an expert must be needed next to be read ahead."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResidencyStats:
     """What has been needed and read.
 
@@ -59,17 +64,17 @@ class ResidencyStats:
         hits: times that a layer needed an expert which was resident, or being read ahead.
         misses: times that it was not.
         read_ahead: experts read because they were foreseen.
-        bytes_moved: read into slots, in the dtype that is computed in.
+        bytes_moved: read into slots, as they are held there.
         waited_seconds: the computation stood still for them.
     """
 
     resident_bytes: int
     total_bytes: int
-    hits: int
-    misses: int
-    read_ahead: int
-    bytes_moved: int
-    waited_seconds: float
+    hits: int = 0
+    misses: int = 0
+    read_ahead: int = 0
+    bytes_moved: int = 0
+    waited_seconds: float = 0.0
 
     def __str__(self) -> str:
         uses = max(1, self.hits + self.misses)
@@ -83,7 +88,7 @@ class ResidencyStats:
 class _Slot:
     """Room for one expert: its matrices, and what is under way with them."""
 
-    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+    def __init__(self, parts: Mapping[str, Tensor | Packed]) -> None:
         self.parts = parts
         self.key: Key | None = None
         self.filling: Future[None] | None = None
@@ -94,11 +99,14 @@ class _Slot:
 class Residency:
     """The experts of a model, a bounded number of them in memory."""
 
-    def __init__(self, opened: OpenModel, resident: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, opened: OpenModel, resident: str, dtype: torch.dtype, device: torch.device, bits: Bits | None = None
+    ) -> None:
         """
         Args:
             resident: how much may be resident: a share of all experts (25%), or bytes (3GB).
             dtype: that the model computes in.
+            bits: that an element is rounded to.
 
         Raises:
             JinguError: the model has no experts, or there is room for too few.
@@ -109,14 +117,17 @@ class Residency:
         layers = opened.spec.layers + (opened.spec.encoder_layers or 0)
         matrix = {"gate": (mixture.size, opened.spec.width)} if mixture.gated else {}
         matrix |= {"up": (mixture.size, opened.spec.width), "down": (opened.spec.width, mixture.size)}
-        self._opened, self._shapes = opened, matrix
-        self._expert_bytes = sum(map(prod, matrix.values())) * dtype.itemsize
-        self._experts = layers * mixture.number
+        self._opened, self._dtype, self._device = opened, dtype, device
+        self._rounded: dict[str, tuple[Tensor, Tensor]] = {}  # of all experts of a matrix: values and scales
+        self._disk = None if bits is None else Disk(Path(tempfile.gettempdir()), "TMPDIR")
+        one = {part: room_for(shape, bits, dtype, device) for part, shape in matrix.items()}
+        self._expert_bytes = sum(held.nbytes for held in one.values())
+        total = layers * mixture.number * self._expert_bytes
         self._free = [
-            _Slot({part: torch.empty(shape, dtype=dtype, device=device) for part, shape in matrix.items()})
-            for _ in range(self._slots(resident))
+            _Slot({part: _like(held) for part, held in one.items()})
+            for _ in range(_slots(resident, total, self._expert_bytes))
         ]
-        self._bytes = len(self._free) * self._expert_bytes
+        self._stats = ResidencyStats(len(self._free) * self._expert_bytes, total)
         self._where: dict[Key, _Slot] = {}
         self._settled_LE = np.zeros((layers, mixture.number), dtype=bool)
         self._foresight = Foresight(layers, mixture.number, mixture.active)
@@ -126,23 +137,8 @@ class Residency:
         self._states: Tensor | None = None
         self._chosen_NK: Tensor | None = None
         self._guess: tuple[int, Tensor] | None = None
-        self._hits = self._misses = self._ahead = self._moved = 0
-        self._waited = 0.0
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
         """Set to a list, it is told of every visit of a layer: the experts that it needed, in the order of use."""
-
-    def _slots(self, resident: str) -> int:
-        total = self._experts * self._expert_bytes
-        count = min(self._experts, parse_size(resident, total) // self._expert_bytes)
-        if count < LEAST_SLOTS:
-            raise JinguError(
-                f"{resident} of the {total:,} bytes that the experts have is room for {count} of them, and the least "
-                f"is {LEAST_SLOTS}.",
-                where=WHERE,
-                fix=f"Give {LEAST_SLOTS * self._expert_bytes:,} bytes or more, or "
-                f"{math.ceil(1000 * LEAST_SLOTS / self._experts) / 10}%.",
-            )
-        return count
 
     def take_over(self, model: Decoder) -> None:
         """Take the experts' matrices away from a model on the meta device, and let it compute with those here."""
@@ -150,24 +146,30 @@ class Residency:
         for number, (_, block) in enumerate(all_blocks(model)):
             assert isinstance(block, Block) and isinstance(block.feed_forward, ExpertsLayer)
             mixture = block.feed_forward
-            for part in self._shapes:
+            for part, held in self._free[0].parts.items():
                 delattr(mixture, part)
+                if isinstance(held, Packed):
+                    self._round(f"{names[block]}.feed_forward.{part}.weight", mixture.spec.number, held)
             mixture.compute = partial(self._compute, number)  # type: ignore[method-assign]
             mixture.route = partial(self._route, mixture.route)  # type: ignore[method-assign]
             block.feed_forward_norm.register_forward_pre_hook(self._remember)
             self._blocks.append((names[block], block, mixture))
 
+    def _round(self, name: str, number: int, held: Packed) -> None:
+        """Put onto the disk what experts' matrices are rounded to; `held` is what one of them needs."""
+        assert self._disk is not None
+        values, scales = (
+            self._disk.zeros_like(part.new_empty((number, *part.shape), device="meta"))
+            for part in (held.values, held.scales)
+        )
+        for expert in range(number):
+            made = pack(self._opened.read_expert(name, expert).to(self._device), held.bits, self._dtype)
+            values[expert], scales[expert] = made.values, made.scales
+        self._rounded[name] = values, scales
+
     def stats(self) -> ResidencyStats:
         """What has been needed and read so far."""
-        return ResidencyStats(
-            resident_bytes=self._bytes,
-            total_bytes=self._experts * self._expert_bytes,
-            hits=self._hits,
-            misses=self._misses,
-            read_ahead=self._ahead,
-            bytes_moved=self._moved,
-            waited_seconds=self._waited,
-        )
+        return replace(self._stats)
 
     # A visit of a layer
 
@@ -188,7 +190,8 @@ class Residency:
         needed = {expert for expert, count in enumerate(counts) if count}
         self._note(layer, np.array(counts))
         absent = [expert for expert in needed if (layer, expert) not in self._where]
-        self._hits, self._misses = self._hits + len(needed) - len(absent), self._misses + len(absent)
+        self._stats.hits += len(needed) - len(absent)
+        self._stats.misses += len(absent)
         foreseen = self._foresee(layer + 1)
         absent, order = self._fetch(layer, absent, needed), list[int]()
         self._read_ahead(layer, foreseen, needed)
@@ -219,7 +222,8 @@ class Residency:
         for key, slot in list(self._where.items()):
             if key[0] == layer and not counts_E[key[1]] and slot.filling is not None and slot.filling.cancel():
                 self._vacate(slot)
-                self._moved, self._ahead = self._moved - self._expert_bytes, self._ahead - 1
+                self._stats.bytes_moved -= self._expert_bytes
+                self._stats.read_ahead -= 1
 
     def _say(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
         """What one expert says to its rows."""
@@ -240,7 +244,7 @@ class Residency:
         mine = [coming[layer, expert] for expert in needed if (layer, expert) in coming]
         start = perf_counter()
         wait(mine or coming.values(), return_when=FIRST_COMPLETED)
-        self._waited += perf_counter() - start
+        self._stats.waited_seconds += perf_counter() - start
         self._settle(layer, needed)
         return min((expert for expert in needed if self._settled_LE[layer, expert]), default=None)
 
@@ -291,7 +295,7 @@ class Residency:
 
     def _fill(self, slot: _Slot, key: Key) -> None:
         slot.key, self._where[key] = key, slot
-        self._moved += self._expert_bytes
+        self._stats.bytes_moved += self._expert_bytes
         slot.filling = self._loaders.submit(self._load, slot, key)
 
     def _load(self, slot: _Slot, key: Key) -> None:
@@ -301,7 +305,13 @@ class Residency:
             if self._side is not None and slot.used is not None:
                 self._side.wait_event(slot.used)
             for part, held in slot.parts.items():
-                held.copy_(self._opened.read_expert(f"{prefix}.{part}.weight", key[1]))
+                name = f"{prefix}.{part}.weight"
+                if isinstance(held, Packed):
+                    values, scales = self._rounded[name]
+                    held.values.copy_(values[key[1]])
+                    held.scales.copy_(scales[key[1]])
+                else:
+                    held.copy_(self._opened.read_expert(name, key[1]))
             if self._side is not None:
                 self._side.synchronize()
 
@@ -338,11 +348,31 @@ class Residency:
             if slot is None:
                 return
             self._fill(slot, key)
-            self._ahead += 1
+            self._stats.read_ahead += 1
 
 
-def _times(weight_OI: Tensor, x_MI: Tensor) -> Tensor:
+def _like(held: Tensor | Packed) -> Tensor | Packed:
+    """Memory for another such matrix."""
+    if isinstance(held, Packed):
+        return replace(held, values=torch.empty_like(held.values), scales=torch.empty_like(held.scales))
+    return torch.empty_like(held)
+
+
+def _times(weight_OI: Tensor | Packed, x_MI: Tensor) -> Tensor:
     return linear(x_MI, weight_OI)
+
+
+def _slots(resident: str, total: int, each: int) -> int:
+    """How many experts there is room for. Raises JinguError where these are too few."""
+    count = min(total, parse_size(resident, total)) // each
+    if count < LEAST_SLOTS:
+        raise JinguError(
+            f"{resident} of the {total:,} bytes that the experts have is room for {count} of them, and the least "
+            f"is {LEAST_SLOTS}.",
+            where=WHERE,
+            fix=f"Give {LEAST_SLOTS * each:,} bytes or more, or {math.ceil(1000 * LEAST_SLOTS * each / total) / 10}%.",
+        )
+    return count
 
 
 def parse_size(text: str, whole: int) -> int:

@@ -85,6 +85,6 @@ def _print(engine: Engine | Lockstep, request: Request, prompt: str) -> int:
         print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
         if stats.guessed_tokens:
             print(f"{stats.right_guesses} of {stats.guessed_tokens} guesses were right", file=sys.stderr)
-        if engine.loaded.residency is not None:
-            print(engine.loaded.residency.stats(), file=sys.stderr)
+        if stats.experts is not None:
+            print(stats.experts, file=sys.stderr)
         return STOPPED if interrupted() else 0

@@ -38,6 +38,11 @@ class Packed:
     values: Tensor
     scales: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        return self.values.nbytes + self.scales.nbytes
+
     def times(self, x: Tensor) -> Tensor:
         """`x @ self.T`."""
         x_NI = x.reshape(-1, x.shape[-1]).to(self.scales.dtype).contiguous()

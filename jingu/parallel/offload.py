@@ -30,10 +30,11 @@ class Disk:
 
     Args:
         folder: on a local disk; it is made where there is none.
+        setting: that chooses the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, setting: str = "parallel.offload.path=...") -> None:
+        self._folder, self._setting = folder, setting
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -87,7 +88,7 @@ class Disk:
         return JinguError(
             "the disk is full." if full else f"this cannot be written ({error.strerror}).",
             where=self._folder,
-            fix="Make room, or choose another folder (parallel.offload.path=...).",
+            fix=f"Make room, or choose another folder ({self._setting}).",
         )
 
 

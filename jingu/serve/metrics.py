@@ -60,6 +60,15 @@ _HISTOGRAMS: dict[str, tuple[tuple[str, ...], tuple[float, ...], str]] = {
         "Tokens that a request allowed.",
     ),
 }
+_EXPERTS = {
+    "resident_bytes": "Size of the experts that are in memory at a time.",
+    "hits_total": "Times that a layer needed an expert which was in memory, or being read ahead.",
+    "misses_total": "Times that it was not.",
+    "read_ahead_total": "Experts read because they were foreseen.",
+    "bytes_moved_total": "Bytes of experts read into memory.",
+    "waited_seconds_total": "Seconds that the computation stood still for them.",
+}
+"""Where only some are in memory, by attributes of `jingu.infer.residency.ResidencyStats`."""
 Samples = Iterable[tuple[dict[str, str], float]]
 
 
@@ -140,6 +149,8 @@ class Metrics(Collector):
             summary.add_sample(f"{name}_sum", self._model, seconds)
             summary.add_sample(f"{name}_count", self._model, stats.steps)
             yield summary
+        for name, words in _EXPERTS.items() if stats.experts is not None else ():
+            yield self._plain(f"jingu_experts_{name}", words, getattr(stats.experts, name.removesuffix("_total")))
 
     def _plain(self, name: str, words: str, value: float) -> Metric:
         return self._many(name, words, [({}, value)])

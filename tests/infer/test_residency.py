@@ -116,7 +116,7 @@ def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None
     mixture = {
         "model.family": "mixtral",
         "model.feed_forward": 10,
-        "model.experts": {"number": 4, "active": 2},
+        "model.experts": {"number": 4, "active": 2, "shared": 6, "shared_gated": True},
         "precision.type": "fp32",
         "train.steps": 2,
     }

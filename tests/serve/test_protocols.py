@@ -7,14 +7,18 @@ import json
 import math
 import re
 import struct
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
+from jingu.infer.engine import EngineStats
 from jingu.infer.load import Loaded
 from jingu.infer.request import Request
+from jingu.infer.residency import ResidencyStats
 from jingu.infer.sampling import Sampling
+from jingu.serve.metrics import Metrics
 from tests.serve.conftest import CONTEXT, Running, Serve, Spoken, eventually
 
 PROMPT = "the weather"
@@ -118,6 +122,15 @@ def test_info_health_and_metrics(tiny: Running) -> None:
     assert steps == values["tgi_batch_forward_duration_count"] >= 2
     assert 0 < values["tgi_batch_forward_duration_sum"] < values["tgi_batch_inference_duration_sum"] < whole
     assert values["vllm:num_requests_running"] == values["tgi_queue_size"] == 0
+
+
+def test_metrics_of_experts_where_some_are_in_memory() -> None:
+    counts = {field.name: 0 for field in fields(EngineStats)}
+    stats = EngineStats(**{**counts, "experts": ResidencyStats(10, 40, hits=3, misses=2)})  # type: ignore[arg-type]
+    page = Metrics("mixture").page(stats).decode()
+    for name, value in (("resident_bytes", 10.0), ("hits_total", 3.0), ("misses_total", 2.0)):
+        assert f'jingu_experts_{name}{{model_name="mixture"}} {value}' in page
+    assert "jingu_experts" not in Metrics("mixture").page(replace(stats, experts=None)).decode()
 
 
 @pytest.mark.parametrize(
