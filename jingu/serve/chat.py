@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu.infer.request import Constraint, Token
-from jingu.serve.answers import MAY_STREAM, EventStream, event, whole
+from jingu.infer.request import Constraint, Event, Finish, Token
+from jingu.serve.answers import MAY_STREAM, EventStream, whole
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import invalid
-from jingu.serve.openai import REASONS, engine_request, usage
+from jingu.serve.openai import REASONS, engine_request, streamed, usage
 from jingu.serve.schema import ChatMessage, ChatRequest, ResponseFormat, StrictRoute
-from jingu.serve.service import Choice, Served, Service, gathered, off_loop
+from jingu.serve.service import Choice, Served, Service, constraint, gathered, off_loop
 from jingu.serve.tools import Calls, forced, offered
 from jingu.tune.rows import Fields, Message, Role, RowError
 
@@ -40,7 +40,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs")
     functions = offered(body)
-    name, constraint = forced(body)
+    name, call = forced(body)
     asked = _constraint(body.response_format)
     if asked is not None and functions:
         raise invalid("`response_format` and `tools` together are not supported", "response_format")
@@ -54,14 +54,14 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
                 service,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 max_tokens=body.max_tokens or body.max_completion_tokens or service.room(prompt),
-                constraint=constraint or asked,
+                constraint=call or asked,
                 stop=service.speech.stop if service.speech else (),
             )
         ],
     )
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
     names = {each.name for each in functions}
-    calls = [Calls(names, name, must=constraint is not None) for _ in range(body.n or 1)]
+    calls = [Calls(names, name, must=call is not None) for _ in range(body.n or 1)]
     if body.stream:
         return EventStream(ticket, _stream(ticket, body, {**head, "object": "chat.completion.chunk"}, calls, service))
 
@@ -125,18 +125,14 @@ def _message(given: ChatMessage, place: int) -> Message:
 def _constraint(wanted: ResponseFormat | None) -> Constraint | None:
     if wanted is None or wanted.type == "text":
         return None
-    if wanted.type == "regex":
-        if not isinstance(wanted.value, str):
-            raise invalid("`response_format.value` of a regex must be text", "response_format")
-        return Constraint("regex", wanted.value)
-    schema = wanted.value if wanted.json_schema is None else wanted.json_schema.schema_
-    if schema is None and wanted.type == "json_schema":
+    value = wanted.value if wanted.json_schema is None else wanted.json_schema.schema_
+    if value is None and wanted.type == "json_schema":
         raise invalid("`response_format.json_schema.schema` is missing", "response_format")
-    return Constraint("json") if schema is None else Constraint("json_schema", json.dumps(schema))
+    return Constraint("json") if value is None else constraint(wanted.type, value, "response_format")
 
 
-def _reason(choice: Choice, calls: list[dict[str, Any]]) -> str:
-    return "tool_calls" if calls and choice.finish != "length" else REASONS[choice.finish]
+def _reason(finish: Finish, calls: list[dict[str, Any]]) -> str:
+    return "tool_calls" if calls and finish != "length" else REASONS[finish]
 
 
 def _shown(index: int, choice: Choice, calls: Calls, body: ChatRequest, service: Service) -> dict[str, Any]:
@@ -151,7 +147,7 @@ def _shown(index: int, choice: Choice, calls: Calls, body: ChatRequest, service:
         "index": index,
         "message": {**message, "refusal": None},
         "logprobs": logprobs,
-        "finish_reason": _reason(choice, called),
+        "finish_reason": _reason(choice.finish, called),
     }
 
 
@@ -162,36 +158,24 @@ def _logprob(token: Token, service: Service) -> dict[str, Any]:
     return {**one(token.id, token.logprob), "top_logprobs": [one(*each) for each in token.top]}
 
 
-async def _stream(
+def _stream(
     ticket: Ticket, body: ChatRequest, head: dict[str, Any], calls: list[Calls], service: Service
 ) -> AsyncIterator[bytes]:
-    counted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    extra = {"usage": None} if counted else {}
-    choices = [Choice() for _ in calls]
+    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return event({**head, "choices": [choice], **extra})
+    def chunks(_: int, each: Event, token: Token) -> Iterator[dict[str, Any]]:
+        text, called = calls[each.choice].push(token.text), list[dict[str, Any]]()
+        if each.finish is not None:
+            rest, called = calls[each.choice].finish()
+            text += rest
+        logprobs = {"content": [_logprob(token, service)]} if body.logprobs else None
+        if text or logprobs:
+            yield chunk(each.choice, {"content": text}, logprobs)
+        if called:
+            yield chunk(each.choice, {"tool_calls": called})
+        if each.finish is not None:
+            yield chunk(each.choice, {}, finish=_reason(each.finish, called))
 
-    yield b"".join(chunk(index, {"role": "assistant", "content": ""}) for index in range(len(calls)))
-    async for lot in ticket.batches():
-        parts = []
-        for _, each in lot:
-            if each.token is None:
-                continue
-            index = each.choice
-            choices[index].finish = each.finish or choices[index].finish
-            text = calls[index].push(each.token.text)
-            logprobs = {"content": [_logprob(each.token, service)]} if body.logprobs else None
-            called: list[dict[str, Any]] = []
-            if each.finish is not None:
-                rest, called = calls[index].finish()
-                text += rest
-            if text or logprobs:
-                parts.append(chunk(index, {"content": text}, logprobs))
-            if called:
-                parts.append(chunk(index, {"tool_calls": called}))
-            if each.finish is not None:
-                parts.append(chunk(index, {}, finish=_reason(choices[index], called)))
-        yield b"".join(parts)
-    yield (event({**head, "choices": [], "usage": usage(ticket.account)}) if counted else b"") + b"data: [DONE]\n\n"
+    first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(len(calls))]
+    return streamed(ticket, body, head, first, chunks)

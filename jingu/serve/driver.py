@@ -14,9 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from jingu.errors import JinguError
 from jingu.infer.engine import EngineStats
@@ -73,12 +74,9 @@ class Account:
 class Ticket:
     """Requests of one client that were accepted together, and their events as they come."""
 
-    def __init__(
-        self, driver: Driver, requests: Sequence[Request], loop: asyncio.AbstractEventLoop, arrived: float
-    ) -> None:
+    def __init__(self, driver: Driver, requests: Sequence[Request], arrived: float) -> None:
         self.requests = tuple(requests)
         self.account = Account(arrived)
-        self.accepted: asyncio.Future[None] = loop.create_future()
         self._driver = driver
         self._events: deque[tuple[int, Event]] = deque()
         self._wake = asyncio.Event()
@@ -121,13 +119,9 @@ class Ticket:
 
     def fail(self, error: ServeError, finish: str = "error") -> None:
         """End the request with an error, unless it has ended. On the event loop's thread."""
-        if self.closed:
-            return
-        self._failure = error
-        self._close(finish)
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # whoever waits is told; nobody may wait any more
+        if not self.closed:
+            self._failure = error
+            self._close(finish)
 
     def receive(self, events: list[tuple[int, Event]], now: float) -> None:
         """Take what a step has brought. On the event loop's thread."""
@@ -203,14 +197,20 @@ class Driver:
             JinguError: one of them can never be served.
         """
         self.check_open(len(requests))
-        assert self._loop is not None
-        ticket = Ticket(self, requests, self._loop, arrived)
+        ticket = Ticket(self, requests, arrived)
         self._tickets.add(ticket)
         self.open += len(requests)
-        self._orders.put(lambda: self._submit(ticket))
+        failure = ServeError(500, FAILED, kind="generation")
         try:
-            await ticket.accepted
-        except BaseException:
+            await self.call(lambda: self._submit(ticket))
+        except JinguError:
+            ticket.fail(failure, "refused")
+            raise
+        except Exception as error:
+            LOGGER.exception("the engine failed in taking a request")
+            ticket.fail(failure)
+            raise failure from error
+        except BaseException:  # the client has left
             ticket.cancel()
             raise
         return ticket
@@ -237,26 +237,17 @@ class Driver:
     async def call(self, function: Callable[[], T]) -> T:
         """The value of a function that is called on the engine's thread, between two steps."""
         self.check_open(0)
-        assert self._loop is not None
-        loop, answer = self._loop, self._loop.create_future()
-
-        def tell(give: Callable[[Any], None], value: Any) -> None:
-            if not answer.done():
-                give(value)
+        answer: Future[T] = Future()
 
         def order() -> None:
-            if answer.cancelled():
-                return
-            try:
-                value = function()
-            except Exception as error:
-                loop.call_soon_threadsafe(tell, answer.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(tell, answer.set_result, value)
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(function())
+                except Exception as error:
+                    answer.set_exception(error)
 
         self._orders.put(order)
-        found: T = await answer
-        return found
+        return await asyncio.wrap_future(answer)
 
     def drop(self, ticket: Ticket) -> None:
         """Let the engine forget a ticket's requests."""
@@ -286,14 +277,12 @@ class Driver:
 
     def _run(self) -> None:
         while True:
-            try:
-                order = self._orders.get(block=self.broken is not None or not self.engine.busy)
-            except queue.Empty:
+            if self.broken is None and self.engine.busy and self._orders.empty():
                 self._step()
-                continue
-            if order is None:
+            elif (order := self._orders.get()) is not None:
+                order()
+            else:
                 return
-            order()
 
     def _step(self) -> None:
         try:
@@ -310,8 +299,9 @@ class Driver:
             known.unfinished -= event.finish is not None
             if known.unfinished == 0:
                 del self._known[event.request]
-        if lots:
-            self._later(partial(_hand_over, lots, time.perf_counter()))
+        now = time.perf_counter()
+        for ticket, told in lots.items():
+            self._later(partial(ticket.receive, told, now))
 
     def _submit(self, ticket: Ticket) -> None:
         if ticket.closed:
@@ -319,13 +309,9 @@ class Driver:
         try:
             for place, request in enumerate(ticket.requests):
                 self._known[self.engine.submit(request)] = _Known(ticket, place, request.n)
-        except Exception as error:
+        except Exception:
             self._forget(ticket)
-            if not isinstance(error, JinguError):
-                LOGGER.exception("the engine failed in taking a request")
-            self._later(partial(_refuse, ticket, error))
-        else:
-            self._later(partial(_accept, ticket))
+            raise
 
     def _forget(self, ticket: Ticket) -> None:
         for number in [number for number, known in self._known.items() if known.ticket is ticket]:
@@ -362,23 +348,3 @@ class _Known:
     place: int
     unfinished: int
     """Choices of it."""
-
-
-# Called on the event loop's thread.
-
-
-def _hand_over(lots: dict[Ticket, list[tuple[int, Event]]], now: float) -> None:
-    for ticket, events in lots.items():
-        ticket.receive(events, now)
-
-
-def _accept(ticket: Ticket) -> None:
-    if not ticket.accepted.done():
-        ticket.accepted.set_result(None)
-
-
-def _refuse(ticket: Ticket, error: Exception) -> None:
-    failure = error if isinstance(error, JinguError) else ServeError(500, FAILED, kind="generation")
-    if not ticket.accepted.done():
-        ticket.accepted.set_exception(failure)
-    ticket.fail(ServeError(500, FAILED), "refused" if failure is error else "error")

@@ -6,7 +6,7 @@ import base64
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,12 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu.infer.request import Constraint, Finish, Request, Token
-from jingu.infer.sampling import Sampling
+from jingu.infer.request import Constraint, Event, Finish, Request, Token
 from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
 from jingu.serve.driver import Account, Ticket
 from jingu.serve.errors import ServeError, invalid
 from jingu.serve.schema import CompletionRequest, EmbeddingRequest, Sampled, StrictRoute
-from jingu.serve.service import Choice, Served, Service, gathered, seed_or_chance, temperature_or_greedy
+from jingu.serve.service import Choice, Served, Service, gathered, sampling
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
 REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
@@ -142,16 +141,11 @@ def engine_request(
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         prompt,
-        Sampling(
-            temperature=temperature_or_greedy(1.0 if body.temperature is None else body.temperature),
+        sampling(
+            body,
+            1.0 if body.temperature is None else body.temperature,
             top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=body.min_p or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_bias(body.logit_bias or {}, service.loaded.spec.vocabulary),
-            seed=seed_or_chance(body.seed),
         ),
         max_tokens,
         stop=(*stops, *stop),
@@ -226,31 +220,50 @@ def _logprobs(tokens: Sequence[Token], service: Service, begun: int = 0) -> dict
     }
 
 
-async def _stream(
+def _stream(
     ticket: Ticket, body: CompletionRequest, head: dict[str, Any], echoes: Sequence[str], service: Service
 ) -> AsyncIterator[bytes]:
-    n = body.n or 1
+    n, lengths = body.n or 1, dict[int, int]()
+
+    def chunk(index: int, text: str, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def chunks(place: int, each: Event, token: Token) -> Iterator[dict[str, Any]]:
+        if not token.text and each.finish is None and body.logprobs is None:
+            return
+        index, logprobs = place * n + each.choice, None
+        if body.logprobs is not None and each.finish != "end":
+            begun = lengths.get(index, 0)
+            logprobs = _logprobs([token], service, begun)
+            lengths[index] = begun + len(logprobs["tokens"][0])
+        yield chunk(index, token.text, logprobs, REASONS[each.finish] if each.finish else None)
+
+    first = [chunk(place * n + each, echo) for place, echo in enumerate(echoes) if echo for each in range(n)]
+    return streamed(ticket, body, head, first, chunks)
+
+
+async def streamed(
+    ticket: Ticket,
+    body: Sampled,
+    head: dict[str, Any],
+    first: list[dict[str, Any]],
+    chunks: Callable[[int, Event, Token], Iterator[dict[str, Any]]],
+) -> AsyncIterator[bytes]:
+    """A stream of chunks with a choice each.
+
+    Args:
+        first: what comes before there is a token.
+        chunks: what becomes of an event, which has the place of its request, and of its token.
+    """
     counted = body.stream_options is not None and bool(body.stream_options.include_usage)
     extra = {"usage": None} if counted else {}
 
-    def chunk(index: int, text: str, logprobs: Any = None, finish: str | None = None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return event({**head, "choices": [choice], **extra})
+    def shown(choices: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(event({**head, "choices": [choice], **extra}) for choice in choices)
 
-    yield b"".join(chunk(place * n + each, echo) for place, echo in enumerate(echoes) if echo for each in range(n))
-    lengths: dict[int, int] = {}
+    yield shown(first)
     async for lot in ticket.batches():
-        parts = []
-        for place, each in lot:
-            if each.token is None or (not each.token.text and each.finish is None and body.logprobs is None):
-                continue
-            index, logprobs = place * n + each.choice, None
-            if body.logprobs is not None and each.finish != "end":
-                begun = lengths.get(index, 0)
-                logprobs = _logprobs([each.token], service, begun)
-                lengths[index] = begun + len(logprobs["tokens"][0])
-            parts.append(chunk(index, each.token.text, logprobs, REASONS[each.finish] if each.finish else None))
-        yield b"".join(parts)
+        yield shown(made for place, each in lot if each.token is not None for made in chunks(place, each, each.token))
     yield (event({**head, "choices": [], "usage": usage(ticket.account)}) if counted else b"") + b"data: [DONE]\n\n"
 
 

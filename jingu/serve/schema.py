@@ -96,12 +96,9 @@ class GenerateRequest(Body):
     stream: bool | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(GenerateRequest):
     """A text to tokenize; the rest is as in a request to generate, and not looked at."""
 
-    inputs: str
-    parameters: GenerateParameters | None = None
-    stream: bool | None = None
     add_special_tokens: bool = True
 
 
@@ -116,7 +113,7 @@ class StreamOptions(Body):
 
 
 class Sampled(Body):
-    """Fields of completions and of chat alike. Of OpenAI's, those in `_IGNORED` change nothing here."""
+    """Fields of completions and of chat alike."""
 
     model: str
     frequency_penalty: Penalty | None = None

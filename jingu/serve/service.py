@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from jingu.infer.engine import room_after
 from jingu.infer.load import Loaded
-from jingu.infer.request import Event, Finish, Request, Token
+from jingu.infer.request import Constraint, Event, Finish, Request, Token
+from jingu.infer.sampling import Sampling
 from jingu.serve.answers import unless_gone
 from jingu.serve.driver import Driver, Ticket
-from jingu.serve.errors import ServeError
+from jingu.serve.errors import ServeError, invalid
 from jingu.serve.metrics import Metrics
+from jingu.serve.schema import GenerateParameters, Sampled
 from jingu.tune.speak import Speech
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ _LONG = 4_000
 """Characters from which on a prompt is tokenized on a thread of its own."""
 _GREEDY_BELOW = 1e-4
 """Temperatures below this could make infinities of scores, and choose no other token than the likeliest."""
+_SAME = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,6 @@ class Service:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens."""
-        return frozenset(self.loaded.tokenizer.special_tokens.values())
-
     async def submit(self, http: HttpRequest, requests: Sequence[Request]) -> Ticket:
         """As `Driver.submit`; the ticket ends with an error when its time is over. The log tells of it."""
         ticket = await unless_gone(http.receive, self.driver.submit(requests, http.state.arrived))
@@ -154,14 +152,20 @@ def service_of(request: HttpRequest) -> Service:
 Served = Annotated[Service, Depends(service_of)]
 
 
-def seed_or_chance(seed: int | None) -> int:
-    """A seed for a request that has none."""
-    return secrets.randbits(31) if seed is None else seed
+def sampling(asked: Sampled | GenerateParameters, temperature: float, **more: Any) -> Sampling:
+    """How tokens are chosen: what both protocols call the same, and `more`. A request without a seed gets one."""
+    same = {name: value for name in _SAME if (value := getattr(asked, name, None)) is not None}
+    seed = secrets.randbits(31) if asked.seed is None else asked.seed
+    return Sampling(temperature if temperature >= _GREEDY_BELOW else 0.0, seed=seed, **same, **more)
 
 
-def temperature_or_greedy(temperature: float) -> float:
-    """Temperature, where so low that only the likeliest token is ever chosen: 0."""
-    return temperature if temperature >= _GREEDY_BELOW else 0.0
+def constraint(kind: str, value: Any, field: str) -> Constraint:
+    """What a text must be: of kind regex an expression, else what a schema of JSON allows."""
+    if kind != "regex":
+        return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value))
+    if not isinstance(value, str):
+        raise invalid(f"`{field}.value` of a regex must be text", field)
+    return Constraint("regex", value)
 
 
 async def off_loop(function: Callable[[], T], size: int) -> T:
@@ -192,14 +196,9 @@ class Choice:
         return "".join(token.text for token in self.tokens)
 
 
-def choices_of(ticket: Ticket) -> list[list[Choice]]:
-    """An empty answer for each choice of each request."""
-    return [[Choice() for _ in range(request.n)] for request in ticket.requests]
-
-
 async def gathered(ticket: Ticket) -> list[list[Choice]]:
     """All answers of a ticket, by request and choice. Raises ServeError."""
-    choices = choices_of(ticket)
+    choices = [[Choice() for _ in range(request.n)] for request in ticket.requests]
     async for lot in ticket.batches():
         for place, event in lot:
             choices[place][event.choice].take(event)

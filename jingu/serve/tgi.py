@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,12 +11,11 @@ from fastapi.responses import Response
 
 from jingu import __version__
 from jingu.infer.request import Constraint, Finish, Request, Token
-from jingu.infer.sampling import Sampling
 from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
 from jingu.serve.driver import Ticket
 from jingu.serve.errors import ServeError, invalid
 from jingu.serve.schema import GenerateParameters, GenerateRequest, Grammar, StrictRoute, TokenizeRequest
-from jingu.serve.service import Choice, Served, Service, gathered, off_loop, seed_or_chance, temperature_or_greedy
+from jingu.serve.service import Choice, Served, Service, constraint, gathered, off_loop, sampling
 
 router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
 _REASONS: dict[Finish, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}
@@ -138,16 +136,7 @@ async def _request(inputs: str, wanted: GenerateParameters, service: Service, st
     prompt = prompt[-wanted.truncate :] if wanted.truncate else prompt
     return Request(
         prompt,
-        Sampling(
-            temperature=temperature_or_greedy(1.0 if wanted.temperature is None else wanted.temperature)
-            if samples
-            else 0.0,
-            top_k=wanted.top_k,
-            top_p=1.0 if wanted.top_p is None else wanted.top_p,
-            repetition_penalty=1.0 if wanted.repetition_penalty is None else wanted.repetition_penalty,
-            frequency_penalty=wanted.frequency_penalty or 0.0,
-            seed=seed_or_chance(wanted.seed),
-        ),
+        sampling(wanted, (1.0 if wanted.temperature is None else wanted.temperature) * samples, top_k=wanted.top_k),
         service.room(prompt) if wanted.max_new_tokens is None else wanted.max_new_tokens,
         stop=tuple(wanted.stop or ()),
         logprobs=wanted.top_n_tokens or 0,
@@ -161,22 +150,13 @@ async def _request(inputs: str, wanted: GenerateParameters, service: Service, st
 def _constraint(grammar: Grammar | None) -> Constraint | None:
     if grammar is None:
         return None
-    if grammar.type == "regex":
-        if not isinstance(grammar.value, str):
-            raise invalid("`grammar.value` of a regex must be text", "grammar")
-        return Constraint("regex", grammar.value)
-    schema = grammar.value.get("schema") if grammar.type == "json_schema" and isinstance(grammar.value, dict) else None
-    value = grammar.value if schema is None else schema
-    return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value))
+    named = grammar.value.get("schema") if grammar.type == "json_schema" and isinstance(grammar.value, dict) else None
+    return constraint(grammar.type, grammar.value if named is None else named, "grammar")
 
 
 def _token(token: Token, service: Service) -> dict[str, Any]:
-    return {
-        "id": token.id,
-        "text": token.text,
-        "logprob": token.logprob,
-        "special": token.id in service.special_ids,
-    }
+    special = token.id in service.loaded.tokenizer.special_tokens.values()
+    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": special}
 
 
 def _tops(token: Token, service: Service) -> list[dict[str, Any]]:
