@@ -29,7 +29,7 @@ from jingu.infer.draft import Draft
 from jingu.infer.forward import cache_of, scores
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
-from jingu.infer.request import Event, Request, Token
+from jingu.infer.request import Event, Request, Token, check_fit
 from jingu.infer.residency import ResidencyStats
 from jingu.infer.sampling import check_ids
 from jingu.model.spec import ModelSpec
@@ -515,30 +515,3 @@ def _pages(spec: ModelSpec, settings: EngineSettings, parameter: Tensor) -> int:
         wanted = settings.max_batch * -(-spec.context // size) * page_bytes
         room = min(wanted, total_memory(parameter.device) // 4)
     return max(room // page_bytes, 1) + 2
-
-
-def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
-    """Raise JinguError unless prompt and answer fit the model."""
-    room = room_after(spec, len(prompt))
-    if max_tokens > room:
-        fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
-        raise JinguError(
-            f"the prompt has {len(prompt)} tokens and {max_tokens} more were asked for, but the model's context is "
-            f"{spec.context} tokens.",
-            where="prompt",
-            fix=f"{fix}{' or shorten the prompt' if room > 0 else ''}.",
-        )
-    if max(prompt) >= spec.vocabulary or min(prompt) < 0:
-        raise JinguError(
-            f"the prompt has token ids beyond the model's vocabulary of {spec.vocabulary}.",
-            where="prompt",
-            fix="Use the tokenizer that the model was trained with.",
-        )
-
-
-def room_after(spec: ModelSpec, prompt: int) -> int:
-    """Tokens that can be generated after a prompt of so many."""
-    if spec.encoder_layers is None:
-        return spec.context - prompt - spec.prompts[0]
-    # In the encoder the end token follows it.
-    return spec.context - spec.prompts[0] if prompt + spec.prompts[1] < spec.context else 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jingu.errors import JinguError, refuse
 from jingu.infer.sampling import Sampling
+from jingu.model.spec import ModelSpec
 
 Finish = Literal["end", "stop", "length", "cancelled", "error"]
 
@@ -131,3 +133,30 @@ class Event:
     begun: float = 0.0
     prompt: tuple[Token, ...] = ()
     logprob: float = 0.0
+
+
+def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
+    """Raise JinguError unless prompt and answer fit the model."""
+    room = room_after(spec, len(prompt))
+    if max_tokens > room:
+        fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
+        raise JinguError(
+            f"the prompt has {len(prompt)} tokens and {max_tokens} more were asked for, but the model's context is "
+            f"{spec.context} tokens.",
+            where="prompt",
+            fix=f"{fix}{' or shorten the prompt' if room > 0 else ''}.",
+        )
+    if max(prompt) >= spec.vocabulary or min(prompt) < 0:
+        raise JinguError(
+            f"the prompt has token ids beyond the model's vocabulary of {spec.vocabulary}.",
+            where="prompt",
+            fix="Use the tokenizer that the model was trained with.",
+        )
+
+
+def room_after(spec: ModelSpec, prompt: int) -> int:
+    """Tokens that can be generated after a prompt of so many."""
+    if spec.encoder_layers is None:
+        return spec.context - prompt - spec.prompts[0]
+    # In the encoder the end token follows it.
+    return spec.context - spec.prompts[0] if prompt + spec.prompts[1] < spec.context else 0

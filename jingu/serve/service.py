@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 
-from jingu.infer.engine import room_after
 from jingu.infer.load import Loaded
-from jingu.infer.request import Constraint, Event, Finish, Request, Token
+from jingu.infer.request import Constraint, Event, Finish, Request, Token, room_after
 from jingu.infer.sampling import Sampling
 from jingu.serve.answers import unless_gone
 from jingu.serve.driver import Driver, Ticket

@@ -12,9 +12,9 @@ from time import perf_counter
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineSettings, room_after
+from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Precision, load
-from jingu.infer.request import Request
+from jingu.infer.request import Request, room_after
 from jingu.infer.sampling import Sampling
 from jingu.runtime.files import cannot_write, replace_text, unreadable
 from jingu.runtime.signals import interruptible

@@ -26,8 +26,8 @@ from jingu.data.objective import Objective, plan_objective
 from jingu.data.sources import open_sources
 from jingu.data.supervised import SupervisedRows, join_rows, open_supervised
 from jingu.errors import JinguError
-from jingu.infer.engine import room_after
 from jingu.infer.load import encode_prompt
+from jingu.infer.request import room_after
 from jingu.model.spec import ModelSpec
 from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text
