@@ -14,6 +14,7 @@ from jingu.model.experts import ExpertsLayer
 from jingu.model.layers import FeedForwardLayer, Linear
 from jingu.model.packed import Reordered
 from jingu.model.products import product_dtype
+from jingu.runtime.device import gather_in_large_pages
 
 
 def arrange(model: Decoder) -> None:
@@ -41,6 +42,8 @@ def arrange(model: Decoder) -> None:
             continue
         if type(part) is Linear and isinstance(part.weight, Tensor) and not part.weight.is_meta:
             _order(part)
+    arranged = [model.arranged_head, *(part.weight for part in model.modules() if isinstance(part, Linear))]
+    gather_in_large_pages(each.block for each in arranged if isinstance(each, Reordered))
 
 
 def _has_onednn() -> bool:

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from jingu.infer.pages import SCRAP, ZEROS
 from jingu.model.attention import score_bias
-from jingu.model.products import matmul
+from jingu.model.products import attend
 from jingu.model.rotary import Rotary, rotary_tables
 from jingu.model.spec import ModelSpec, RotaryPositions
 
 SPAN = 128
-ROWS = 8
+ROWS = 4
+WIDTH = 16
+ALONE = -1
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ class _Group:
     tokens: int  # Q
     rows: slice
     pages: Tensor  # [N · S / page]
+    run: slice | None  # the same, of one sequence whose pages have neighbouring numbers
     positions: Tensor  # [N, Q]
     mutual: range
     bias: Tensor | None = None
@@ -81,7 +84,7 @@ class PagedCache:
         self.groups: list[_Group] = []
         self.slots_T = torch.empty(0, dtype=torch.int64)
         self.bias_NH: Tensor | None = None
-        self.multiple = ROWS // 2
+        self.multiple = ROWS
         """A step's rows are filled up to a multiple of this."""
 
     def layer(self, number: int) -> _Layer:
@@ -106,7 +109,8 @@ class PagedCache:
                 # Tokens that are alone go together by the keys that they see.
                 alone = len(part.ids) == 1
                 last = max(upto, part.mutual.stop) if begin < part.mutual.stop else upto
-                cuts.setdefault((-1 if alone else number, upto - begin, -(-last // SPAN)), []).append((part, begin))
+                kind = ALONE if alone else number
+                cuts.setdefault((kind, upto - begin, -(-last // SPAN)), []).append((part, begin))
                 begin = upto
         ids: list[int] = []
         slots: list[int] = []
@@ -114,7 +118,7 @@ class PagedCache:
         self.groups = []
         starts = [0] * len(parts)
         places = {id(part): number for number, part in enumerate(parts)}
-        for (_, tokens, spans), members in cuts.items():
+        for (kind, tokens, spans), members in cuts.items():
             rows = slice(len(ids), len(ids) + tokens * len(members))
             pages: list[int] = []
             begins: list[int] = []
@@ -127,14 +131,18 @@ class PagedCache:
                     part.held.pages[place // self.page_tokens] * self.page_tokens + place % self.page_tokens
                     for place in range(begin, begin + tokens)
                 ]
-                wanted = spans * SPAN // self.page_tokens
+                last, wanted = len(part.held.pages), spans * SPAN // self.page_tokens
                 pages += [*part.held.pages[:wanted], *[ZEROS] * (wanted - len(part.held.pages))]
                 begins.append(begin)
+            run = None
+            # Only where there is no other: what others have written may be no finite number.
+            if kind == ALONE and len(parts) == 1 and pages[:last] == list(range(pages[0], pages[0] + last)):
+                run = slice(pages[0], pages[0] + wanted) if pages[0] + wanted <= self.pages else None
             positions_NQ = torch.tensor(begins)[:, None] + torch.arange(tokens)
             helds = [part.held for part, _ in members]
             mutual = range(0) if tokens == 1 else members[0][0].mutual
             pages_NS = torch.tensor(pages, device=self.device)
-            self.groups.append(_Group(helds, tokens, rows, pages_NS, positions_NQ, mutual))
+            self.groups.append(_Group(helds, tokens, rows, pages_NS, run, positions_NQ, mutual))
         spare = -len(ids) % self.multiple
         self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
         self.reading = reading
@@ -179,49 +187,52 @@ class PagedCache:
 class _Layer:
     def __init__(self, cache: PagedCache, number: int) -> None:
         self._cache, self._number = cache, number
-        self._store: Tensor | None = None  # [2, G, P, page, K]
+        self._store: Tensor | None = None  # [P, page, 2, G, K]
+        self._places: tuple[Tensor, ...] = ()  # keys and values of it [P · page, G, K]
 
     def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
         cache, groups, size = self._cache, k_BTGK.shape[2], k_BTGK.shape[3]
         scale = size**-0.5 if scale is None else scale
-        q_BTHK, k_BTGK, v_BTGK = (_wide_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
+        if size % WIDTH:
+            q_BTHK, k_BTGK, v_BTGK = (_wide_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
         if self._store is None:
-            self._store = zeros((2, groups, cache.pages, cache.page_tokens, k_BTGK.shape[3]), k_BTGK)
-        flat = self._store.flatten(2, 3)
-        flat[0].index_copy_(1, cache.slots_T, k_BTGK[0].transpose(0, 1))
-        flat[1].index_copy_(1, cache.slots_T, v_BTGK[0].transpose(0, 1))
-        q_THK = q_BTHK[0].to(torch.promote_types(q_BTHK.dtype, torch.float32))
-        parts = []
+            with torch.inference_mode(False):  # it is also written to between forwards
+                self._store = zeros((cache.pages, cache.page_tokens, 2, groups, k_BTGK.shape[3]), k_BTGK)
+                self._places = self._store.flatten(0, 1).unbind(1)
+        for places, fresh in zip(self._places, (k_BTGK, v_BTGK), strict=True):
+            places.index_copy_(0, cache.slots_T, fresh[0])
+        y_BTHK = torch.zeros_like(q_BTHK)
         for group in cache.groups:
-            bias = self._bias(group, groups, q_THK, first_head)
-            k, v = self._store.index_select(2, group.pages).view(2, groups * len(group.helds), -1, q_THK.shape[2])
-            parts.append(_attended(q_THK[group.rows], k, v, groups, group.tokens, bias, scale))
-        spare = q_THK.shape[0] - cache.groups[-1].rows.stop
-        y_THK = F.pad(torch.cat(parts) if len(parts) > 1 else parts[0], (0, 0, 0, 0, 0, spare))
-        return y_THK[None, :, :, :size]
+            bias = self._bias(group, q_BTHK.shape[2], groups, q_BTHK, first_head)
+            # Pages that lie one after another are seen where they are.
+            pages = self._store.index_select(0, group.pages) if group.run is None else self._store[group.run]
+            held = pages.view(len(group.helds), -1, 2, *pages.shape[3:])
+            k_NGSK, v_NGSK = held.permute(2, 0, 3, 1, 4)
+            _attend(q_BTHK[0, group.rows], k_NGSK, v_NGSK, bias, scale, y_BTHK[0, group.rows])
+        return y_BTHK if size == y_BTHK.shape[3] else y_BTHK[..., :size]
 
     def tokens(self, rows: int) -> int:
         whole = rows == len(self._cache.slots_T)  # else a rank has a part of them
         return self._cache.groups[-1].rows.stop if whole else rows
 
-    def _bias(self, group: _Group, groups: int, q_THK: Tensor, first_head: int) -> Tensor:
-        """What is added to the scores [G·N, M, S]; made by the first layer."""
+    def _bias(self, group: _Group, heads: int, groups: int, like: Tensor, first_head: int) -> Tensor:
+        """What is added to the scores [N, G or 1, M, S]; made by the first layer."""
         if group.bias is None:
-            cache, heads = self._cache, q_THK.shape[1]
-            sequences, size = len(group.helds), cache.page_tokens
-            keys_S = torch.arange(group.pages.numel() // sequences * size)
+            cache, sequences = self._cache, len(group.helds)
+            keys_S = torch.arange(group.pages.numel() // sequences * cache.page_tokens)
             places_NQ1, mutual = group.positions[:, :, None], group.mutual
-            distance = (places_NQ1 - keys_S).to(q_THK.device)
+            distance = (places_NQ1 - keys_S).to(like.device)
             seen = distance >= 0
             if mutual:
                 both = (places_NQ1 >= mutual.start) & (places_NQ1 < mutual.stop) & (keys_S < mutual.stop)
                 seen |= both.to(seen.device)
-            bias = score_bias(cache.spec, distance, seen, q_THK.dtype, cache.bias_NH)
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            bias = score_bias(cache.spec, distance, seen, dtype, cache.bias_NH)
             if bias.dim() == 4:  # of each head
-                bias = bias.narrow(1, first_head, heads).unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
+                bias = bias.narrow(1, first_head, heads).unflatten(1, (groups, -1)).transpose(2, 3)
             else:
-                bias = bias[None, :, :, None].expand(groups, -1, -1, heads // groups, -1)
-            group.bias = _filled(bias.flatten(2, 3).flatten(0, 1))
+                bias = bias[:, None, :, None].expand(-1, -1, -1, heads // groups, -1)
+            group.bias = _filled(bias.flatten(2, 3))
         return group.bias
 
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
@@ -233,37 +244,30 @@ class _Layer:
         size = q_BTHK.shape[3]
         scale = size**-0.5 if scale is None else scale
         q_BTHK = _wide_heads(q_BTHK)
-        q_THK = q_BTHK[0].to(torch.promote_types(q_BTHK.dtype, torch.float32))
-        y_THK = torch.zeros_like(q_BTHK[0])
+        y_BTHK = torch.zeros_like(q_BTHK)
         for group in self._cache.groups:
             for number, held in enumerate(group.helds):
                 rows = slice(group.rows.start + number * group.tokens, group.rows.start + (number + 1) * group.tokens)
-                k, v = (x[0].transpose(0, 1) for x in held.source[self._number])
-                y_THK[rows] = _attended(q_THK[rows], k, v, k.shape[0], group.tokens, None, scale)
-        return y_THK[None, :, :, :size]
+                k, v = (x.transpose(1, 2) for x in held.source[self._number])
+                _attend(q_BTHK[0, rows], k, v, None, scale, y_BTHK[0, rows])
+        return y_BTHK[..., :size]
 
     def copy(self, page: int, to: int) -> None:
         if self._store is not None:
-            self._store[:, :, to] = self._store[:, :, page]
+            self._store[to] = self._store[page]
 
     def clear(self, pages: Sequence[int]) -> None:
         if self._store is not None:
-            self._store[:, :, list(pages)] = 0
+            self._store[list(pages)] = 0
 
 
-def _attended(
-    q_THK: Tensor, k: Tensor, v: Tensor, groups: int, tokens: int, bias: Tensor | None, scale: float
-) -> Tensor:
-    """[N·Q, H, K] of queries alike, in fp32 at least, and of keys and values [G·N, S, K]."""
-    q = q_THK.unflatten(1, (groups, -1)).unflatten(0, (-1, tokens)).permute(2, 0, 1, 3, 4)
-    _, sequences, _, repeats, size = q.shape
-    q = _filled(q.reshape(groups * sequences, tokens * repeats, size))
-    bias = q.new_zeros(1, 1, 1) if bias is None else bias
-    scores = torch.baddbmm(bias, q, k.to(q.dtype).transpose(1, 2), alpha=scale)
-    y = matmul(scores.softmax(-1).to(v.dtype), v)[:, : tokens * repeats]
-    return (
-        y.reshape(groups, sequences, tokens, repeats, size).permute(1, 2, 0, 3, 4).reshape(-1, groups * repeats, size)
-    )
+def _attend(q_XHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float, y_XHK: Tensor) -> None:
+    """Put into y what queries [N·Q, H, K] see of keys and values."""
+    sequences, groups = k_NGSK.shape[:2]
+    q = q_XHK.view(sequences, -1, groups, q_XHK.shape[1] // groups, q_XHK.shape[2]).transpose(1, 2)
+    rows = q.shape[2] * q.shape[3]
+    y = attend(_filled(q.flatten(2, 3)), k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    y_XHK.view(q.transpose(1, 2).shape).copy_(y[:, :, :rows].view(q.shape).transpose(1, 2))
 
 
 def _filled(rows: Tensor) -> Tensor:
@@ -273,8 +277,8 @@ def _filled(rows: Tensor) -> Tensor:
 
 
 def _wide_heads(x: Tensor) -> Tensor:
-    """Filled up [..., K] to a multiple of 16: kernels treat rows of other sizes by their places."""
-    spare = -x.shape[-1] % 16
+    """Filled up [..., K] to a multiple of WIDTH: kernels treat rows of other sizes by their places."""
+    spare = -x.shape[-1] % WIDTH
     return F.pad(x, (0, spare)) if spare else x
 
 

@@ -44,6 +44,7 @@ def scores(
         return linear(hidden_BTD[0, places], weight_VD)
 
     source = {} if source_BS is None else {"source_BS": source_BS}
-    with torch.no_grad(), eager():
+    # Ranks that share a model have engines that inference mode is nothing for.
+    with torch.inference_mode() if loaded.ranks == 1 else torch.no_grad(), eager():
         logits_NV: Tensor = loaded.model(tokens_BT, positions_BT=positions_BT, cache=cache, loss=head, **source)
         return logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()

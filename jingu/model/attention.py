@@ -79,13 +79,14 @@ class Attention(nn.Module):
         self.output = Linear(spec.heads * spec.head_size, width, bias=spec.output_bias)
         # The three of self-attention as one, where a model is arranged for inference.
         self.qkv: Linear | None = None
+        self.sizes = [spec.heads, spec.kv_heads, spec.kv_heads]
         self.q_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
         self.k_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
 
     def heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
         """[B, T, H, K], normalised."""
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
-        split = projected.unflatten(-1, (-1, self.head_size))
+        split = projected.view(*projected.shape[:-1], -1, self.head_size)
         return split if norm is None else norm(split)
 
     def attended(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask, *, causal: bool) -> Tensor:
@@ -131,12 +132,14 @@ class SelfAttention(Attention):
 
     def turned(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, T, H or G, K], turned to their positions."""
-        if self.qkv is not None:
-            sizes = [part.out_features // self.head_size for part in (self.q, self.k, self.v)]
-            q, k, v = (whole := self.heads(self.qkv(x_BTD))).split(sizes, 2)
+        qkv, sizes = self.qkv, self.sizes
+        if qkv is not None:
+            whole = self.heads(qkv(x_BTD))
             if self.q_norm is None and rotary is not None:
-                turned = rotate(whole[:, :, : sizes[0] + sizes[1]], rotary, interleaved=self.interleaved)
-                return *turned.split(sizes[:2], 2), v
+                qk, v = whole.split_with_sizes([sizes[0] + sizes[1], sizes[2]], 2)
+                q, k = rotate(qk, rotary, interleaved=self.interleaved).split_with_sizes(sizes[:2], 2)
+                return q, k, v
+            q, k, v = whole.split_with_sizes(sizes, 2)
             q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         else:
             q, k = self.heads(self.q(x_BTD), self.q_norm), self.heads(self.k(x_BTD), self.k_norm)

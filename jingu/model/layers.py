@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, D width, F feed-forward size.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar, cast
 
 import torch
@@ -60,8 +61,12 @@ class RMSNorm(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
-            scale = wide.square().mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()
-            return wide.mul(scale).mul_(self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
+            norm, epsilon = (
+                torch.linalg.vector_norm(wide, 2, -1, True),
+                _constant(self.epsilon, wide.dtype, wide.device),
+            )
+            scale = torch.addcmul(epsilon, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
+            return (wide * scale).mul_(self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
         # Written out: several times faster than torch's own on CPU, and as fast once compiled.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
@@ -74,6 +79,11 @@ class LayerNormLayer(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+@lru_cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def make_norm(spec: Norm, width: int) -> nn.Module:
@@ -118,9 +128,10 @@ class FeedForwardLayer(nn.Module):
         self.gate_up: Linear | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if self.gate_up is not None:
-            gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, -1)
-            return self.down(activate(gate_BTF, self.activation) * up_BTF)
+        gate_up = self.gate_up
+        if gate_up is not None:
+            gate_BTF, up_BTF = gate_up(x_BTD).chunk(2, -1)
+            return self.down(activate(gate_BTF, self.activation).mul_(up_BTF))
         up_BTF = self.up(x_BTD)
         if self.gate is None:
             return self.down(activate(up_BTF, self.activation))

@@ -84,14 +84,19 @@ class Reordered:
         """A copy of a matrix."""
         return Reordered(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), STEADY_ROWS))
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Where it lies in memory: address and bytes."""
+        return torch.ops.mkldnn.data_ptr(self.values), torch.ops.mkldnn._nbytes(self.values)
+
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ self.T + bias`."""
-        x_NI = x.reshape(-1, x.shape[-1])
-        rows = x_NI.shape[0]
+        rows = x.numel() // x.shape[-1]
         if spare := -rows % STEADY_ROWS:
-            x_NI = F.pad(x_NI, (0, 0, 0, spare))
-        y_NO = torch.ops.mkldnn._linear_pointwise(x_NI, self.values, bias, "none", [], "")
-        return y_NO[:rows].view(*x.shape[:-1], -1)
+            y_NO = self.times(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, spare)), bias)
+            return y_NO[:rows].view(*x.shape[:-1], -1)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.values, bias, "none", [], "")
+        return y
 
 
 def on_cpu(tensor: Tensor) -> bool:

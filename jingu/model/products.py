@@ -102,7 +102,7 @@ def attend(
         return blocked
     if computes_wide(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
-    if mask is not None and mask.dtype != torch.bool:
+    if mask is not None and mask.dtype != torch.bool and (mask.is_cuda or torch.is_grad_enabled()):
         mask = mask.to(q_BHTK.dtype)
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
     y = F.scaled_dot_product_attention(

@@ -25,7 +25,8 @@ Rotary = tuple[Tensor, Tensor]
 def rotary_tables(
     spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, each: bool = False
 ) -> Rotary:
-    """Cosines and sines [..., T, 1, K/2] of position times frequency, in `dtype`; fewer where a part is turned.
+    """What `rotate` multiplies by [..., T, 1, K], in `dtype`; fewer where a part is turned. Of a pair at an angle of
+    position times frequency: the cosine for both; minus the sine for the first, the sine for the second.
 
     Args:
         each: where frequencies change with the length of the sequence, each position's are those of the sequence
@@ -36,8 +37,18 @@ def rotary_tables(
     )
     cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
     if isinstance(spec.scaling, YarnScaling):
-        return cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
-    return cos, sin
+        cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
+    return _of_pairs(cos, cos, spec.interleaved), _of_pairs(-sin, sin, spec.interleaved)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """First and second elements of pairs [..., K/2]."""
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+
+
+def _of_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    """Such elements where they stand in heads [..., K]."""
+    return torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
 
 
 def frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,11 +108,16 @@ def rotate(x_BTHK: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tens
         interleaved: the pairs are (x_2i, x_2i+1), not (x_i, x_{i+K/2}).
     """
     cos, sin = rotary
-    x, rest = x_BTHK.split((2 * cos.shape[-1], x_BTHK.shape[-1] - 2 * cos.shape[-1]), dim=-1)
-    if not torch.is_grad_enabled():
-        x = x.to(cos.dtype)  # once, not in each product
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    y = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    turned = cos.shape[-1]
+    x, rest = (
+        (x_BTHK, None) if turned == x_BTHK.shape[-1] else x_BTHK.split((turned, x_BTHK.shape[-1] - turned), dim=-1)
+    )
+    if torch.is_grad_enabled():  # compiled, this takes less; alone, what follows
+        (first, second), (cos, _), (_, sin) = (_pairs(part, interleaved) for part in (x, cos, sin))
+        y = _of_pairs(first * cos - second * sin, second * cos + first * sin, interleaved)
+    else:
+        x = x.to(cos.dtype)
+        first, second = _pairs(x, interleaved)
+        y = x * cos + _of_pairs(second, first, interleaved) * sin
     y = y.to(x_BTHK.dtype)
-    return y if rest.shape[-1] == 0 else torch.cat((y, rest), dim=-1)
+    return y if rest is None else torch.cat((y, rest), dim=-1)

@@ -8,7 +8,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -71,6 +71,19 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(mmap_max, 0)
+
+
+def gather_in_large_pages(blocks: Iterable[tuple[int, int]]) -> None:
+    """Let the system hold these blocks of memory (address, bytes) in pages of 2 MB, where it can: what is read from
+    main memory all the time is then read up to a fifth faster.
+
+    Linux's MADV_COLLAPSE, from 6.1 on; elsewhere nothing happens.
+    """
+    size, collapse = 1 << 21, 25
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if sys.platform == "linux" and madvise is not None:
+        for page in {page for first, count in blocks for page in range(first // size, (first + count - 1) // size + 1)}:
+            madvise(ctypes.c_void_p(page * size), ctypes.c_size_t(size), collapse)
 
 
 def total_memory(device: torch.device) -> int:
