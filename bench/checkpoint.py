@@ -224,7 +224,8 @@ def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
     def note(name: str, value: float) -> None:
         taken.setdefault(name, []).append(value)
 
-    with tempfile.TemporaryDirectory(dir=".") as name:
+    Path("build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="build") as name:
         folder = Path(name)
         saver = BackgroundSaver(tensors, optimizer)
         for number in range(rounds):
