@@ -23,23 +23,9 @@ STATE = "state.json"
 VERSION = 1
 
 WIDTHS = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-    "C64": 8,
-}
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+}  # fmt: skip
 """Bytes an element, by the names that the safetensors format gives to dtypes."""
 
 _OPENING = b'{\n"xxh3_128": "'
@@ -126,21 +112,19 @@ def read_manifest(path: Place) -> Manifest:
     digest, body = raw[len(_OPENING) : len(_OPENING) + _DIGITS], raw[: len(_OPENING)] + raw[len(_OPENING) + _DIGITS :]
     if not raw.startswith(_OPENING) or digest != xxhash.xxh3_128_hexdigest(body).encode():
         raise CheckpointError(f"{path.name} is damaged: it does not match its checksum.", where=path.parent)
-    version = VERSION
     try:
         manifest = _Sealed.model_validate_json(raw)
-        version = manifest.version
-        if version == VERSION:
-            return manifest
     except ValidationError as error:
         detail = error.errors()[0]
         place = ".".join(map(str, detail["loc"]))
         raise CheckpointError(f"{path.name} is not a manifest: {place}: {detail['msg']}.", where=path.parent) from None
-    raise CheckpointError(
-        f"{path.name} has version {version} of the format, and this jingu reads version {VERSION}.",
-        where=path.parent,
-        fix="Use the jingu that wrote it, or a later one.",
-    )
+    if manifest.version != VERSION:
+        raise CheckpointError(
+            f"{path.name} has version {manifest.version} of the format, and this jingu reads version {VERSION}.",
+            where=path.parent,
+            fix="Use the jingu that wrote it, or a later one.",
+        )
+    return manifest
 
 
 class _Sealed(Manifest):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.hub import OpenModel, open_model, open_run_apart, parameter_shapes, with_adapters
+from jingu.checkpoint.hub import OpenModel, Shapes, open_model, open_run_apart, parameter_shapes, with_adapters
 from jingu.checkpoint.stream import SafetensorsWriter, read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
@@ -28,6 +28,8 @@ from jingu.runtime.files import new_folder
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _PROMPT = "base_model.model.", "prompt_embeddings"
 Read = Callable[[str], Tensor]
+Reads = Callable[[Mapping[str, Tensor], ModelSpec, Mapping[str, Any], Path], tuple[Adapter, dict[str, Tensor]]]
+"""Our adapter and its parameters, from peft's tensors and config for a model."""
 
 
 def write_adapters(own: OpenModel, base: OpenModel, where: Path, to: Path) -> None:
@@ -76,9 +78,10 @@ def _beside(own: OpenModel, base: OpenModel, adapter: Lora | Ia3) -> tuple[dict[
         module = entry.theirs.removesuffix(".weight")
         targets[module] = count
         conv = conv or entry.transform is TRANSPOSED
-        found = _lora(own, base, entry, modules) if isinstance(adapter, Lora) else _ia3(own, base, entry, modules)
+        leaves = _lora if isinstance(adapter, Lora) else _ia3
+        found = leaves(own, base, held, entry, modules)
         tensors |= {f"{_PREFIX}{module}.{leaf}": tensor for leaf, tensor in found.items()}
-        inner += [module] if f"{modules[0]}.ia3_in" in held else []
+        inner += [module] if f"{next(iter(modules))}.ia3_in" in held else []
     # Releases of peft that know experts as one tensor look for the last part of the names that they had before.
     names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in targets})
     config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": conv}
@@ -102,15 +105,18 @@ def _beside(own: OpenModel, base: OpenModel, adapter: Lora | Ia3) -> tuple[dict[
     }, tensors
 
 
-def _modules(spec: ModelSpec) -> Iterator[tuple[Entry, list[str]]]:
-    """Their matrices, and the modules of ours that each holds."""
-    for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
-        if entry.theirs.endswith(".weight"):
-            yield entry, [name.removesuffix(".weight") for name in entry.ours]
+Modules = Mapping[str, int]
+"""Modules of ours that one matrix of theirs holds, and how many outputs each has."""
 
 
-def _lora(own: OpenModel, base: OpenModel, entry: Entry, modules: Sequence[str]) -> dict[str, Tensor]:
-    held, shapes = parameter_shapes(own.spec), parameter_shapes(base.spec)
+def _modules(spec: ModelSpec) -> Iterator[tuple[Entry, Modules]]:
+    shapes = parameter_shapes(spec)
+    for entry in entries(FAMILIES[spec.family].rules, spec, shapes):
+        if entry.theirs.endswith(".weight") and len(shapes[entry.ours[0]]) > 1:
+            yield entry, {name.removesuffix(".weight"): shapes[name][-2] for name in entry.ours}
+
+
+def _lora(own: OpenModel, base: OpenModel, held: Shapes, entry: Entry, modules: Modules) -> dict[str, Tensor]:
     having = [module for module in modules if f"{module}.lora_a" in held]
     a, b = (
         {
@@ -121,7 +127,7 @@ def _lora(own: OpenModel, base: OpenModel, entry: Entry, modules: Sequence[str])
         for leaf in ("lora_a", "lora_b")
     )
     some = next(iter(b.values()))
-    parts = [b[m] if m in b else some.new_zeros(shapes[f"{m}.weight"][-2], 0) for m in modules]
+    parts = [b[m] if m in b else some.new_zeros(rows, 0) for m, rows in modules.items()]
     found = {
         "lora_A.weight": torch.cat(list(a.values())),
         "lora_B.weight": _rows_to_theirs(entry, torch.block_diag(*parts), base.spec),
@@ -135,15 +141,13 @@ def _lora(own: OpenModel, base: OpenModel, entry: Entry, modules: Sequence[str])
     return found
 
 
-def _ia3(own: OpenModel, base: OpenModel, entry: Entry, modules: Sequence[str]) -> dict[str, Tensor]:
-    held, shapes = parameter_shapes(own.spec), parameter_shapes(base.spec)
-    if f"{modules[0]}.ia3_in" in held:
-        return {"ia3_l": own.read(f"{modules[0]}.ia3_in").unsqueeze(0)}
-    some = next(own.read(f"{m}.ia3_out") for m in modules if f"{m}.ia3_out" in held)
-    factors = [
-        own.read(f"{m}.ia3_out") if f"{m}.ia3_out" in held else some.new_ones(shapes[f"{m}.weight"][-2])
-        for m in modules
-    ]
+def _ia3(own: OpenModel, base: OpenModel, held: Shapes, entry: Entry, modules: Modules) -> dict[str, Tensor]:
+    first = f"{next(iter(modules))}.ia3_in"
+    if first in held:
+        return {"ia3_l": own.read(first).unsqueeze(0)}
+    having = {m: own.read(f"{m}.ia3_out") for m in modules if f"{m}.ia3_out" in held}
+    some = next(iter(having.values()))
+    factors = [having[m] if m in having else some.new_ones(rows) for m, rows in modules.items()]
     return {"ia3_l": _rows_to_theirs(entry, torch.cat(factors), base.spec).unsqueeze(1)}
 
 
@@ -235,29 +239,19 @@ def open_adapters(path: Path, base: OpenModel, spec: ModelSpec) -> OpenModel:
 def read_adapters(folder: Path, base: OpenModel) -> OpenModel:
     """The adapters that peft wrote into `folder`, for a model. Raises JinguError where they do not fit."""
     config = _read_config(folder)
-    header = read_header(folder / WEIGHTS)
-
-    def stored(key: str) -> Tensor:
-        place = header[key]
+    theirs: dict[str, Tensor] = {}
+    for key, place in read_header(folder / WEIGHTS).items():
         assert isinstance(place.dtype, torch.dtype)
-        return read_at(folder / WEIGHTS, place.begin, place.shape, place.dtype)
-
-    theirs = {key: stored(key) for key in header}
-    kind = config["peft_type"]
-    adapter: Adapter
-    if kind == "LORA":
-        adapter, held = _read_lora(theirs, base.spec, config, folder)
-    elif kind == "IA3":
-        adapter, held = _read_ia3(theirs, base.spec, folder)
-    else:
-        adapter, held = _read_prompt(theirs, base.spec, config, folder)
+        theirs[key] = read_at(folder / WEIGHTS, place.begin, place.shape, place.dtype)
+    readers: dict[str, Reads] = {"LORA": _read_lora, "IA3": _read_ia3}
+    adapter, held = readers.get(config["peft_type"], _read_prompt)(theirs, base.spec, config, folder)
     spec = base.spec.model_copy(update={"adapter": adapter})
     return OpenModel(spec, held.__getitem__, lambda name, number: held[name][number], None, (), folder)
 
 
 def _matched(
     theirs: Mapping[str, Tensor], spec: ModelSpec, folder: Path
-) -> Iterator[tuple[Entry, list[str], dict[str, Tensor]]]:
+) -> Iterator[tuple[Entry, Modules, dict[str, Tensor]]]:
     """Matrices that have adapters: theirs, our modules, and the adapter's tensors by their last name."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in theirs.items():
@@ -275,7 +269,6 @@ def _read_lora(
     theirs: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], folder: Path
 ) -> tuple[Lora, dict[str, Tensor]]:
     held: dict[str, Tensor] = {}
-    shapes = parameter_shapes(spec)
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     stable, magnitudes = bool(config.get("use_rslora")), bool(config.get("use_dora"))
     if magnitudes and config.get("lora_bias"):
@@ -292,10 +285,10 @@ def _read_lora(
         scale = of_rank(rank, alphas.get(name, config["lora_alpha"])).scale / whole.scale
         a, b = parts["lora_A"], scale * parts["lora_B"]
         if entry.expert is not None:
-            experts.setdefault(f"{modules[0]}.lora_a", []).append(a)
-            experts.setdefault(f"{modules[0]}.lora_b", []).append(b)
+            for leaf, matrix in (("lora_a", a), ("lora_b", b)):
+                experts.setdefault(f"{next(iter(modules))}.{leaf}", []).append(matrix)
             continue
-        sizes = [shapes[f"{module}.weight"][-2] for module in modules]
+        sizes = list(modules.values())
         rows = {"lora_b": _rows_to_ours(entry, b, spec).split(sizes)}
         if magnitudes:
             rows["lora_m"] = _rows_to_ours(entry, parts["lora_magnitude_vector"], spec).split(sizes)
@@ -305,15 +298,16 @@ def _read_lora(
     return of_rank(whole.rank, whole.alpha, sorted({name.rpartition(".")[0] for name in held})), held
 
 
-def _read_ia3(theirs: Mapping[str, Tensor], spec: ModelSpec, folder: Path) -> tuple[Ia3, dict[str, Tensor]]:
+def _read_ia3(
+    theirs: Mapping[str, Tensor], spec: ModelSpec, _config: Mapping[str, Any], folder: Path
+) -> tuple[Ia3, dict[str, Tensor]]:
     held: dict[str, Tensor] = {}
-    shapes = parameter_shapes(spec)
     for entry, modules, parts in _matched(theirs, spec, folder):
         factors = parts["ia3_l"]
         if factors.shape[0] == 1:
-            held[f"{modules[0]}.ia3_in"] = factors.squeeze(0)
+            held[f"{next(iter(modules))}.ia3_in"] = factors.squeeze(0)
             continue
-        rows = _rows_to_ours(entry, factors.squeeze(1), spec).split([shapes[f"{m}.weight"][-2] for m in modules])
+        rows = _rows_to_ours(entry, factors.squeeze(1), spec).split(list(modules.values()))
         held |= {f"{module}.ia3_out": piece for module, piece in zip(modules, rows, strict=True)}
     return Ia3(targets=tuple(sorted({name.rpartition(".")[0] for name in held}))), held
 

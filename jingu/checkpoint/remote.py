@@ -7,8 +7,7 @@ is, which is written last and deleted first.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
@@ -56,63 +55,51 @@ class RemotePath:
         return self
 
     def exists(self) -> bool:
-        with self._asked():
-            return bool(self._store.exists(self._path))
+        return bool(self._ask(self._store.exists, self._path))
 
     def is_file(self) -> bool:
-        with self._asked():
-            return bool(self._store.isfile(self._path))
+        return bool(self._ask(self._store.isfile, self._path))
 
     def is_dir(self) -> bool:
-        with self._asked():
-            return bool(self._store.isdir(self._path))
+        return bool(self._ask(self._store.isdir, self._path))
 
     def stat(self) -> SimpleNamespace:
         """`st_size`, as a local file has it."""
-        with self._asked():
-            return SimpleNamespace(st_size=int(self._store.size(self._path)))
+        return SimpleNamespace(st_size=int(self._ask(self._store.size, self._path)))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        with self._asked():
-            paths = [str(path).rstrip("/") for path in self._store.ls(self._path, detail=False)]
+        paths = [str(path).rstrip("/") for path in self._ask(self._store.ls, self._path, detail=False)]
         return (RemotePath(self._store, path) for path in paths if path != self._path)
 
     def mkdir(self) -> None:
         """Make the folder, and those above it; one that is there is well, too."""
-        with self._asked():
-            self._store.makedirs(self._path, exist_ok=True)
+        self._ask(self._store.makedirs, self._path, exist_ok=True)
 
     def open(self) -> IO[bytes]:
         """A new file, there when it is closed."""
-        with self._asked():
-            return cast(IO[bytes], self._store.open(self._path, "wb"))
+        return cast(IO[bytes], self._ask(self._store.open, self._path, "wb"))
 
     def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
-        with self._asked():
-            return bytes(self._store.cat_file(self._path, start=begin, end=end))
+        return bytes(self._ask(self._store.cat_file, self._path, start=begin, end=end))
 
     def upload(self, file: Path) -> None:
         """Become a copy of a local file."""
-        with self._asked():
-            self._store.put_file(str(file), self._path)
+        self._ask(self._store.put_file, str(file), self._path)
 
     def unlink(self) -> None:
         """Delete the file, where there is one."""
-        with self._asked():
-            if self._store.exists(self._path):
-                self._store.rm_file(self._path)
+        if self.exists():
+            self._ask(self._store.rm_file, self._path)
 
     def remove(self) -> None:
         """Delete the folder with all that is in it, where there is one."""
-        with self._asked():
-            if self._store.exists(self._path):
-                self._store.rm(self._path, recursive=True)
+        if self.exists():
+            self._ask(self._store.rm, self._path, recursive=True)
 
-    @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _ask(self, what: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         self._store.invalidate_cache()  # others write here, too
         try:
-            yield
+            return what(*arguments, **keywords)
         except OSError as error:
             if error.strerror is None:
                 error.strerror = str(error)

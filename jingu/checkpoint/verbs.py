@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from jingu.checkpoint.resume import prune as prune_steps
 from jingu.checkpoint.store import Reader
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
+from jingu.runtime.files import locked
 
 _ELEMENTS = 1 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,7 +156,8 @@ def prune(run: Place, keep: int = 1, keep_every: int = 0, keep_best: int = 0, da
     """
     checkpoints = _checkpoints_of(run)
     folder = checkpoints.parent if isinstance(checkpoints, Path) else run
-    with _untrained(folder) if isinstance(folder, Path) else nullcontext():
+    busy = "a process is training this run now.", "Wait for it, or stop it."
+    with locked(folder, *busy) if isinstance(folder, Path) else nullcontext():
         found = find_latest(checkpoints)
         if found.step is None:
             raise JinguError(
@@ -175,19 +175,6 @@ def prune(run: Place, keep: int = 1, keep_every: int = 0, keep_best: int = 0, da
                 print(f"{folder.name} stays, though it is of no use ({reason}); --damaged deletes such, too.")
     room = size_in_words(before - _bytes_below(checkpoints))
     print(f"Deleted {', '.join(deleted)}: {room} of room." if deleted else "Nothing was to be deleted.")
-
-
-@contextmanager
-def _untrained(run: Path) -> Iterator[None]:
-    """Hold a run's folder, or raise JinguError where a process trains it."""
-    descriptor = os.open(run, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise JinguError("a process is training this run now.", where=run, fix="Wait for it, or stop it.") from None
-    finally:
-        os.close(descriptor)
 
 
 def _bytes_below(checkpoints: Place) -> int:

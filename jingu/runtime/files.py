@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jingu.errors import JinguError
@@ -50,6 +50,26 @@ def new_folder(path: Path, progress: str | None = None) -> Iterator[Path]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def locked(folder: Path, what: str, fix: str) -> Iterator[None]:
+    """Hold a folder, while inside, against whoever else would. The lock goes with the process, however it ends.
+
+    Raises:
+        JinguError: with these words, another process holds it.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every shared file system has locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise JinguError(what, where=folder, fix=fix) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def replace_text(path: Path, text: str) -> None:

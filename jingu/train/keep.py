@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -72,6 +74,8 @@ class Keeper:
                 f"ranks: up to {memory.bytes / 1e6:,.1f} MB a rank in {settings.memory.folder}."
             )
         self._saved_step, self._saved_at = -1, time.monotonic()
+        self._versions = {"python": platform.python_version(), "jingu": __version__, "torch": torch.__version__}
+        self._versions |= {name: version(name) for name in ("numpy", "safetensors", "tokenizers")}
         often = 0 < settings.every < run.config.train.steps or settings.minutes
         if settings.background and often and run.config.parallel.offload.type == "disk":
             say("Checkpoints are written while training waits: what is offloaded to disk is not copied to memory.")
@@ -189,7 +193,7 @@ class Keeper:
             "seed": self._run.config.seed,
             "ranks": self._ranks.world,
             "configuration": self._run.config.model_dump(mode="json"),
-            "versions": {"jingu": __version__, "torch": torch.__version__},
+            "versions": self._versions,
         }
 
     def __enter__(self) -> Keeper:

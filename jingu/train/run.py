@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -199,8 +197,6 @@ def _check_checkpoints(run: Run) -> None:
 def held(run: Run) -> Iterator[None]:
     """Make the run's folder and keep other processes from training the same run, while inside.
 
-    The lock goes with the process, however it ends.
-
     Raises:
         JinguError: the folder cannot be made, or another process trains the run.
     """
@@ -208,27 +204,11 @@ def held(run: Run) -> Iterator[None]:
         run.folder.mkdir(parents=True, exist_ok=True)
         if isinstance(run.checkpoints, Path):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run.folder, os.O_RDONLY)
     except OSError as error:
         raise cannot_write(error, run.folder) from error
-    try:
-        _lock(descriptor, run.folder)
+    fix = "Wait for it, stop it, or choose another name (name=...)."
+    with files.locked(run.folder, "another process is training this run now.", fix):
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise JinguError(
-            "another process is training this run now.",
-            where=folder,
-            fix="Wait for it, stop it, or choose another name (name=...).",
-        ) from None
-    except OSError:
-        return  # not every shared file system has locks
 
 
 def write_run(run: Run) -> None:

@@ -91,6 +91,7 @@ def test_the_best_and_every_so_many_stay(tiny_run, done):
     state = read_state(done(config).checkpoint())
     assert state["progress"]["evaluation"]["loss"] == losses[20]
     assert state["configuration"]["optimizer"]["lr"] == 0.3
+    assert state["versions"]["torch"] == torch.__version__ and "numpy" in state["versions"]
 
 
 @pytest.mark.parametrize(
