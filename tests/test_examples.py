@@ -23,7 +23,7 @@ from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.tree import all_keys
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.parallel.stages import divide_blocks
 from jingu.tune.prepare import prepare
 from tests.conftest import Done, MakeRun

@@ -28,8 +28,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixSettings
 from jingu.errors import JinguError
 from jingu.model.adapters import add_adapter, is_adapter
-from jingu.model.decoder import Decoder
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import Decoder, make_model
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.names import Entry, entries, read_ours, their_shape, to_ours
 from jingu.model.spec import Ia3, Lora, ModelSpec

@@ -18,7 +18,7 @@ from jingu.infer.arrange import arrange
 from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.packed import Bits
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import parallelize

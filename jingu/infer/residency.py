@@ -33,7 +33,7 @@ from jingu.errors import JinguError
 from jingu.infer.foresight import Foresight
 from jingu.infer.quantised import room_for
 from jingu.model.decoder import Block, Decoder
-from jingu.model.encoder_decoder import all_blocks
+from jingu.model.decoder import all_blocks
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.packed import Bits, Packed, pack
 from jingu.model.products import linear

@@ -1,18 +1,28 @@
-"""The decoder: one forward for training, scoring and generation.
+"""The decoder, with an encoder or without: one forward for training, scoring and generation.
 
 Shapes: B rows, T tokens, S tokens of an encoder, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from jingu.model.attention import Cache, CrossAttention, LayerCache, Mask, SelfAttention, attention_mask
+from jingu.model.adapters import prepare_training
+from jingu.model.attention import (
+    Cache,
+    CrossAttention,
+    LayerCache,
+    Mask,
+    SelfAttention,
+    attention_mask,
+    cross_mask,
+    skipped_states,
+)
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.noise import Draw, EmbeddingNoise
@@ -185,28 +195,30 @@ class Stack(nn.Module):
 
 
 class Decoder(Stack):
-    """Embedding, blocks, final norm, and a head (absent when tied to the embedding); or a part of these.
+    """Embedding, blocks, final norm, and a head (absent when tied to the embedding). Where the spec has an encoder, it
+    stands beside the decoder, of the same dimensions and over the same embedding, and the blocks attend to its states.
 
-    A part is a range of the blocks, under their numbers in the whole. The first part embeds; the last one has norm
-    and head, and where that is tied a weight of the embedding of its own.
+    Or a part of these: a range of the blocks, those of the encoder first, under their numbers in their stack. The
+    first part embeds; the last one has norm and head, and where that is tied a weight of the embedding of its own.
     """
 
     SHARDING: ClassVar[Table] = {**Stack.SHARDING, "head": "vocabulary"}
 
-    def __init__(self, spec: ModelSpec, part: range | None = None, *, embeds: bool = False) -> None:
-        """
-        Args:
-            part: the blocks; None: all.
-            embeds: whether it has the embedding's weight in any case.
-        """
-        part = range(spec.layers) if part is None else part
-        ends = bool(part) and part.stop == spec.layers
-        embeds = embeds or (bool(part) and part.start == 0) or (ends and spec.tied_embeddings)
-        super().__init__(spec, spec.layers, part, embeds=embeds, causal=True, cross=spec.encoder_layers is not None)
+    def __init__(self, spec: ModelSpec, part: range | None = None) -> None:
+        """`part` are the blocks; None: all."""
+        read = spec.encoder_layers or 0
+        part = range(read + spec.layers) if part is None else part
+        own = range(max(part.start - read, 0), max(part.stop - read, 0))
+        ends = bool(own) and own.stop == spec.layers
+        begins = any(blocks and blocks.start == 0 for blocks in (part, own))
+        embeds = begins or (ends and spec.tied_embeddings)
+        super().__init__(spec, spec.layers, own, embeds=embeds, causal=True, cross=bool(read))
         headed = ends and not spec.tied_embeddings
         self.head = Linear(spec.width, spec.vocabulary, bias=False) if headed else None
         # The head's weight as `linear` takes it, where a model is arranged for inference.
         self.arranged_head: Reordered | None = None
+        here = range(min(part.start, read), min(part.stop, read))
+        self.encoder = Stack(spec, read, here, embeds=False, causal=False, cross=False) if read else None
 
     def forward(
         self,
@@ -220,8 +232,12 @@ class Decoder(Stack):
         noise_2BT: Tensor | None = None,
         reach_BT: Tensor | None = None,
         keys_BT: Tensor | None = None,
-    ) -> Tensor | Passed:
-        """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs.
+        source_BS: Tensor | None = None,
+        source_documents_BS: Tensor | None = None,
+        source_keys_BS: Tensor | None = None,
+    ) -> Tensor | Passed | None:
+        """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs (None: this is
+        a part of the encoder, and there is no source to read).
 
         Args:
             tokens_BT: token ids, int64.
@@ -237,25 +253,25 @@ class Decoder(Stack):
             reach_BT: tokens of the row, from its first on, that a token sees besides those before it. Not together
                 with a cache.
             keys_BT: of each token, by which adapters drop some of their inputs; None: they drop nothing.
+            source_BS: token ids that the encoder reads; with a cache needed with its first tokens only, since it
+                keeps the keys and values of the encoder's states.
+            source_documents_BS: document of each; a token of either side sees its own document. -1: padding, which
+                none sees. Where a row is padded, they are needed with every token.
+            source_keys_BS: as `keys_BT`, of what the encoder reads.
         """
-        given = tokens_BT, positions_BT, documents_BT, cache, loss, auxiliary, passed
-        return self.decode(*given, noise_2BT=noise_2BT, reach_BT=reach_BT, keys_BT=keys_BT)
-
-    def decode(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor | None,
-        documents_BT: Tensor | None,
-        cache: Cache | None,
-        loss: Head | None,
-        auxiliary: Auxiliary | None,
-        passed: Passed | None = None,
-        encoded: Encoded | None = None,
-        noise_2BT: Tensor | None = None,
-        reach_BT: Tensor | None = None,
-        keys_BT: Tensor | None = None,
-    ) -> Tensor | Passed:
-        """`forward`; with an encoder's states, where there is one."""
+        encoded = None
+        if self.encoder is not None:
+            if self.encoder.part and source_BS is not None:
+                passed = self.encode(source_BS, source_documents_BS, passed, source_keys_BS)
+            if not self.part:
+                return passed
+            if source_documents_BS is not None:
+                source_documents_BS = source_documents_BS[:, skipped_states(self.spec) :]
+            encoded = Encoded(None, cross_mask(documents_BT, source_documents_BS), [], source_keys_BS)
+            if passed is not None and self.part.start == 0:
+                encoded, passed = encoded._replace(states=passed.states, routings=passed.routings), None
+            elif passed is not None:
+                encoded = encoded._replace(states=passed.encoded)
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         if passed is None:
@@ -263,7 +279,7 @@ class Decoder(Stack):
             passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
         passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded, reach_BT, keys_BT)
         if not self.ends:
-            return passed
+            return passed if encoded is None else passed._replace(encoded=encoded.states)
         x_BTD, routings, _ = passed
         if self.spec.scaled_head:
             x_BTD = x_BTD * self.spec.width**-0.5
@@ -271,6 +287,16 @@ class Decoder(Stack):
             return x_BTD
         total = loss(x_BTD, self.head_weight())
         return torch.cat([total.view(1), auxiliary(routings)]) if auxiliary and routings else total
+
+    def encode(
+        self, source_BS: Tensor, documents_BS: Tensor | None, passed: Passed | None, keys_BS: Tensor | None = None
+    ) -> Passed:
+        """Through the blocks of the encoder that are here."""
+        assert self.encoder is not None
+        positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
+        if passed is None:
+            passed = Passed(self.encoder.begin(self.embedding, source_BS, positions_S), [])
+        return self.encoder.run(passed, source_BS, positions_S, documents_BS, keys_BT=keys_BS)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores [B, T, V] of the next token."""
@@ -284,3 +310,16 @@ class Decoder(Stack):
         assert module is not None
         weight = module.weight
         return normalize(weight) if self.spec.normalised_head and isinstance(weight, Tensor) else weight
+
+
+def make_model(spec: ModelSpec, part: range | None = None) -> Decoder:
+    """The model of a spec, or a part of its blocks, with adapters; its weights are not filled."""
+    model = Decoder(spec, part)
+    prepare_training(model, spec)
+    return model
+
+
+def all_blocks(model: Decoder) -> Iterator[tuple[int, nn.Module]]:
+    """The blocks with their numbers in their stack, in the order in which they compute."""
+    for stack in (model,) if model.encoder is None else (model.encoder, model):
+        yield from zip(stack.part, stack.blocks, strict=True)

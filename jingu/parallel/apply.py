@@ -21,8 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.decoder import Decoder
-from jingu.model.encoder_decoder import all_blocks, make_model
+from jingu.model.decoder import Decoder, all_blocks, make_model
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding
 from jingu.parallel.expert import divide_experts

@@ -27,8 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from jingu.data.batch import Batch
-from jingu.model.decoder import Decoder, Passed
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import Decoder, Passed, make_model
 from jingu.model.experts import Routing
 from jingu.model.spec import Experts, ModelSpec
 

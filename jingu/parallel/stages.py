@@ -13,7 +13,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.count import layer_costs
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AxisSizes, axis_sizes
 

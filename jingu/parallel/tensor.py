@@ -77,7 +77,7 @@ def divide_work(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None
             child.forward = partial(_look_up, rows, vocabulary, child)  # type: ignore[method-assign]
         elif style == "tokens":
             child.forward = partial(_look_up_tokens, rows, child.forward)
-    for stack, its_rows in ((model, rows), (getattr(model, "encoder", None), source)):
+    for stack, its_rows in ((model, rows), (model.encoder, source)):
         for block in () if stack is None else stack.blocks:
             for part in block.children():
                 if hasattr(part, "SHARDING"):

@@ -29,7 +29,7 @@ from jingu.data.sources import epochs_used
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
 from jingu.model.products import product_dtype

@@ -18,8 +18,7 @@ from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.count import flops_per_token, generation_flops
-from jingu.model.decoder import Decoder
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import Decoder, make_model
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
 from jingu.model.spec import replaced

@@ -24,7 +24,7 @@ from jingu.infer.request import Event, Request
 from jingu.infer.sampling import Sampling
 from jingu.model.initialise import initialise
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.spec import ModelSpec
 from tests.rank_pool import RankPool
 from jingu.text.training import train_tokenizer

@@ -21,7 +21,7 @@ from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSe
 from jingu.data.batch import Batch, Source
 from jingu.model.build import find_family
 from jingu.model.decoder import Decoder
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.spec import Balanced, ModelSpec, replaced
 from jingu.model.initialise import initial_values
 from jingu.parallel.apply import parallelize

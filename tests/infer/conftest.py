@@ -7,7 +7,7 @@ import pytest
 from jingu.config.sections.model import ModelSettings
 from jingu.infer.load import Loaded, loaded
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer

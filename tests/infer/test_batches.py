@@ -15,7 +15,7 @@ from jingu.infer.load import Loaded, loaded
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.text.tokenizer import Tokenizer
 

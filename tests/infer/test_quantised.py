@@ -20,7 +20,7 @@ from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.model import packed
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.experts import ExpertsLayer
 from jingu.model.initialise import initialise
 from jingu.model.packed import Bits, Packed, pack, packs

@@ -24,7 +24,7 @@ from jingu.infer.request import Request
 from jingu.infer.residency import Residency, parse_size
 from jingu.infer.sampling import Sampling
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.initialise import initialise
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer import Tokenizer

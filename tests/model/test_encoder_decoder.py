@@ -12,7 +12,7 @@ from torch import Tensor
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import EncoderDecoder, all_blocks, make_model
+from jingu.model.decoder import Decoder, all_blocks, make_model
 from jingu.model.experts import Routing
 from jingu.model.initialise import initialise
 from jingu.model.spec import Experts, ModelSpec, RelativeBias, replaced
@@ -31,10 +31,9 @@ def spec_of(family: str, **settings: Any) -> ModelSpec:
     return replaced(spec, encoder_layers=3)
 
 
-def model_of(spec: ModelSpec) -> EncoderDecoder:
+def model_of(spec: ModelSpec) -> Decoder:
     model = make_model(spec).double()
     initialise(model, spec, 5)
-    assert isinstance(model, EncoderDecoder)
     return model
 
 
@@ -90,7 +89,7 @@ def test_a_decoder_alone_may_have_relative_biases(in_steps: Callable[..., Tensor
     spec = replaced(spec_of("llama"), encoder_layers=None, position=RelativeBias(buckets=8, max_distance=9))
     model, tokens = make_model(spec).double(), ids(1, 14)
     initialise(model, spec, 5)
-    assert not isinstance(model, EncoderDecoder) and model.relative_bias is not None
+    assert model.encoder is None and model.relative_bias is not None
     with torch.no_grad():
         whole, scores = model.logits(model(tokens)), in_steps(model, tokens[0], [9, 5])
     torch.testing.assert_close(scores, whole[0], rtol=1e-10, atol=1e-12)

@@ -12,7 +12,7 @@ from torch import Tensor
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.grow import Model, deeper, wider, with_experts, with_vocabulary
 from jingu.model.spec import Experts, ModelSpec
 

@@ -13,7 +13,7 @@ from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.count import count_parameters
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.families import FAMILIES
 from jingu.model.spec import AlibiPositions, ModelSpec
 

@@ -17,7 +17,7 @@ from jingu.checkpoint.verbs import convert
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.train import session
 from jingu.train.run import Run, open_run
 from jingu.tune.adapters import export, merge

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jingu.data.batch import Batch
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replaced
 from jingu.train.prompted import prompted
 from tests.dist.test_layouts import check, tiny

@@ -21,7 +21,7 @@ from jingu.infer.load import load
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.model.adapters import is_adapter
-from jingu.model.encoder_decoder import make_model
+from jingu.model.decoder import make_model
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.prompted import prompted
 from jingu.train.run import open_run
