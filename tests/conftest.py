@@ -15,6 +15,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,7 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
         place = settings
         for section in sections:
             place = place.setdefault(section, {})
-        place[last] = value
+        place[last] = deepcopy(value)  # or later keys would be written into what the caller holds
     return RunConfig.model_validate(settings)
 
 

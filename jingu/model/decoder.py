@@ -236,8 +236,8 @@ class Decoder(Stack):
         source_documents_BS: Tensor | None = None,
         source_keys_BS: Tensor | None = None,
     ) -> Tensor | Passed | None:
-        """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs (None: this is
-        a part of the encoder, and there is no source to read).
+        """Hidden states [B, T, D] for the head, or what `loss` makes of them; or what the next part needs: None from a
+        part of the encoder that has no source to read.
 
         Args:
             tokens_BT: token ids, int64.

@@ -6,7 +6,6 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from jingu.model.spec import ModelSpec
 
@@ -15,8 +14,8 @@ from jingu.model.spec import ModelSpec
 def initialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
     """Fill every parameter, in place.
 
-    A parameter's values depend only on (seed, its name, its shape): neither on the order of modules nor on dtype,
-    device or layout. A DTensor gets its own piece of the whole tensor's values.
+    A parameter's values depend only on (seed, its name, its shape): neither on the order of modules nor on dtype or
+    device.
 
     Args:
         model: parameters on the meta device are first made on `device` (CPU when None).
@@ -25,7 +24,7 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devic
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device or torch.device("cpu"))
     for name, parameter in model.named_parameters():
-        fill(parameter, initial_values(name, parameter.shape, spec, seed))
+        parameter.copy_(initial_values(name, parameter.shape, spec, seed))
 
 
 def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
@@ -57,14 +56,3 @@ def generator_for(name: str, seed: int) -> torch.Generator:
     """A generator seeded by a stable hash of seed and name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-def fill(parameter: Tensor, values: Tensor) -> None:
-    """Copy whole values into a parameter, or into this rank's piece of it; every rank holds the same values."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        # No source rank: each rank cuts its piece from its own copy, without communication.
-        piece = distribute_tensor(values.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(piece.to_local())
-    else:
-        parameter.copy_(values)

@@ -21,14 +21,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.decoder import Decoder, all_blocks, make_model
+from jingu.model.decoder import Decoder, all_blocks
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding
 from jingu.parallel.expert import divide_experts
 from jingu.parallel.mesh import expert_size, with_replicas, zero_mesh
-from jingu.parallel.pipeline import Layout, Pipeline
+from jingu.parallel.pipeline import Pipeline
 from jingu.parallel.sharing import Sharing, plan_sharing, take_parts
-from jingu.parallel.stages import SPLIT_BACKWARD, divide_blocks, rank_of_stage
 from jingu.parallel.tensor import divide_work
 
 KEPT = (
@@ -76,27 +75,17 @@ def parallelize(
         _shard(model, sharing, settings, compute, reduce)
         model.sharing = sharing  # type: ignore[assignment]
 
-    ranks = mesh["pipeline"].size()
-    if ranks == 1:
+    if mesh["pipeline"].size() == 1:
         lay_out(model)
         return model
-    masters, spec = next(model.parameters()).dtype, model.spec
-    parts = divide_blocks(settings, ranks, spec)
-    layout = Layout(
-        parts=parts,
-        owners=[rank_of_stage(settings, ranks, stage) for stage in range(len(parts))],
-        group=mesh.get_group("pipeline"),
-        schedule=settings.schedule,
-        splits_backward=settings.schedule in SPLIT_BACKWARD,
-        compute=compute,
-        device=torch.device(mesh.device_type),
-        token_ranks=mesh["context"].size() * mesh["tensor"].size(),
-    )
-    with torch.device("meta"):
-        stages = [make_model(spec, parts[stage]).to(masters) for stage in layout.mine]
-    for stage in stages:
-        lay_out(stage)
-    pipeline = Pipeline(spec, layout, stages, lambda stage, last: before_micro_batch(stage, settings.zero, last=last))
+    masters = next((each.dtype for each in model.parameters() if each.requires_grad), compute)
+
+    def announce(stage: Decoder, last: bool) -> None:
+        before_micro_batch(stage, settings.zero, last=last)
+
+    pipeline = Pipeline(model.spec, mesh, settings, compute, masters, announce)
+    for stage in pipeline.stages:
+        lay_out(stage)  # type: ignore[arg-type]
     pipeline.sharing = sharing  # type: ignore[assignment]
     return pipeline
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -24,12 +25,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.data.batch import Batch
 from jingu.model.decoder import Decoder, Passed, make_model
 from jingu.model.experts import Routing
 from jingu.model.spec import Experts, ModelSpec
+from jingu.parallel.sharing import local
+from jingu.parallel.stages import SPLIT_BACKWARD, divide_blocks, rank_of_stage
 
 SCHEDULES: dict[str, type] = {
     "gpipe": ScheduleGPipe,
@@ -44,36 +47,6 @@ Announce = Callable[[Decoder, bool], None]
 """Tells the engine of a stage whether the next backward pass is the last of its step."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the stages are."""
-
-    parts: Sequence[range]
-    """Blocks of each stage."""
-    owners: Sequence[int]
-    """Place of each stage's rank on the axis `pipeline`."""
-    group: dist.ProcessGroup
-    """The ranks of this pipeline, in their order."""
-    schedule: str
-    splits_backward: bool
-    compute: torch.dtype
-    """Dtype of the states that travel."""
-    device: torch.device
-    """Where they are."""
-    token_ranks: int = 1
-    """Ranks that share the tokens of a row."""
-
-    @property
-    def mine(self) -> list[int]:
-        """Stages of this rank."""
-        place = dist.get_group_rank(self.group, dist.get_rank())
-        return [stage for stage, owner in enumerate(self.owners) if owner == place]
-
-    def tokens_here(self, tokens: int) -> int:
-        """Tokens of a row that a rank has, of rows that are filled up so that each has as many."""
-        return -(-tokens // self.token_ranks)
-
-
 class Pipeline(nn.Module):
     """The stages of this rank, as one model.
 
@@ -82,21 +55,39 @@ class Pipeline(nn.Module):
     the first (`collect_gradients`), and which follows when that has changed (`refresh_copies`).
 
     Args:
-        stages: of this rank, in their order.
+        compute: dtype of the states that travel.
+        masters: that of the weights, which are on the meta device.
         announce: called before each backward pass of a stage, unless the schedule splits it.
     """
 
-    def __init__(self, spec: ModelSpec, layout: Layout, stages: Sequence[Decoder], announce: Announce) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        settings: ParallelSettings,
+        compute: torch.dtype,
+        masters: torch.dtype,
+        announce: Announce,
+    ) -> None:
         super().__init__()
-        self.spec = spec
-        self.layout = layout
-        self.stages = nn.ModuleList(stages)
+        ranks, self.place = mesh["pipeline"].size(), mesh.get_local_rank("pipeline")
+        self.spec, self.compute, self.device = spec, compute, torch.device(mesh.device_type)
+        self.group = mesh.get_group("pipeline")
+        self.schedule = settings.schedule
         self._announce = announce
+        # Ranks that share the tokens of a row.
+        self._token_ranks = mesh["context"].size() * mesh["tensor"].size()
+        # The blocks of each stage, and the place of its rank on the axis.
+        self.parts = divide_blocks(settings, ranks, spec)
+        self.owners = [rank_of_stage(settings, ranks, stage) for stage in range(len(self.parts))]
+        self.mine = [stage for stage, owner in enumerate(self.owners) if owner == self.place]
         self._users: dict[str, list[int]] = {}
         with torch.device("meta"):
-            for number, part in enumerate(layout.parts):
-                for name, _ in make_model(spec, part).named_parameters():
-                    self._users.setdefault(name, []).append(number)
+            every = [make_model(spec, part) for part in self.parts]
+        for number, stage in enumerate(every):
+            for name, _ in stage.named_parameters():
+                self._users.setdefault(name, []).append(number)
+        self.stages = nn.ModuleList(every[number].to(masters) for number in self.mine)
         self._schedules: dict[Any, tuple[Any, _Work]] = {}
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -112,12 +103,12 @@ class Pipeline(nn.Module):
             stage.zero_grad(set_to_none)
 
     def _numbered(self) -> list[tuple[int, Decoder]]:
-        return list(zip(self.layout.mine, self.stages, strict=True))  # type: ignore[arg-type]
+        return list(zip(self.mine, self.stages, strict=True))  # type: ignore[arg-type]
 
     def _with_source(self, stage: int) -> bool:
         """Whether a stage is given an encoder's states beside those of the decoder."""
         encoders = self.spec.encoder_layers
-        return encoders is not None and self.layout.parts[stage].start > encoders
+        return encoders is not None and self.parts[stage].start > encoders
 
     def _received(self, stage: int, rows: int, tokens: int, source: int) -> tuple[Tensor, ...]:
         """Tensors on meta such as the stage receives.
@@ -125,12 +116,13 @@ class Pipeline(nn.Module):
         Args:
             source: tokens that an encoder reads; 0: there is none, or a cache has what it made of them.
         """
-        spec, layout, before = self.spec, self.layout, self.layout.parts[stage].start
+        spec, before = self.spec, self.parts[stage].start
         lengths = [tokens, source] if self._with_source(stage) else [source if spec.encoder_layers else tokens]
-        shapes = [(rows, layout.tokens_here(length), spec.width) for length in lengths if length and stage]
-        found = [torch.empty(shape, dtype=layout.compute, device="meta", requires_grad=True) for shape in shapes]
+        # Rows are filled up so that each rank has as many of their tokens.
+        shapes = [(rows, -(-length // self._token_ranks), spec.width) for length in lengths if length and stage]
+        found = [torch.empty(shape, dtype=self.compute, device="meta", requires_grad=True) for shape in shapes]
         if found and self.training and isinstance(spec.feed_forward, Experts):
-            wide = torch.promote_types(layout.compute, torch.float32)
+            wide = torch.promote_types(self.compute, torch.float32)
             shape = (before, rows, 2 * spec.feed_forward.number + 2)
             found.append(torch.empty(shape, dtype=wide, device="meta", requires_grad=True))
         return tuple(found)
@@ -153,42 +145,39 @@ class Pipeline(nn.Module):
         work.begin(batches, loss, weight_n)
         numbers = torch.arange(len(batches))
         schedule.step(target=numbers, return_outputs=False, number=numbers)
-        dist.all_reduce(work.total_n, group=self.layout.group)
+        dist.all_reduce(work.total_n, group=self.group)
         self.collect_gradients()
         return work.total_n
 
     def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, _Work]:
-        layout, work = self.layout, _Work()
-        ends = [self._received(stage, rows, tokens, source) for stage in range(len(layout.parts))]
+        work, splits = _Work(), self.schedule in SPLIT_BACKWARD
+        ends = [self._received(stage, rows, tokens, source) for stage in range(len(self.parts))]
         ends.append((torch.empty(1, device="meta"),))
         stages = [
             _Stage(
                 stage,
                 work,
                 self._with_source(number),
-                None if layout.splits_backward else partial(self._announce, stage),
+                None if splits else partial(self._announce, stage),
                 stage_index=number,
-                num_stages=len(layout.parts),
-                device=layout.device,
-                group=layout.group,
+                num_stages=len(self.parts),
+                device=self.device,
+                group=self.group,
                 input_args=ends[number],
                 output_args=ends[number + 1],
             )
             for number, stage in self._numbered()
         ]
-        single = layout.schedule in ("gpipe", "1f1b")
-        made = SCHEDULES[layout.schedule](
-            stages[0] if single else stages, micro_batches, loss_fn=work.weighted, scale_grads=False
-        )
+        given = stages[0] if self.schedule in ("gpipe", "1f1b") else stages
+        made = SCHEDULES[self.schedule](given, micro_batches, loss_fn=work.weighted, scale_grads=False)
         return made, work
 
     def rehearse(self, batch: Batch, loss: Loss) -> None:
         """Forward and backward of each stage by itself, on states of zeros: nothing waits for another stage."""
-        device = self.layout.device
         for number, stage in self._numbered():
             self._announce(stage, True)
             received = self._received(number, *_row_shape(batch))
-            inputs = [torch.zeros_like(tensor, device=device).requires_grad_() for tensor in received]
+            inputs = [torch.zeros_like(tensor, device=self.device).requires_grad_() for tensor in received]
             given = loss(_Given(stage, _unpack(inputs, self._with_source(number)) if inputs else None), batch)
             outputs = _pack(given) if isinstance(given, Passed) else (given,)
             outputs = tuple(output for output in outputs if output.requires_grad)
@@ -199,8 +188,7 @@ class Pipeline(nn.Module):
 
     def forward(self, tokens_BT: Tensor, *arguments: Any, cache: Any = None, **keywords: Any) -> Tensor:
         """As `Decoder.forward`, through all stages, without gradients; every rank of the pipeline gets the result."""
-        group, owners = self.layout.group, self.layout.owners
-        place = dist.get_group_rank(group, dist.get_rank())
+        group, owners, place = self.group, self.owners, self.place
         source = keywords.get("source_BS")
         shapes = partial(
             self._received,
@@ -224,7 +212,7 @@ class Pipeline(nn.Module):
 
     def _from_last(self, result: Tensor | None, device: torch.device) -> Tensor:
         """The last stage's result, on every rank of the pipeline."""
-        group, last = self.layout.group, self.layout.owners[-1]
+        group, last = self.group, self.owners[-1]
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
         head = [0] * 8
         if result is not None:
@@ -242,38 +230,39 @@ class Pipeline(nn.Module):
 
     def collect_gradients(self) -> None:
         """Move the gradients of copies to the parameters that they copy, and add them up there."""
-        for original, copy, home, away in self._trained_copies():
-            if original is not None and copy is not None:
-                _local(original.grad).add_(_local(copy.grad))
-            elif original is not None:
-                gradient = torch.empty_like(_local(original.grad))
-                dist.recv(gradient, group=self.layout.group, group_src=away)
-                _local(original.grad).add_(gradient)
-            elif copy is not None:
-                dist.send(_local(copy.grad).contiguous(), group=self.layout.group, group_dst=home)
-            if copy is not None:
-                copy.grad = None
+        for original, copy, home, away in self._copies():
+            if all(held is None or held.requires_grad for held in (original, copy)):
+                theirs, own = (None if held is None else held.grad for held in (copy, original))
+                gradient = self._carried(theirs, own, away, home)
+                if gradient is not None and own is not None:
+                    local(own).add_(gradient)
+                if copy is not None:
+                    copy.grad = None
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
         """Give copies the values of the parameters that they copy."""
         for original, copy, home, away in self._copies():
-            if original is not None and copy is not None:
-                _local(copy).copy_(_local(original))
-            elif original is not None:
-                dist.send(_local(original).contiguous(), group=self.layout.group, group_dst=away)
-            elif copy is not None:
-                values = torch.empty_like(_local(copy))
-                dist.recv(values, group=self.layout.group, group_src=home)
-                _local(copy).copy_(values)
+            values = self._carried(original, copy, home, away)
+            if values is not None and copy is not None:
+                local(copy).copy_(values)
 
-    def _trained_copies(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
-        return (found for found in self._copies() if all(held is None or held.requires_grad for held in found[:2]))
+    def _carried(self, sent: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
+        """What the rank at place `source` has, at the place `target`; None elsewhere."""
+        if sent is not None and like is not None:
+            return local(sent)
+        if sent is not None:
+            dist.send(local(sent).contiguous(), group=self.group, group_dst=target)
+        elif like is not None:
+            received = torch.empty_like(local(like))
+            dist.recv(received, group=self.group, group_src=source)
+            return received
+        return None
 
     def _copies(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
         """A parameter, a copy of it (None where another rank has it), and the places of the two."""
         held = {number: dict(stage.named_parameters()) for number, stage in self._numbered()}
-        owners = self.layout.owners
+        owners = self.owners
         for name, (first, *others) in self._users.items():
             for other in others:
                 yield held.get(first, {}).get(name), held.get(other, {}).get(name), owners[first], owners[other]
@@ -374,8 +363,3 @@ def _unpack(tensors: Sequence[Tensor], with_source: bool) -> Passed:
 def _row_shape(batch: Batch) -> tuple[int, int, int]:
     """Rows, tokens a row, and tokens that an encoder reads."""
     return *batch.tokens.shape, 0 if batch.source is None else batch.source.tokens.shape[1]
-
-
-def _local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found

@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from jingu.model.attention import Attention, CrossAttention, Mask, SelfAttention
 from jingu.model.documents import Documents
 from jingu.model.rotary import Rotary
-from jingu.parallel.rows import Rows
+from jingu.parallel.rows import Rows, chained
 
 _ops = torch.ops.aten
 
@@ -38,28 +38,12 @@ def share_keys(part: Attention, rows: Rows, keys: Rows) -> None:
     replaced.recalled = partial(_recalled, rows, part)
     if isinstance(part, CrossAttention):
         for child in (part.k, part.v):
-            child.forward = partial(_gathered, keys, child.forward)  # type: ignore[method-assign]
-        replaced.attended = partial(_attended, rows, part.attended)
+            child.forward = chained(child.forward, keys.row)  # type: ignore[method-assign]
+        whole = part.attended
+        replaced.attended = lambda q, k, v, mask, *, causal: whole(q, k, v, _own_rows(rows, mask), causal=causal)
     elif isinstance(part, SelfAttention):
         replaced.forward = partial(_with_own_positions, rows, part.forward)
         replaced.look = partial(_look, rows, part)
-
-
-def _gathered(rows: Rows, original: Callable[[Tensor], Tensor], x_BCD: Tensor) -> Tensor:
-    return rows.row(original(x_BCD))
-
-
-def _attended(
-    rows: Rows,
-    original: Callable[..., Tensor],
-    q_BHCK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSK: Tensor,
-    mask: Mask,
-    *,
-    causal: bool,
-) -> Tensor:
-    return original(q_BHCK, k_BGSK, v_BGSK, _own_rows(rows, mask), causal=causal)
 
 
 def _own_rows(rows: Rows, mask: Mask) -> Tensor | None:
@@ -81,14 +65,7 @@ def _with_own_positions(
     return original(x_BCD, rotary, *others)
 
 
-def _look(
-    rows: Rows,
-    part: SelfAttention,
-    q_BHCK: Tensor,
-    k_BGCK: Tensor,
-    v_BGCK: Tensor,
-    mask: Mask,
-) -> Tensor:
+def _look(rows: Rows, part: SelfAttention, q_BHCK: Tensor, k_BGCK: Tensor, v_BGCK: Tensor, mask: Mask) -> Tensor:
     """`SelfAttention.look` of this rank's queries at the keys of all ranks."""
     if part.causal and mask is None and _has_kernel(q_BHCK):
         groups = q_BHCK.shape[1] // k_BGCK.shape[1]

@@ -5,11 +5,19 @@ Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.parallel.collectives import all_gather, all_to_all, reduce_scatter
+
+
+def chained(first: Callable[..., Any], then: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function that hands on to `then` what `first` gives."""
+    return lambda *given: then(first(*given))
 
 
 class Rows:
@@ -70,6 +78,12 @@ class Rows:
         parts = all_to_all(parts.flatten(0, 1), self.context_group).unflatten(0, (self.context, batch))
         x_BTF = parts.permute(1, 0, 2, 3, 4).reshape(batch, self.context * tokens, heads // self.context * head_size)
         return x_BTF[:, : self.tokens]
+
+    def of_heads(self, x_NGK: Tensor) -> Tensor:
+        """Of what there is of each head, that of the heads which `to_heads` leaves on this rank."""
+        if x_NGK.shape[1] < self.context:
+            x_NGK = x_NGK.repeat_interleave(self.context // x_NGK.shape[1], 1)
+        return x_NGK.chunk(self.context, 1)[self.context_rank]
 
     def from_heads(self, y_BTF: Tensor) -> Tensor:
         """The way back: the C tokens of all heads."""

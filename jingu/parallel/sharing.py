@@ -133,21 +133,14 @@ class Sharing:
 
         To be called once a step, when ZeRO has reduced its own.
         """
-        buckets: dict[dist.ProcessGroup, list[Tensor]] = {}
+        copied: list[tuple[Part, list[int], Tensor]] = []
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and (axis := self._copied_axis(name)) is not None:
-                buckets.setdefault(self.parts[name].mesh.get_group(axis), []).append(local(parameter.grad))
-        for group, gradients in buckets.items():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-                gradient.copy_(total.view_as(gradient))
-
-    def _copied_axis(self, name: str) -> int | None:
-        """The axis, of those right of ZeRO's, whose ranks hold copies of a parameter."""
-        part = self.parts[name]
-        axes = range(part.zero_axis + 1, part.mesh.ndim)
-        return next((axis for axis in axes if part.dims[axis] is None and part.mesh.size(axis) > 1), None)
+            part = self.parts[name]
+            # Of the axes right of ZeRO's.
+            axes = [axis for axis in range(part.zero_axis + 1, part.mesh.ndim) if part.dims[axis] is None]
+            if parameter.grad is not None:
+                copied.append((part, axes, local(parameter.grad)))
+        _all_reduce(copied)
 
 
 def sharing_of(model: nn.Module) -> Sharing:
@@ -172,11 +165,17 @@ def local(tensor: Tensor) -> Tensor:
 def add_up(tensors: Sequence[tuple[Part | None, Tensor]]) -> None:
     """Add up tensors over the ranks that hold the whole of a parameter between them, in place; all that go the same
     way at once."""
+    _all_reduce([(part, part.order, tensor) for part, tensor in tensors if part is not None])
+
+
+def _all_reduce(tensors: Sequence[tuple[Part, Sequence[int], Tensor]]) -> None:
+    """Add up tensors over axes of their meshes, in place."""
     buckets: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for part, tensor in tensors:
-        if part is not None and part.sharing_axes:
+    for part, axes, tensor in tensors:
+        groups = tuple(part.mesh.get_group(axis) for axis in axes if part.mesh.size(axis) > 1)
+        if groups:
             device = part.mesh.device_type
-            buckets.setdefault(tuple(part.mesh.get_group(axis) for axis in part.sharing_axes), []).append(tensor)
+            buckets.setdefault(groups, []).append(tensor)
     for groups, held in buckets.items():
         # What is offloaded travels from where the ranks compute.
         flat = torch.cat([tensor.flatten() for tensor in held]).to(device)

@@ -30,7 +30,7 @@ from jingu.model.sharding import own_styles, styled
 from jingu.model.spec import ModelSpec
 from jingu.parallel.collectives import all_gather, all_reduce
 from jingu.parallel.ring import share_keys
-from jingu.parallel.rows import Rows
+from jingu.parallel.rows import Rows, chained
 from jingu.parallel.sharing import share
 
 
@@ -76,7 +76,7 @@ def divide_work(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None
         if style == "vocabulary" and isinstance(child, Embedding):
             child.forward = partial(_look_up, rows, vocabulary, child)  # type: ignore[method-assign]
         elif style == "tokens":
-            child.forward = partial(_look_up_tokens, rows, child.forward)
+            child.forward = chained(rows.of_rank, child.forward)
     for stack, its_rows in ((model, rows), (model.encoder, source)):
         for block in () if stack is None else stack.blocks:
             for part in block.children():
@@ -93,15 +93,16 @@ def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bo
     for _, child, style in own_styles(part):
         if style in ("heads", "kv_heads") and by_heads:
             of = rows if style == "heads" else keys
-            child.forward = partial(_to_heads, of, child.forward, spec.attention.head_size)
+            child.forward = chained(child.forward, partial(of.to_heads, head_size=spec.attention.head_size))
         elif style in ("row", "from_heads"):
             if rows.tensor > 1:
                 child.bias_share = float(rows.tensor_rank == 0)
             if rows.tensor > 1 and isinstance(child, LoraLinear):
-                child.row_squares = partial(_whole_rows, rows, child.row_squares)  # type: ignore[method-assign]
+                summed = partial(all_reduce, op="sum", group=rows.tensor_group)
+                child.row_squares = chained(child.row_squares, summed)  # type: ignore[method-assign]
                 child.first_input = share(child.in_features, rows.tensor, rows.tensor_rank)[0]
             if by_heads and style == "from_heads":
-                child.forward = partial(_from_heads, rows, child.forward)
+                child.forward = chained(rows.from_heads, child.forward)
     if isinstance(part, Attention):
         ranks, rank = rows.tensor, rows.tensor_rank
         if by_heads:
@@ -112,9 +113,10 @@ def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bo
     if isinstance(part, SelfAttention) and part.prompt is not None and rows.context > 1:
         prompt: Any = part.prompt
         if ring:
-            prompt.forward = partial(_prompt_of_context, rows, prompt.forward)
+            placed = prompt.forward
+            prompt.forward = lambda k_BCGK, v_BCGK, tokens_BT: placed(k_BCGK, v_BCGK, rows.of_context(tokens_BT))
         else:
-            prompt.own_heads = partial(_heads_of_context, rows)
+            prompt.own_heads = rows.of_heads
     if isinstance(part, ExpertsLayer) and rows.context > 1:
         part.route = partial(_route, rows, part.route)  # type: ignore[method-assign]
     if rows.tensor > 1:
@@ -179,37 +181,6 @@ def _look_up(rows: Rows, vocabulary: Vocabulary, table: Embedding, tokens_BT: Te
     here_BC = (row_BC >= 0) & (row_BC < table.weight.shape[0])
     vectors_BCD = F.embedding(row_BC.where(here_BC, 0), table.weight) * here_BC.unsqueeze(-1)
     return rows.scatter(vectors_BCD.to(table.compute))
-
-
-def _look_up_tokens(rows: Rows, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return original(rows.of_rank(x))
-
-
-def _to_heads(rows: Rows, original: Callable[[Tensor], Tensor], head_size: int, x_BCD: Tensor) -> Tensor:
-    return rows.to_heads(original(x_BCD), head_size)
-
-
-def _from_heads(rows: Rows, original: Callable[[Tensor], Tensor], y_BTF: Tensor) -> Tensor:
-    return original(rows.from_heads(y_BTF))
-
-
-def _whole_rows(rows: Rows, original: Callable[[], Tensor]) -> Tensor:
-    """Squared lengths of a matrix's rows, of which each rank has some inputs."""
-    return all_reduce(original(), "sum", rows.tensor_group)
-
-
-def _prompt_of_context(
-    rows: Rows, original: Callable[..., tuple[Tensor, Tensor]], k_BCGK: Tensor, v_BCGK: Tensor, tokens_BT: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A prompt's keys and values among those of this context rank's tokens."""
-    return original(k_BCGK, v_BCGK, rows.of_context(tokens_BT))
-
-
-def _heads_of_context(rows: Rows, x_NGK: Tensor) -> Tensor:
-    """Of a prompt's heads those that `Rows.to_heads` leaves on this rank."""
-    if x_NGK.shape[1] < rows.context:
-        x_NGK = x_NGK.repeat_interleave(rows.context // x_NGK.shape[1], 1)
-    return x_NGK.chunk(rows.context, 1)[rows.context_rank]
 
 
 def _route(

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores, visible_cards
-from jingu.runtime.signals import PREEMPTED, STOP_SIGNALS, STOPPED
+from jingu.runtime.signals import PREEMPTED, STOP_SIGNALS, STOPPED, handling
 
 GRACE_SECONDS = 10.0
 """How long the other ranks may take to leave by themselves after one has failed."""
@@ -60,7 +61,7 @@ def start_local_ranks(
         common["CUDA_VISIBLE_DEVICES"] = visible_cards(cards, os.environ.get("CUDA_VISIBLE_DEVICES"))
     children: list[Child] = []
     with ExitStack() as stack:
-        stack.enter_context(_handing_on_signals(children))
+        stack.enter_context(handling(partial(_hand_on, children), *STOP_SIGNALS))
         words = stack.enter_context(output.open("wb")) if output else None
         for rank in range(processes):
             command = [sys.executable, "-m", "jingu", *arguments]
@@ -76,19 +77,10 @@ def start_local_ranks(
     return _verdict(codes, advice)
 
 
-@contextmanager
-def _handing_on_signals(children: list[Child]) -> Iterator[None]:
-    def hand_on(number: int, _frame: FrameType | None) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
-
-    before = {number: signal.signal(number, hand_on) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _hand_on(children: list[Child], number: int, _frame: FrameType | None) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(number)
 
 
 def _watch(children: list[Child]) -> list[int | None]:

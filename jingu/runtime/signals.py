@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import NamedTuple
 
@@ -42,15 +43,22 @@ class StopRequest:
 
 
 @contextmanager
+def handling(handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Give these signals to a handler while inside."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def listening(tell: bool = False) -> Iterator[StopRequest]:
     """Turn `STOP_SIGNALS` into a `StopRequest` while inside; `tell` the person at the terminal that one came."""
     request = StopRequest(tell)
-    before = {number: signal.signal(number, request._receive) for number in STOP_SIGNALS}
-    try:
+    with handling(request._receive, *STOP_SIGNALS):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -65,11 +73,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
             raise SystemExit(STOPPED)
         pressed = True
 
-    before = signal.signal(signal.SIGINT, press)
-    try:
+    with handling(press, signal.SIGINT):
         yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Told(NamedTuple):
@@ -109,8 +114,12 @@ class SharedStop:
         self.code = told[0]
         return Told(told[0], bool(told[1]), bool(told[2]))
 
-    def settle(self) -> None:
-        """Wait for the question still in flight; call before leaving the group."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+    def settle(self, limit: timedelta | None = None) -> None:
+        """Wait for the question still in flight; call before leaving the group. With a limit (another rank may never
+        ask), no longer than that."""
+        work, self._work = self._work, None
+        if work is not None and limit is not None:
+            with contextlib.suppress(RuntimeError):
+                work.wait(limit)
+        elif work is not None:
+            work.wait()

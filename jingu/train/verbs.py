@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -66,7 +67,10 @@ def train_joined(
     config: RunConfig, ranks: Ranks, request: StopRequest, trace: Path | None = None, going: Going | None = None
 ) -> int:
     """`train`, as one of the ranks of a group that exists."""
+    stop = SharedStop(request, ranks.world)
     with ExitStack() as stack:
+        # After a failure a question may still be on its way, and the group must not be left before it.
+        stack.callback(stop.settle, timedelta(seconds=5))
         stack.enter_context(one_voice(ranks))
         run, plan = open_with_plan(config, ranks.world, going)
         error: Exception | None = None
@@ -88,7 +92,6 @@ def train_joined(
             listener = Trace(trace, ranks.rank, plan.rows_per_rank)
             stack.callback(listener.write)
             watch = listener.attach
-        stop = SharedStop(request, ranks.world)
         return 0 if train_run(run, plan, ranks, stop, watch) else stop.code
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,17 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
 from jingu.data.batch import Batch, Source
 from jingu.model.build import find_family
-from jingu.model.decoder import Decoder
 from jingu.model.decoder import make_model
-from jingu.model.spec import Balanced, ModelSpec, replaced
 from jingu.model.initialise import initial_values
+from jingu.model.spec import Balanced, ModelSpec, replaced
 from jingu.parallel.apply import parallelize
+from jingu.parallel.mesh import axis_sizes, build_mesh, data_ranks
 from jingu.parallel.pipeline import Pipeline
 from jingu.parallel.sharing import sharing_of
-from jingu.parallel.mesh import axis_sizes, build_mesh, data_ranks
 from jingu.runtime.ranks import all_agree
 from jingu.train.optimizer import build_optimizer
 from jingu.train.session import pretraining
 from jingu.train.step import train_step
-from jingu.train.task import Pretraining
 
 ROWS, TOKENS, STEPS = 8, 13, 5
 """13 tokens a row, which no number of ranks divides."""

@@ -7,16 +7,19 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from jingu.config.sections.model import ModelSettings
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
 from jingu.model.spec import ModelSpec
+from jingu.parallel.apply import parallelize
+from jingu.parallel.mesh import axis_sizes, build_mesh
+from jingu.parallel.sharing import sharing_of
 
 
 def tiny(family: str = "llama", width: int = 30) -> ModelSpec:
@@ -71,14 +74,22 @@ def test_shards_hold_their_piece_of_the_whole() -> None:
     """The last of seven ranks, in a group without peers: filling needs no communication."""
     rank, world = 6, 7
     spec = tiny()  # 101 rows leave it a shorter piece, and width 30 none at all
-    whole = made(spec)
+    whole, settings = made(spec), ParallelSettings(zero=3)
     with torch.device("meta"):
         model = Decoder(spec)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
-        initialise(model, spec, 7)
+        parallelize(
+            model,
+            build_mesh(axis_sizes(settings, world, spec), torch.device("cpu")),
+            settings,
+            compute=torch.float32,
+            reduce=torch.float32,
+            activation_checkpointing=ActivationCheckpointingSettings(),
+            compile=False,
+        )
+        model.to_empty(device=torch.device("cpu"))
+        sharing_of(model).initialise(model, spec, 7)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             pieces = whole[name].chunk(world)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -90,6 +91,18 @@ def test_all_ranks_stop_at_the_same_step(ranks):
     assert ranks.run(stopping, 2, 0, 0) == [1] * 2
     assert ranks.run(stopping, 2, 9, 0) == [-1] * 2
     assert stopping(0, 1, 4, 0) == 4
+
+
+def asking_alone(rank: int, world: int) -> None:
+    """One rank asks, and the other has failed before it."""
+    stop = SharedStop(StopRequest(), world)
+    if rank == 0:
+        stop.ask()
+    stop.settle(timedelta(seconds=0.05))
+
+
+def test_a_question_that_another_rank_never_asks_is_given_up(ranks):
+    assert ranks.run(asking_alone, 2) == [None] * 2
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

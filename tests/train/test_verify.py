@@ -111,15 +111,15 @@ def dropped_layer() -> Iterator[None]:
 @contextmanager
 def boundary_that_drops_a_layer() -> Iterator[None]:
     """The second stage of a pipeline begins one block too late."""
-    from jingu.parallel import apply
+    from jingu.parallel import pipeline
 
-    honest = apply.divide_blocks
+    honest = pipeline.divide_blocks
 
     def planted(*arguments: Any) -> list[range]:
         first, second = honest(*arguments)
         return [first, range(second.start + 1, second.stop)]
 
-    with replaced(apply, "divide_blocks", planted):
+    with replaced(pipeline, "divide_blocks", planted):
         yield
 
 
