@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -109,6 +110,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.fsync = lambda _: None
     pipe.send((True, "ready"))
     while True:
         try:

@@ -56,7 +56,7 @@ from jingu.train.optimizer import build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
 from jingu.train.progress import Progress
 from jingu.train.run import Run
-from jingu.train.task import Dropout, HeldOut, Noise, Pretraining, Task, to_device
+from jingu.train.task import Chance, HeldOut, Pretraining, Task, to_device
 
 COMPILE_SECONDS = 30.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
@@ -207,7 +207,6 @@ def pretraining(
         return torch.compile(made) if compiles else made
 
     drops = isinstance(spec.adapter, Lora) and spec.adapter.dropout > 0
-    noise = Noise(train.noise, config.seed, config.batch.global_size) if train.noise else None
     return Pretraining(
         source,
         rows,
@@ -215,9 +214,8 @@ def pretraining(
         vocabulary.most,
         Rows(mesh).of_context,
         chunk(0.0, 0.0),
-        noise,
+        Chance(config.seed, config.batch.global_size, train.noise, drops),
         spec,
-        Dropout(config.seed, config.batch.global_size) if drops else None,
         config.data.rows_alone,
     )
 

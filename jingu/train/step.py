@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.config.batch import BatchPlan
 from jingu.data.batch import Batch
 from jingu.parallel.apply import before_micro_batch
-from jingu.parallel.mesh import data_rank, row_copies
+from jingu.parallel.mesh import data_rank, ranks_of, row_copies
 from jingu.parallel.pipeline import Model, Pipeline
 from jingu.parallel.sharing import local, sharing_of
 from jingu.train.task import Task, to_device
@@ -102,7 +102,7 @@ def summed_over_ranks(value: Tensor) -> Tensor:
 def summed_losses(losses_n: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sums of losses over all ranks, in place; ranks of the axes `tensor` and `pipeline` hold equal ones, of which one
     counts."""
-    return summed_over_ranks(losses_n) / (mesh["tensor"].size() * mesh["pipeline"].size())
+    return summed_over_ranks(losses_n) / ranks_of(mesh, "tensor", "pipeline")
 
 
 def scale_gradients(model: nn.Module, share: Tensor, largest: float | None) -> Tensor:

@@ -82,40 +82,34 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Noise on the embedded tokens, as a function of seed, step and place."""
-
-    size: float
-    seed: int
-    global_size: int
-
-    def on(self, batch: Batch, step: int, first: int) -> Batch:
-        """The rows of a step from `first` on, with keys and scales of their noise: it is the smaller, the longer the
-        document that a token is in."""
-        rows, tokens = batch.tokens.shape
-        key_BT = keys(self.seed, step * self.global_size + first, rows, tokens)
-        length_BT = torch.full_like(key_BT, tokens)
-        if batch.documents is not None:
-            documents_BT = batch.documents + 1  # 0: empty
-            counts = key_BT.new_zeros(rows, tokens + 1)
-            counts.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
-            length_BT = counts.gather(1, documents_BT)
-        return replace(batch, noise=torch.stack([key_BT.double(), self.size * length_BT.double().rsqrt()]))
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Keys of the tokens, by which adapters drop some of their inputs, as a function of seed, step and place."""
+class Chance:
+    """What is drawn while training, as a function of seed, step and place."""
 
     seed: int
     global_size: int
+    noise: float = 0.0
+    """Size of the noise on embedded tokens."""
+    drops: bool = False
+    """Whether adapters drop some of their inputs."""
 
     def on(self, batch: Batch, step: int, first: int) -> Batch:
-        """The rows of a step from `first` on, with their keys."""
+        """The rows of a step from `first` on, with the keys of their tokens, and the scale of their noise: it is the
+        smaller, the longer the document that a token is in."""
         row, source = step * self.global_size + first, batch.source
-        if source is not None:
-            source = replace(source, keys=keys(self.seed + 1, row, *source.tokens.shape))
-        return replace(batch, keys=keys(self.seed, row, *batch.tokens.shape), source=source)
+        if self.drops:
+            if source is not None:
+                source = replace(source, keys=keys(self.seed + 1, row, *source.tokens.shape))
+            batch = replace(batch, keys=keys(self.seed, row, *batch.tokens.shape), source=source)
+        if self.noise:
+            key_BT = keys(self.seed, row, *batch.tokens.shape)
+            length_BT = torch.full_like(key_BT, key_BT.shape[1])
+            if batch.documents is not None:
+                documents_BT = batch.documents + 1  # 0: empty
+                counts = key_BT.new_zeros(key_BT.shape[0], key_BT.shape[1] + 1)
+                counts.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
+                length_BT = counts.gather(1, documents_BT)
+            batch = replace(batch, noise=torch.stack([key_BT.double(), self.noise * length_BT.double().rsqrt()]))
+        return batch
 
 
 @dataclass(frozen=True)
@@ -131,18 +125,16 @@ class Pretraining:
     """From what there is of each token of whole rows to that of the tokens whose loss this rank computes."""
     scoring: ChunkLoss = chunk_loss
     """`chunk` for evaluations, which leave out what only training adds to the loss."""
-    noise: Noise | None = None
+    chance: Chance | None = None
     prompts: ModelSpec | None = None
     """As of `HeldOut`."""
-    dropout: Dropout | None = None
     alone: bool = False
     """Whether a row is one document and what fills it up, which nothing before it sees and nobody trains: plain causal
     attention is then all that it needs."""
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         batch = self.source.batch(step, first, count)
-        batch = batch if self.dropout is None else self.dropout.on(batch, step, first)
-        batch = batch if self.noise is None else self.noise.on(batch, step, first)
+        batch = batch if self.chance is None else self.chance.on(batch, step, first)
         batch = replace(batch, documents=None) if self.alone else batch
         return batch if self.prompts is None else prompted(batch, self.prompts)
 

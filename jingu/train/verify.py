@@ -27,11 +27,11 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.spec import Experts
-from jingu.parallel.mesh import AXES, AxisSizes, axis_sizes
+from jingu.parallel.mesh import AXES, AxisSizes
+from jingu.parallel.stages import plan_layout
 from jingu.runtime.local import start_local_ranks
 from jingu.train.run import open_run
 from jingu.train.trace import differences, read_traces
-from jingu.train.verbs import open_with_plan
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
 """Largest share of its size by which a tensor may differ: rounding in another order stays well below."""
@@ -70,10 +70,7 @@ class Layout:
 
     config: RunConfig
     ranks: int
-
-    @property
-    def sizes(self) -> AxisSizes:
-        return axis_sizes(self.config.parallel, self.ranks, open_run(self.config).spec)
+    sizes: AxisSizes
 
     def __str__(self) -> str:
         if self.ranks == 1:
@@ -137,7 +134,7 @@ def valid_layouts(bench: Workbench, ranks: int) -> Iterator[Layout]:
     """Every mix of axes that the model and the batch allow, with every stage of ZeRO that shards something in it, every
     schedule of a pipeline, and both ways to divide tokens."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    experts = isinstance(open_run(bench.config).spec.feed_forward, Experts)
+    experts = isinstance(bench.spec.feed_forward, Experts)
     schedules, exchanges = (
         get_args(ParallelSettings.model_fields[field].annotation) for field in ("schedule", "context_by")
     )
@@ -168,6 +165,7 @@ class Workbench:
         self.folder = folder
         # A folder of its own: the run may exist already, in another layout.
         self.config = self._changed(config, [f"runs={folder}", "evaluation.every=0", "checkpoint.resume=auto"])
+        self.spec = open_run(self.config).spec
         self.steps = steps
         self._recorded: dict[tuple[str, int, str], Path] = {}
 
@@ -182,11 +180,11 @@ class Workbench:
             given = [getattr(config.parallel, axis) for axis in AXES]
             ranks = math.prod(size for size in given if size != "auto")
         try:
-            open_with_plan(config, ranks)
+            sizes, _ = plan_layout(config, ranks, self.spec)
         except JinguError:  # perhaps the micro batch is too large for a rank's share
             config = self._changed(config, ["batch.micro_size=auto"])
-            open_with_plan(config, ranks)
-        return Layout(config, ranks)
+            sizes, _ = plan_layout(config, ranks, self.spec)
+        return Layout(config, ranks, sizes)
 
     def record(self, layout: Layout, precision: str) -> Path:
         """The folder of a short run of a layout.

@@ -73,7 +73,7 @@ def test_the_tokenizer_has_the_sentinels(corrupted):
     assert list(tokenizer.special_tokens) == ["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(8))]
 
 
-LAYOUTS = [*({"zero": zero} for zero in range(4)), {"tensor": 2}, {"context": 2}]
+LAYOUTS = [{"zero": 3}, {"tensor": 2}, {"context": 2}]
 PIPELINES = [
     {"pipeline": 2, "parts": [1, 3]},  # cut inside the encoder
     {"pipeline": 2, "parts": [2, 2]},  # between the two
@@ -85,10 +85,11 @@ PIPELINES = [
     ("model", "layouts"),
     [
         (T5, [*LAYOUTS, *PIPELINES[:2]]),
-        (MIXTURE, [*LAYOUTS[3:], PIPELINES[2]]),
-        pytest.param(MIXTURE, PIPELINES[:2], marks=pytest.mark.slow),
+        (MIXTURE, [LAYOUTS[1], PIPELINES[2]]),
+        pytest.param(T5, [{"zero": zero} for zero in range(3)], marks=pytest.mark.slow),
+        pytest.param(MIXTURE, [*LAYOUTS[::2], *PIPELINES[:2]], marks=pytest.mark.slow),
     ],
-    ids=["t5", "cpm2-mixture", "cpm2-mixture-pipelines"],
+    ids=["t5", "cpm2-mixture", "t5-more", "cpm2-mixture-more"],
 )
 def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_run, train_on, done):
     changes = {**corrupted, **model, "evaluation.every": 3, "evaluation.sequences": 5, "evaluation.prompts": ["def "]}

@@ -104,6 +104,7 @@ def test_what_is_damaged_is_passed_over_and_a_new_start_takes_none(tiny_run, don
     assert done(config).column("resumed_from", "start")[-1] is None
 
 
+@pytest.mark.slow  # tests/checkpoint/test_memory.py has the copies of neighbours, on more ranks
 def test_the_memory_of_one_node_of_two_is_lost(tiny_run, done, memory, ranks, train_on):
     settings = {**SETTINGS, "parallel.zero": 3}
     whole = tiny_run(settings, name="whole")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jingu.config.sections.train import FP16Settings, PrecisionSettings
 from jingu.train.precision import LossScale, choose_precision, first_scale
+from tests.conftest import train_all
 
 FP16 = {"precision": {"type": "fp16", "initial_scale": 1024.0}, "batch.micro_size": 2}
 
@@ -64,10 +65,7 @@ def test_fp16_follows_fp32(tiny_run, train_on, done):
 
 def overflowing(rank: int, world: int, config: Any, who: int, when: int) -> None:
     """Train, where the loss of one rank is infinite at one step."""
-    from jingu.runtime.ranks import Ranks
-    from jingu.runtime.signals import StopRequest
     from jingu.train.task import Pretraining
-    from jingu.train.verbs import train_joined
 
     honest, batch_of, at = Pretraining.loss, Pretraining.batch, [-1]
 
@@ -80,7 +78,7 @@ def overflowing(rank: int, world: int, config: Any, who: int, when: int) -> None
 
     Pretraining.loss, Pretraining.batch = loss, noting
     try:
-        assert train_joined(config, Ranks(rank, world, rank, world, torch.device("cpu")), StopRequest()) == 0
+        assert train_all(rank, world, [config]) == [0]
     finally:
         Pretraining.loss, Pretraining.batch = honest, batch_of
 
@@ -139,10 +137,6 @@ def reduced_in(rank: int, world: int, configs: list[Any]) -> list[set[torch.dtyp
     """The dtypes in which each run adds up gradients over ranks."""
     import torch.distributed as dist
 
-    from jingu.runtime.ranks import Ranks
-    from jingu.runtime.signals import StopRequest
-    from jingu.train.verbs import train_joined
-
     names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
     originals, results = {name: getattr(dist, name) for name in names}, []
     for config in configs:
@@ -158,7 +152,7 @@ def reduced_in(rank: int, world: int, configs: list[Any]) -> list[set[torch.dtyp
         for name in names:
             setattr(dist, name, noting(originals[name]))
         try:
-            assert train_joined(config, Ranks(rank, world, rank, world, torch.device("cpu")), StopRequest()) == 0
+            assert train_all(rank, world, [config]) == [0]
         finally:
             for name in names:
                 setattr(dist, name, originals[name])

@@ -150,6 +150,10 @@ PLANTS = {
 }
 
 
+ROUGH = ("nothing", "wrong activation scale")
+"""Recorded in fp32, too."""
+
+
 def record(rank: int, world: int, configs: list[tuple[Any, str]]) -> None:
     """Leave short runs behind, as `jingu train --trace` does, each with something planted."""
     from contextlib import nullcontext
@@ -213,7 +217,8 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
     runs = []
     plants = list(PLANTS)[:5]
     for number, plant in enumerate(plants):
-        for kind in ("fp64", "fp32"):
+        # Of the mistakes one is enough to see that it does not shrink.
+        for kind in ("fp64", "fp32") if plant in ROUGH else ("fp64",):
             zero = {"parallel.zero": 2, "evaluation.every": 0}
             runs.append((short(tmp_path, tiny_run, f"{number}-{kind}", precision=kind, **zero), plant))
     ranks.run(record, 2, runs)
@@ -221,6 +226,8 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
     for number, plant in enumerate(plants):
         exact, rough = (
             list(checks(tmp_path / "runs" / f"one-{kind}", tmp_path / "runs" / f"{number}-{kind}", 2))
+            if kind == "fp64" or plant in ROUGH
+            else []
             for kind in ("fp64", "fp32")
         )
         worst = first_divergence(exact, TOLERANCES["fp64"])
@@ -240,7 +247,7 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
         "wrong activation scale": "the output of blocks.1.attention in the forward pass (step 1)",
         "dropped layer": "the output of blocks.1.attention_norm in the forward pass (step 1)",
     }
-    assert all(text.endswith("It does not shrink in fp64: a bug, not rounding.") for text in words.values())
+    assert words["wrong activation scale"].endswith("It does not shrink in fp64: a bug, not rounding.")
 
 
 def test_rounding_is_told_from_a_bug():
