@@ -71,23 +71,19 @@ def block_mask(numbers_BT: Tensor, *, causal: bool) -> Any:
         return same & (query >= key) if causal else same
 
     rows, tokens = numbers_BT.shape
-    make = _compiled_mask() if numbers_BT.device.type == "cuda" else create_block_mask
+    make = _compiled(create_block_mask) if numbers_BT.device.type == "cuda" else create_block_mask
     return make(seen, rows, None, tokens, tokens, device=numbers_BT.device)
 
 
 def flex(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, blocks: Any, scale: float | None) -> Tensor:
     """FlexAttention; where the code around it is compiled, a part of that."""
-    kernel = flex_attention if torch.compiler.is_compiling() or q_BHTK.device.type != "cuda" else _compiled()
+    alone = q_BHTK.device.type == "cuda" and not torch.compiler.is_compiling()
+    kernel = _compiled(flex_attention) if alone else flex_attention
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
     found: Tensor = kernel(q_BHTK, k_BGTK, v_BGTK, block_mask=blocks, scale=scale, enable_gqa=grouped)
     return found
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention)
-
-
-@cache
-def _compiled_mask() -> Any:
-    return torch.compile(create_block_mask)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)

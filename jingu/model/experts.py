@@ -95,7 +95,14 @@ class ExpertsLayer(nn.Module):
             weights_BTK = weights_BTK.masked_fill(dropped_BTK, 0.0)
         count_BE = logits_BTE.new_zeros(logits_BTE.shape[0], self.spec.number)
         count_BE = count_BE.scatter_add(1, experts_BTK.flatten(1), torch.ones_like(weights_BTK.flatten(1)))
-        return experts_BTK, weights_BTK, self._routing(logits_BTE, count_BE, dropped_BTK)
+        none_B = torch.zeros_like(count_BE[:, 0])
+        routing = Routing(
+            load=count_BE / logits_BTE.shape[1],
+            probability=logits_BTE.softmax(-1).mean(1),
+            z=logits_BTE.logsumexp(-1).square().mean(1),
+            dropped=none_B if dropped_BTK is None else dropped_BTK.flatten(1).to(count_BE.dtype).mean(1),
+        )
+        return experts_BTK, weights_BTK, routing
 
     def _choose(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts, and the weights of what they say."""
@@ -155,16 +162,6 @@ class ExpertsLayer(nn.Module):
         if gate is None:
             return down(activate(up(x_MD), self.spec.activation))
         return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
-
-    def _routing(self, logits_BTE: Tensor, count_BE: Tensor, dropped_BTK: Tensor | None) -> Routing:
-        return Routing(
-            load=count_BE / logits_BTE.shape[1],
-            probability=logits_BTE.softmax(-1).mean(1),
-            z=logits_BTE.logsumexp(-1).square().mean(1),
-            dropped=torch.zeros_like(count_BE[:, 0])
-            if dropped_BTK is None
-            else dropped_BTK.flatten(1).to(count_BE.dtype).mean(1),
-        )
 
 
 def _beyond_capacity(experts_BTK: Tensor, number: int, factor: float) -> Tensor:

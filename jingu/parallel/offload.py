@@ -6,7 +6,6 @@ next layers are read ahead, and what has been changed is on its way to the disk 
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -20,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from jingu.errors import JinguError
+from jingu.parallel.sharing import local
+from jingu.runtime.files import cannot_write
 
 AHEAD = 2
 """Layers that are read ahead of the one that is computed."""
@@ -39,7 +40,7 @@ class Disk:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         except OSError as error:
-            raise self._mistake(error) from error
+            raise self._cannot_write(error) from error
         self._size = 0
         self._places: dict[int, tuple[int, mmap.mmap]] = {}
 
@@ -61,7 +62,7 @@ class Disk:
             # Room is taken now: a write to a mapped file for which there is none would end the process.
             os.posix_fallocate(self._file.fileno(), self._size, size)
         except OSError as error:
-            raise self._mistake(error) from error
+            raise self._cannot_write(error) from error
         mapped = mmap.mmap(self._file.fileno(), size, offset=self._size)
         made = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
         self._places[made.data_ptr()] = (self._size, mapped)
@@ -80,16 +81,11 @@ class Disk:
 
     def _held(self, tensors: Sequence[Tensor]) -> list[tuple[int, mmap.mmap]]:
         """Where those of the tensors are that are on disk."""
-        starts = (t.to_local().data_ptr() if isinstance(t, DTensor) else t.data_ptr() for t in tensors)
+        starts = (local(tensor).data_ptr() for tensor in tensors)
         return [self._places[start] for start in starts if start in self._places]
 
-    def _mistake(self, error: OSError) -> JinguError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return JinguError(
-            "the disk is full." if full else f"this cannot be written ({error.strerror}).",
-            where=self._folder,
-            fix=f"Make room, or choose another folder ({self._setting}).",
-        )
+    def _cannot_write(self, error: OSError) -> JinguError:
+        return cannot_write(error, self._folder, f"choose another folder ({self._setting})")
 
 
 def stream_steps(optimizer: torch.optim.Optimizer, disk: Disk) -> None:

@@ -73,7 +73,10 @@ def start_local_ranks(
         try:
             codes = _watch(children)
         finally:
-            _kill(children)
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                    child.wait()
     return _verdict(codes, advice)
 
 
@@ -95,13 +98,6 @@ def _watch(children: list[Child]) -> list[int | None]:
         if deadline is not None and time.monotonic() > deadline:
             return codes
         time.sleep(_WATCH_SECONDS)
-
-
-def _kill(children: list[Child]) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
 
 
 def _verdict(codes: Sequence[int | None], advice: str) -> int:

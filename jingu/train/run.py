@@ -219,7 +219,7 @@ def write_run(run: Run) -> None:
     """
     try:
         replace_text(run.folder / "config.yaml", dump_yaml(run.config))
-        replace_text(run.folder / "model.json", run.spec.model_dump_json(indent=2) + "\n")
+        replace_text(run.folder / "model.json", run.spec.to_json())
         _copy_tokenizer(run)
     except OSError as error:
         raise cannot_write(error, run.folder) from error
