@@ -181,7 +181,7 @@ def this_rank(rank: int, world: int) -> Ranks:
 
     from jingu.runtime.ranks import Ranks
 
-    return Ranks(rank, world, rank, world, torch.device("cpu"))
+    return Ranks(rank, world, torch.device("cpu"))
 
 
 @contextmanager

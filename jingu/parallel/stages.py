@@ -154,17 +154,14 @@ def _check_split_backward(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def _check_micro_batches(settings: ParallelSettings, ranks: int, number: int) -> None:
-    schedule = settings.schedule
+    schedule, needed = settings.schedule, ""
     if schedule == "1f1b" and number < ranks:
-        raise _wrong_number(schedule, number, f"at least as many as stages, {ranks}")
-    rounds = max(1, number // ranks)
-    if schedule in ("interleaved", "zero_bubble") and number % rounds:
-        raise _wrong_number(schedule, number, f"a multiple of the ranks of the pipeline, {ranks}, or fewer than twice")
-
-
-def _wrong_number(schedule: str, number: int, needed: str) -> JinguError:
-    return JinguError(
-        f"the schedule {schedule} needs {needed}, but a step has {number} micro-batches a rank.",
-        where="batch.micro_size",
-        fix="Set it lower, raise batch.global_size, or choose another parallel.schedule (gpipe takes any number).",
-    )
+        needed = f"at least as many as stages, {ranks}"
+    elif schedule in ("interleaved", "zero_bubble") and number % max(1, number // ranks):
+        needed = f"a multiple of the ranks of the pipeline, {ranks}, or fewer than twice"
+    if needed:
+        raise JinguError(
+            f"the schedule {schedule} needs {needed}, but a step has {number} micro-batches a rank.",
+            where="batch.micro_size",
+            fix="Set it lower, raise batch.global_size, or choose another parallel.schedule (gpipe takes any number).",
+        )

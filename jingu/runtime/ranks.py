@@ -28,8 +28,6 @@ class Ranks:
 
     rank: int
     world: int
-    local_rank: int
-    local_world: int
     device: torch.device
     host: str = ""
     notes: tuple[str, ...] = ()
@@ -102,7 +100,7 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     try:
-        yield Ranks(rank, world, local_rank, local_world, device, socket.gethostname(), notes)
+        yield Ranks(rank, world, device, socket.gethostname(), notes)
     finally:
         dist.destroy_process_group()
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from jingu.runtime.files import replace_text
@@ -77,9 +76,7 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._flush()
         if self._waiting:
             lines = self._waiting.count(b"\n")

@@ -103,7 +103,7 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
 
     run, device = open_run(config), torch.device("cpu")
     mesh = build_mesh(axis_sizes(config.parallel, world, run.spec), device)
-    ranks, precision = Ranks(rank, world, rank, world, device), choose_precision(config.precision, device)
+    ranks, precision = Ranks(rank, world, device), choose_precision(config.precision, device)
     model, optimizer = session._build(run, mesh, ranks, precision, compiles=False)
     tensors = session.checkpoint_tensors(model, optimizer)
     store.load(source, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)

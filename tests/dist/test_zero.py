@@ -86,7 +86,7 @@ def train_quietly(rank: int, world: int, config: Any) -> None:
     from jingu.runtime.signals import StopRequest
     from jingu.train.verbs import train_joined
 
-    assert train_joined(config, Ranks(rank, world, rank, world, torch.device("cpu")), StopRequest()) == 0
+    assert train_joined(config, Ranks(rank, world, torch.device("cpu")), StopRequest()) == 0
 
 
 def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):

@@ -18,11 +18,11 @@ from jingu.runtime.log import LOGGER, logging_to, one_voice, say
 from jingu.runtime.ranks import Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined
 from jingu.runtime.signals import SharedStop, StopRequest, listening
 
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def me(rank: int, world: int) -> Ranks:
-    return Ranks(rank, world, rank, world, torch.device("cpu"), "node-7")
+    return Ranks(rank, world, torch.device("cpu"), "node-7")
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch):

@@ -138,7 +138,7 @@ def stopped_at(rank: int, world: int, config: RunConfig, step: int) -> int:
 
     loop_module.train_step = watched
     try:
-        return train_joined(config, Ranks(rank, world, rank, world, torch.device("cpu")), request)
+        return train_joined(config, Ranks(rank, world, torch.device("cpu")), request)
     finally:
         loop_module.train_step = original
 

@@ -165,7 +165,7 @@ def record(rank: int, world: int, configs: list[tuple[Any, str]]) -> None:
 
     for config, plant in configs:
         trace = Path(config.runs) / config.name / "trace"
-        me = Ranks(rank, world, rank, world, torch.device("cpu"))
+        me = Ranks(rank, world, torch.device("cpu"))
         with PLANTS[plant]() if PLANTS[plant] else nullcontext(), replaced(session, "measured_peak", lambda *_: 1e9):
             assert train_joined(config, me, StopRequest(), trace) == 0
 
