@@ -17,8 +17,7 @@ from jingu.infer.adapters import Adapters, stand_beside
 from jingu.infer.arrange import arrange
 from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
-from jingu.model.decoder import Decoder
-from jingu.model.decoder import make_model
+from jingu.model.decoder import Decoder, make_model
 from jingu.model.packed import Bits
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import parallelize

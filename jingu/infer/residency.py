@@ -32,8 +32,7 @@ from jingu.checkpoint.hub import OpenModel
 from jingu.errors import JinguError
 from jingu.infer.foresight import Foresight
 from jingu.infer.quantised import room_for
-from jingu.model.decoder import Block, Decoder
-from jingu.model.decoder import all_blocks
+from jingu.model.decoder import Block, Decoder, all_blocks
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.packed import Bits, Packed, pack
 from jingu.model.products import linear

@@ -22,13 +22,12 @@ from jingu.infer.load import load
 from jingu.infer.lockstep import Lockstep, in_lockstep
 from jingu.infer.request import Event, Request
 from jingu.infer.sampling import Sampling
-from jingu.model.initialise import initialise
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
 from jingu.model.spec import ModelSpec
-from tests.rank_pool import RankPool
 from jingu.text.training import train_tokenizer
 from tests.conftest import this_rank
+from tests.rank_pool import RankPool
 
 SETTINGS = EngineSettings(max_batch=3, prefill_chunk=16)
 FAMILIES: dict[str, dict[str, Any]] = {

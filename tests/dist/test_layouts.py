@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def batch_of(step: int, first: int, count: int, documents: bool, encoder: bool) 
     rows = slice(first, first + count)
     source = torch.randint(41, (ROWS, 10), generator=generator)
     given = Source(source[rows], torch.arange(10).div(4).long().expand(ROWS, -1)[rows] if documents else None)
-    return Batch(ids[rows, :-1], labels[rows], documents=ends[rows] if documents else None, source=given if encoder else None)
+    return Batch(
+        ids[rows, :-1], labels[rows], documents=ends[rows] if documents else None, source=given if encoder else None
+    )
 
 
 def five_steps(rank: int, world: int, spec: ModelSpec, layouts: list[dict[str, Any]], documents: bool) -> list[Result]:
@@ -103,7 +106,9 @@ def _five_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documen
     device = torch.device("cpu")
     model, mesh = made(world, spec, settings)
     optimizer = build_optimizer(AdamWSettings(lr=1e-2), model)
-    source: Any = type("Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, documents, bool(spec.encoder_layers)))})
+    source: Any = type(
+        "Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, documents, bool(spec.encoder_layers)))}
+    )
     task = pretraining(source, None, spec, mesh)
     micro_size = max(1, ROWS // data_ranks(mesh) // 2)
     settings_of_batch = BatchSettings(sequence_length=TOKENS, global_size=ROWS, micro_size=micro_size)
@@ -143,15 +148,14 @@ def check(ranks: Any, spec: ModelSpec, world: int, layouts: list[dict[str, Any]]
     by_rank = ranks.run(five_steps, world, spec, layouts, documents)
     for number, layout in enumerate(layouts):
         results = [found[number] for found in by_rank]
+        same = partial(torch.testing.assert_close, rtol=1e-9)
         for result in results:
             assert result.norms == pytest.approx(one.norms, rel=1e-9), layout
-            torch.testing.assert_close(result.losses, one.losses, rtol=1e-9, atol=0, msg=lambda m: f"{layout}: {m}")
+            same(result.losses, one.losses, atol=0, msg=partial("{}: {}".format, layout))
         weights = put_together(results)
         assert weights.keys() == expected.keys()
         for name, tensor in weights.items():
-            torch.testing.assert_close(
-                tensor, expected[name], rtol=1e-9, atol=1e-10, msg=lambda m, name=name: f"{layout} {name}: {m}"
-            )
+            same(tensor, expected[name], atol=1e-10, msg=partial("{} {}: {}".format, layout, name))
 
 
 EXPERTS = {"number": 6, "active": 2, "capacity": 1.25, "balance": 0.02, "z": 0.01}
@@ -249,7 +253,10 @@ EIGHT: list[tuple[str, list[dict[str, Any]]]] = [
     ("gpt2", [{"tensor": 2, "context": 2, "zero": 2}, {"pipeline": 2, "context": 2, "tensor": 2, "zero": 3}]),
     ("bloom", [{"tensor": 4, "zero": 0}, {"context": 4, "replicate": 2}]),
     ("t5", [{"tensor": 2, "context": 2, "zero": 3}, {"tensor": 4}]),
-    ("mixtral-shared", [{"expert": 2, "tensor": 2, "context": 2}, {"expert": 2, "pipeline": 2, "tensor": 2, "zero": 2}]),
+    (
+        "mixtral-shared",
+        [{"expert": 2, "tensor": 2, "context": 2}, {"expert": 2, "pipeline": 2, "tensor": 2, "zero": 2}],
+    ),
 ]
 
 

@@ -96,7 +96,10 @@ def test_masters_and_state_lie_in_a_file(tmp_path: Path):
         model = torch.nn.Linear(300, 200)
     model._apply(disk.zeros_like)
     optimizer = build_optimizer(AdamWSettings(), model, disk)
-    held = [*model.parameters(), *(optimizer.state[p][slot] for p in model.parameters() for slot in ("exp_avg", "exp_avg_sq"))]
+    held = [
+        *model.parameters(),
+        *(optimizer.state[p][slot] for p in model.parameters() for slot in ("exp_avg", "exp_avg_sq")),
+    ]
     files = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         first, end = (int(number, 16) for number in line.split()[0].split("-"))

@@ -168,8 +168,8 @@ def test_each_stage_moves_what_it_says(tiny_run, ranks):
 
 def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
     """Bytes this rank holds, at its optimizer's step, of parameters, of gradients, and of gathered parameters."""
-    from jingu.train import step as step_module
     from jingu.parallel.sharing import local
+    from jingu.train import step as step_module
 
     found: list[tuple[int, int, int]] = []
 

@@ -18,7 +18,7 @@ from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSe
 from jingu.data.batch import Batch
 from jingu.model.build import find_family
 from jingu.model.decoder import Decoder
-from jingu.model.spec import ModelSpec, replaced
+from jingu.model.spec import replaced
 
 TEMPLATE = find_family("llama").template
 SPEC = replaced(
@@ -46,8 +46,12 @@ def state_bytes(model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of masters, gathered parameters, gradients and optimizer state."""
     from torch.distributed.fsdp import FSDPModule
 
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
-    gathered = [each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    gathered = [
+        each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
+    ]
     whole = [each.grad for each in gathered if each.grad is not None]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [tensor for slots in optimizer.state.values() for tensor in slots.values() if tensor.dim()]
