@@ -30,8 +30,9 @@ def test_every_layout_is_the_run_of_one_process(model, tiny_run, train_on, done)
     weights = one.tensors()
     if model == "balanced":  # an even load makes the loss that of even probabilities: 1
         assert expected["balance_loss"] == pytest.approx([1.0] * 8, abs=0.05)
+    stages = (0, 2, 3) if model == "top-2" else (3,)
     configs = [
-        tiny_run({**settings, "batch.micro_size": 2, "parallel.zero": zero}, name=f"zero-{zero}") for zero in (0, 2, 3)
+        tiny_run({**settings, "batch.micro_size": 2, "parallel.zero": zero}, name=f"zero-{zero}") for zero in stages
     ]
     train_on(2, *configs)
     for config in configs:

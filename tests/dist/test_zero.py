@@ -21,7 +21,7 @@ def slow(*values: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "world"),
-    [("llama", 2), ("llama", 4), ("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
+    [("llama", 2), ("llama", 4), slow("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
 )
 def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on, done):
     """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 20 steps.

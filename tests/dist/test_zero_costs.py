@@ -141,7 +141,7 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
     return seen[0], moved[0]
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [4, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8))])
 def test_bytes_and_numbers_are_those_of_the_formulas(world, ranks):
     formulas = {
         0: (16.0, 2),
