@@ -95,18 +95,6 @@ class Passed(NamedTuple):
     """An encoder's states [B, S, D], for the blocks of a decoder that follow."""
 
 
-class Encoded(NamedTuple):
-    """What an encoder made of the source, for the blocks of a decoder."""
-
-    states: Tensor | None
-    """[B, S, D]; None where a cache has their keys and values."""
-    mask: Tensor | None
-    """Which of them each token sees; None: all."""
-    routings: list[Routing]
-    keys: Tensor | None = None
-    """Of the tokens that the encoder reads."""
-
-
 class Stack(nn.Module):
     """A range of a stack's blocks, under their numbers in the whole. The first part has what comes before the blocks,
     the last one the norm after them; biases of relative positions are in each, and are the same in all. A part
@@ -159,12 +147,12 @@ class Stack(nn.Module):
         positions_BT: Tensor,
         documents_BT: Tensor | None,
         cache: Cache | None = None,
-        encoded: Encoded | None = None,
+        encoded_mask: Tensor | None = None,
         reach_BT: Tensor | None = None,
-        keys_BT: Tensor | None = None,
+        keys: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Passed:
         """Through the blocks, and through the norm where this is the last part."""
-        x_BTD, routings, _ = start
+        x_BTD, routings, encoded_BSD = start
         if cache is not None and not (documents_BT is None and reach_BT is None):
             raise ValueError("documents and reach are not kept in a cache")
         # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
@@ -177,15 +165,11 @@ class Stack(nn.Module):
         else:
             rotary = cache.rotary(positions_BT, wide)
             cache.begin(bias_NH)
-        states, states_mask = (None, None) if encoded is None else (encoded.states, encoded.mask)
-        keys = keys_BT, None if encoded is None else encoded.keys
         for number, block in zip(self.part, self.blocks, strict=True):
             held = None if cache is None else cache.layer(number)
-            x_BTD, routing = block(x_BTD, rotary, mask, held, states, states_mask, tokens_BT, keys)
+            x_BTD, routing = block(x_BTD, rotary, mask, held, encoded_BSD, encoded_mask, tokens_BT, keys)
             routings = routings if routing is None else [*routings, routing]
-        if self.norm is None:
-            return Passed(x_BTD, routings)
-        return Passed(self.norm(x_BTD), routings)
+        return Passed(x_BTD if self.norm is None else self.norm(x_BTD), routings, encoded_BSD)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
         position = self.spec.position
@@ -259,7 +243,7 @@ class Decoder(Stack):
                 none sees. Where a row is padded, they are needed with every token.
             source_keys_BS: as `keys_BT`, of what the encoder reads.
         """
-        encoded = None
+        encoded_mask = None
         if self.encoder is not None:
             if self.encoder.part and source_BS is not None:
                 passed = self.encode(source_BS, source_documents_BS, passed, source_keys_BS)
@@ -267,19 +251,17 @@ class Decoder(Stack):
                 return passed
             if source_documents_BS is not None:
                 source_documents_BS = source_documents_BS[:, skipped_states(self.spec) :]
-            encoded = Encoded(None, cross_mask(documents_BT, source_documents_BS), [], source_keys_BS)
-            if passed is not None and self.part.start == 0:
-                encoded, passed = encoded._replace(states=passed.states, routings=passed.routings), None
-            elif passed is not None:
-                encoded = encoded._replace(states=passed.encoded)
+            encoded_mask = cross_mask(documents_BT, source_documents_BS)
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        if passed is None:
-            start_BTD = self.begin(self.embedding, tokens_BT, positions_BT, noise_2BT)
-            passed = Passed(start_BTD, [] if encoded is None else encoded.routings)
-        passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded, reach_BT, keys_BT)
+        if self.part.start == 0:  # what was passed on so far is an encoder's
+            encoded, routings = (None, []) if passed is None else passed[:2]
+            passed = Passed(self.begin(self.embedding, tokens_BT, positions_BT, noise_2BT), routings, encoded)
+        assert passed is not None
+        keys = keys_BT, source_keys_BS
+        passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded_mask, reach_BT, keys)
         if not self.ends:
-            return passed if encoded is None else passed._replace(encoded=encoded.states)
+            return passed
         x_BTD, routings, _ = passed
         if self.spec.scaled_head:
             x_BTD = x_BTD * self.spec.width**-0.5
@@ -296,7 +278,7 @@ class Decoder(Stack):
         positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
         if passed is None:
             passed = Passed(self.encoder.begin(self.embedding, source_BS, positions_S), [])
-        return self.encoder.run(passed, source_BS, positions_S, documents_BS, keys_BT=keys_BS)
+        return self.encoder.run(passed, source_BS, positions_S, documents_BS, keys=(keys_BS, None))
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores [B, T, V] of the next token."""

@@ -60,13 +60,14 @@ def checkpoints(config: RunConfig) -> dict[int, dict[str, Any]]:
 def test_held_up_writing_saves_the_steps_it_claims(tiny_run, monkeypatch):
     """Weights, moments and counters of every checkpoint, beside a run that waits for each save."""
     settings = {"checkpoint.every": 3, "checkpoint.keep": 99, "precision.type": "fp32", "evaluation.every": 3}
+    settings["train.steps"] = 11
     waits = tiny_run({**settings, "checkpoint.background": False}, name="waits")
     assert train(waits) == 0
     monkeypatch.setattr(keep, "BackgroundSaver", HeldUp)
     goes_on = tiny_run(settings, name="goes-on")
     assert train(goes_on) == 0
     expected, found = checkpoints(waits), checkpoints(goes_on)
-    assert list(found) == list(expected) == [3, 6, 9, 12, 15, 18, 20]
+    assert list(found) == list(expected) == [3, 6, 9, 11]
     for step, tensors in expected.items():
         assert found[step].keys() == tensors.keys()
         for name, value in tensors.items():
