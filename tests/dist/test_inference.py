@@ -24,6 +24,7 @@ from jingu.infer.request import Event, Request
 from jingu.infer.sampling import Sampling
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
+from jingu.model.initialise import initialise
 from jingu.model.spec import ModelSpec
 from jingu.text.training import train_tokenizer
 from tests.conftest import this_rank

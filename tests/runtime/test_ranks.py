@@ -96,6 +96,7 @@ def test_all_ranks_stop_at_the_same_step(ranks):
 def asking_alone(rank: int, world: int) -> None:
     """One rank asks, and the other has failed before it."""
     stop = SharedStop(StopRequest(), world)
+    all_agree(True)
     if rank == 0:
         stop.ask()
     stop.settle(timedelta(seconds=0.05))
