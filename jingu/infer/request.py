@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jingu.errors import JinguError, refuse
@@ -130,7 +130,7 @@ class Event:
     error: str | None
     prompt_tokens: int
     cached_tokens: int
-    begun: float = 0.0
+    begun: float = field(default=0.0, compare=False)  # the same is said, whenever it is
     prompt: tuple[Token, ...] = ()
     logprob: float = 0.0
 
