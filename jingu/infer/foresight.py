@@ -12,9 +12,10 @@ Floats = NDArray[np.float64]
 
 _PRIOR = 4.0
 """Tokens that the first guess (every expert alike) counts for."""
-_HALF_LIFE = 8.0
-"""Visits of a layer after which what it needed counts half: which experts a text needs comes in bursts."""
-_GUESSES_HALF_LIFE = 64.0
+_MEMORY = 11.0
+"""Visits that what was seen counts for at most, each as large as the present one. Which experts a text needs comes in
+bursts, so it is few."""
+_HALF_LIFE = 64.0
 """Tokens after which how often a router's guess was right counts half."""
 _GUESS = 0.5
 """Share of a router's guesses ahead that are taken to be right before any was seen."""
@@ -44,7 +45,7 @@ class Foresight:
         if self._last is not None:
             self._after[self._last] = layer
         self._last = layer
-        kept = self._seen_L[layer] * 0.5 ** (1 / _HALF_LIFE)
+        kept = min(self._seen_L[layer], _MEMORY * tokens)
         self._share_LE[layer] = (self._share_LE[layer] * kept + chosen_E) / (kept + tokens)
         self._seen_L[layer] = kept + tokens
         self._tokens_L[layer] += (np.log(tokens) - self._tokens_L[layer]) / 4
@@ -53,7 +54,7 @@ class Foresight:
 
     def guessed(self, layer: int, right_K: Floats, tokens: int) -> None:
         """Of the guesses about a layer, the share that was right: of first choices, of second ones, and so on."""
-        self._right_LK[layer] += (right_K - self._right_LK[layer]) * (1 - 0.5 ** (tokens / _GUESSES_HALF_LIFE))
+        self._right_LK[layer] += (right_K - self._right_LK[layer]) * (1 - 0.5 ** (tokens / _HALF_LIFE))
 
     def foresee(self, layer: int, guesses_KE: NDArray[np.int64]) -> Floats:
         """How likely each expert [E] of the layer that follows is needed, where so many tokens are guessed to choose
