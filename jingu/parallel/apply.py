@@ -59,6 +59,8 @@ def parallelize(
         reduce: dtype in which gradients are added up.
     """
 
+    # Rows of their own are of up to eight lengths; each has its code, and so have a first block and evaluations.
+    torch._dynamo.config.recompile_limit = 32
     expert = expert_size(settings, zero_mesh(mesh).size(), model.spec)
     sharing = plan_sharing(model, mesh, model.spec.attention.kv_heads, expert)
 
