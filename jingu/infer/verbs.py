@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Precision, load
 from jingu.infer.lockstep import Lockstep, in_lockstep, ranks_of
-from jingu.infer.request import Request
+from jingu.infer.request import Finish, Request
 from jingu.infer.sampling import Sampling
 from jingu.runtime.signals import STOPPED, interruptible
 
@@ -65,26 +67,50 @@ def generate(
         )
         small = None if draft is None else load(draft, precision, device)
         with in_lockstep(Engine(made, EngineSettings(guesses=guesses), small), ranks) as engine:
-            return 0 if engine is None else _print(engine, request, prompt)
+            if engine is None:
+                return 0
+            written = write(engine, request, prompt if made.spec.encoder_layers is None else "")
+            print(written.speed, file=sys.stderr)
+            stats = engine.stats()
+            if stats.guessed_tokens:
+                print(f"{stats.right_guesses} of {stats.guessed_tokens} guesses were right", file=sys.stderr)
+            if stats.experts is not None:
+                print(stats.experts, file=sys.stderr)
+            return STOPPED if written.finish == "cancelled" else 0
 
 
-def _print(engine: Engine | Lockstep, request: Request, prompt: str) -> int:
-    number = engine.submit(request)
-    start = time.perf_counter()
-    sys.stdout.write(prompt if engine.loaded.spec.encoder_layers is None else "")
+class Written(NamedTuple):
+    """An answer that was printed."""
+
+    text: str
+    tokens: int
+    seconds: float
+    finish: Finish | None
+
+    @property
+    def speed(self) -> str:
+        """In words."""
+        return f"{self.tokens} tokens, {self.tokens / self.seconds:.1f} a second"
+
+
+def write(engine: Engine | Lockstep, request: Request, before: str = "") -> Written:
+    """Print a text, an answer as it grows, and a new line. Ctrl-C ends it. Raises JinguError where the engine does."""
+    pieces: list[str] = []
+    tokens, finish, broken = 0, None, None
     with interruptible() as interrupted:
+        number, start = engine.submit(request), time.perf_counter()
+        sys.stdout.write(before)
         while engine.busy:
             if interrupted():
                 engine.cancel(number)
             for event in engine.step():
-                sys.stdout.write(event.token.text if event.token else "")
+                finish, broken = event.finish or finish, event.error
+                if event.token is not None:
+                    tokens += 1
+                    pieces.append(event.token.text)
+                    sys.stdout.write(event.token.text)
             sys.stdout.flush()
-        sys.stdout.write("\n")
-        stats, seconds = engine.stats(), time.perf_counter() - start
-        count = stats.generated_tokens
-        print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
-        if stats.guessed_tokens:
-            print(f"{stats.right_guesses} of {stats.guessed_tokens} guesses were right", file=sys.stderr)
-        if stats.experts is not None:
-            print(stats.experts, file=sys.stderr)
-        return STOPPED if interrupted() else 0
+        print(flush=True)
+        if broken is not None:
+            raise JinguError(f"{broken}.", fix="Try --precision fp32; if that is no better, the weights are damaged.")
+        return Written("".join(pieces), tokens, time.perf_counter() - start, finish)

@@ -153,7 +153,8 @@ def _shown(index: int, choice: Choice, calls: Calls, body: ChatRequest, service:
 
 def _logprob(token: Token, service: Service) -> dict[str, Any]:
     def one(id_: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": service.token_name(id_), "logprob": logprob, "bytes": list(service.token_bytes(id_))}
+        content = service.loaded.tokenizer.bytes_of(id_)
+        return {"token": service.token_name(id_), "logprob": logprob, "bytes": list(content)}
 
     return {**one(token.id, token.logprob), "top_logprobs": [one(*each) for each in token.top]}
 

@@ -112,13 +112,9 @@ class Service:
         """A token by itself, as text."""
         return self.loaded.tokenizer.decode([token], special=True)
 
-    def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text."""
-        return self.loaded.tokenizer.bytes_of(token)
-
     def token_name(self, token: int) -> str:
         """A token as text; where its bytes are part of a character, as `bytes:` and these."""
-        found = self.token_bytes(token)
+        found = self.loaded.tokenizer.bytes_of(token)
         try:
             return found.decode()
         except UnicodeDecodeError:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from jingu.errors import JinguError
@@ -16,13 +14,14 @@ from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Precision, load
 from jingu.infer.request import Request, room_after
 from jingu.infer.sampling import Sampling
+from jingu.infer.verbs import write
 from jingu.runtime.files import cannot_write, replace_text, unreadable
-from jingu.runtime.signals import interruptible
 from jingu.tune.rows import Message, RowError, parse_row
 from jingu.tune.speak import Speech, speaking
 
 _WHOLE = ("max_tokens", "top_k", "seed")
 _SETTINGS = ("max_tokens", *(each.name for each in fields(Sampling) if each.name != "logit_bias"))
+_COMMANDS = ("help", "system", "reset", "undo", "retry", "set", "save", "load", "quit")
 _QUOTES = '"""'
 
 
@@ -107,11 +106,9 @@ def _read(at_terminal: bool) -> str | None:
             quoted = not lines
             if quoted:
                 continue
-        if not quoted and line.endswith("\\"):
-            lines.append(line[:-1])
-            continue
-        lines.append(line)
-        if not quoted:
+        goes_on = not quoted and line.endswith("\\")
+        lines.append(line[:-1] if goes_on else line)
+        if not quoted and not goes_on:
             return "\n".join(lines)
 
 
@@ -154,28 +151,11 @@ class Conversation:
             raise
 
     def _answer(self) -> None:
-        pieces, count, finish = [], 0, None
-        with interruptible() as interrupted:
-            number = self._engine.submit(self._request())
-            self._answers += 1
-            start = perf_counter()
-            while self._engine.busy:
-                if interrupted():
-                    self._engine.cancel(number)
-                for event in self._engine.step():
-                    finish = event.finish or finish
-                    if event.token is not None:
-                        count += 1
-                        pieces.append(event.token.text)
-                        sys.stdout.write(event.token.text)
-                sys.stdout.flush()
-            seconds = perf_counter() - start
-        self.messages.append(Message("assistant", "".join(pieces)))
-        end = {"cancelled": "stopped", "length": f"cut off at max_tokens={count}"}.get(finish or "")
-        notes = [end] if end else []
-        if sys.stdin.isatty():
-            notes.append(f"{count} tokens, {count / seconds:.1f} a second")
-        print(flush=True)
+        answer = write(self._engine, self._request())
+        self._answers += 1
+        self.messages.append(Message("assistant", answer.text))
+        end = {"cancelled": "stopped", "length": f"cut off at max_tokens={answer.tokens}"}.get(answer.finish or "")
+        notes = [*([end] if end else []), *([answer.speed] if sys.stdin.isatty() else [])]
         if notes:
             print(f"({'; '.join(notes)})", file=sys.stderr)
 
@@ -200,15 +180,11 @@ class Conversation:
     def command(self, words: str) -> None:
         """Do what a line that begins with a slash says."""
         name, _, rest = words[1:].partition(" ")
-        commands: dict[str, Callable[[str], None]] = {
-            name: getattr(self, name)
-            for name in ("help", "system", "reset", "undo", "retry", "set", "save", "load", "quit")
-        }
-        if name not in commands:
-            near = get_close_matches(name, commands, n=1)
+        if name not in _COMMANDS:
+            near = get_close_matches(name, _COMMANDS, n=1)
             fix = f"Did you mean /{near[0]}?" if near else "/help lists them; a message that begins with / is typed //."
             raise JinguError(f"there is no command /{name}.", fix=fix)
-        commands[name](rest.strip())
+        getattr(self, name)(rest.strip())
 
     def help(self, _: str) -> None:
         """/help: what can be said."""
@@ -297,10 +273,9 @@ class Conversation:
         if file.exists() and file != self._file:
             raise JinguError("there is a file already.", where=file, fix="Choose another name.")
         said = [{"role": message.role, "content": message.content} for message in self.messages]
+        value = {"settings": self._settings(), "messages": said}
         try:
-            replace_text(
-                file, json.dumps({"settings": self._settings(), "messages": said}, ensure_ascii=False, indent=2) + "\n"
-            )
+            replace_text(file, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
         except OSError as error:
             raise cannot_write(error, file) from error
         self._file = file

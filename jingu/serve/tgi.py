@@ -164,18 +164,20 @@ def _tops(token: Token, service: Service) -> list[dict[str, Any]]:
 
 
 def _details(choice: Choice, request: Request, service: Service) -> dict[str, Any]:
-    shown = {
-        "finish_reason": _REASONS[choice.finish],
-        "generated_tokens": len(choice.tokens),
-        "seed": request.sampling.seed if request.sampling.temperature > 0 else None,
-        "prefill": [
-            {"id": token.id, "text": service.token_text(token.id), "logprob": token.logprob} for token in choice.prompt
-        ],
-        "tokens": [_token(token, service) for token in choice.tokens],
-    }
+    shown = _end(choice, request)
+    shown["prefill"] = [{"id": each.id, "text": each.text, "logprob": each.logprob} for each in choice.prompt]
+    shown["tokens"] = [_token(token, service) for token in choice.tokens]
     if request.logprobs:
         shown["top_tokens"] = [_tops(token, service) for token in choice.tokens]
     return shown
+
+
+def _end(choice: Choice, request: Request) -> dict[str, Any]:
+    return {
+        "finish_reason": _REASONS[choice.finish],
+        "generated_tokens": len(choice.tokens),
+        "seed": request.sampling.seed if request.sampling.temperature > 0 else None,
+    }
 
 
 async def _stream(ticket: Ticket, service: Service, prefix: str) -> AsyncIterator[bytes]:
@@ -193,11 +195,6 @@ async def _stream(ticket: Ticket, service: Service, prefix: str) -> AsyncIterato
             shown |= {"generated_text": None, "details": None}
             if each.finish is not None:
                 shown["generated_text"] = prefix + choice.text
-                shown["details"] = {
-                    "finish_reason": _REASONS[each.finish],
-                    "generated_tokens": len(choice.tokens),
-                    "seed": request.sampling.seed if request.sampling.temperature > 0 else None,
-                    "input_length": each.prompt_tokens,
-                }
+                shown["details"] = {**_end(choice, request), "input_length": each.prompt_tokens}
             parts.append(event(shown))
         yield b"".join(parts)

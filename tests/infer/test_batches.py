@@ -14,6 +14,7 @@ from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, loaded
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
+from jingu.infer.verbs import write
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
 from jingu.model.initialise import initialise
@@ -180,6 +181,8 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
         weight[77] = torch.nan
         engine.submit(Request((5, 77, 6), Sampling(), 9, logprobs=0))
         (event,) = engine.step()
+        with pytest.raises(JinguError, match=r"scores are not finite numbers. Try --precision fp32"):
+            write(engine, Request((5, 77, 6), Sampling(), 9))
         weight[77] = kept
     assert event.finish == "error" and event.error == "the model's scores are not finite numbers"
     assert engine.stats().pages_used == 0
