@@ -155,7 +155,7 @@ def stalls(
         goal, saved, taken = step_folder(folder, number), 0.0, {}
         for copies in (number % 2 == 0, number % 2 == 1):
             if copies:
-                saved = seconds(lambda goal=goal, number=number: saver.save(goal, tensors, {}, number, Keep(1)))
+                saved = seconds(lambda goal=goal: saver.save(goal, tensors, {}, Keep(1)))
             taken[copies] = step()
         yield saved + stood[-1], saved + taken[True] - taken[False]
         os.kill(saver._process.pid, signal.SIGCONT)
@@ -250,7 +250,7 @@ def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
             step()
             alone = median(step() for _ in range(5))
             goal = step_folder(folder / "background", number)
-            saver.save(goal, tensors, {}, number, Keep(1))
+            saver.save(goal, tensors, {}, Keep(1))
             beside = []
             while saver.poll() is None:
                 beside.append(step())

@@ -112,7 +112,6 @@ class BackgroundSaver:
         folder: Place,
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
-        step: int,
         keep: Keep,
         copy_to: str | None = None,
     ) -> None:
@@ -122,7 +121,7 @@ class BackgroundSaver:
 
         Args:
             folder, tensors, state: as for `jingu.checkpoint.store.save`.
-            step, keep: the checkpoints beside this one that need not stay are deleted when it is complete.
+            keep: the checkpoints beside this one that need not stay are deleted when it is complete.
             copy_to: an address where a copy of it goes then, as `jingu.checkpoint.remote` knows them.
 
         Raises:
@@ -137,7 +136,7 @@ class BackgroundSaver:
         self._pending = folder.absolute()
         request: dict[str, Any] = {"folder": str(self._pending)}
         if self._rank == 0:
-            request |= {"state": state, "step": step, "keep": asdict(keep), "copy_to": copy_to}
+            request |= {"state": state, "keep": asdict(keep), "copy_to": copy_to}
         by_name = {block.name: block.local for block in blocks}
         pairs = [(place, by_name[name]) for place, name in zip(self._places, self._written, strict=True)]
         self._on_card = self._copy_from_card([pair for pair in pairs if pair[1].is_cuda])

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.hub import OpenModel, Shapes, open_described
+from jingu.checkpoint.hub import OpenModel, Shapes, Weights, open_described
 from jingu.checkpoint.stream import ELEMENTS, read_at
 from jingu.errors import JinguError
 from jingu.text.gguf import write_tokenizer
@@ -88,8 +88,8 @@ def open_gguf(path: Path) -> OpenModel:
         raise JinguError(
             f"the GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
         ) from error
-    stored = _Stored(path, package, metadata["general.architecture"], infos, config)
-    opened = open_described(path, path, config, lambda family, expected: stored.named(expected))
+    name = metadata["general.architecture"]
+    opened = open_described(path, path, config, lambda _, shapes: _weights(path, package, infos, name, config, shapes))
     folder = Path(tempfile.mkdtemp(prefix="jingu-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -109,64 +109,58 @@ def _package() -> ModuleType:
         ) from error
 
 
-class _Stored:
-    """The weights of a GGUF file, named and arranged as Hugging Face does."""
+def _weights(
+    path: Path, package: ModuleType, infos: Mapping[str, _Info], name: str, config: Metadata, expected: Shapes
+) -> Weights:
+    """The file's tensors by the names that are expected; what nobody expects keeps its own.
 
-    def __init__(
-        self, path: Path, package: ModuleType, architecture: str, infos: Mapping[str, _Info], config: Metadata
-    ) -> None:
-        self._path, self._package, self._infos = path, package, infos
-        self._architecture = _ARCHITECTURES[architecture]
-        number = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}[architecture]
-        self._map = package.get_tensor_name_map(number, _layers(config))
-        self._heads = {"q": config.get("num_attention_heads"), "k": config.get("num_key_value_heads")}
-        self._places: dict[str, _Info] = {}
-        largest = max(infos.values(), key=lambda info: info.bytes)
-        self.dtype = _PLAIN.get(largest.type, torch.float32)
+    Args:
+        name: of the architecture.
+        config: Hugging Face's.
+    """
+    architecture = _ARCHITECTURES[name]
+    number = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}[name]
+    table = package.get_tensor_name_map(number, _layers(config))
+    places, known = {}, {"rope_freqs.weight"}
+    for wanted in expected:
+        expert = _EXPERT.search(wanted)
+        theirs = table.get_name(_EXPERT.sub(".experts.", wanted), try_suffixes=(".weight", ".bias"))
+        if theirs in infos:
+            known.add(theirs)
+            places[wanted] = infos[theirs] if expert is None else _slice(infos[theirs], int(expert[1]))
+    places |= {name: info for name, info in infos.items() if name not in known}
+    shapes = {
+        name: torch.Size(reversed(info.shape)) if name.endswith(architecture.transposed) else info.shape
+        for name, info in places.items()
+    }
 
-    def named(self, expected: Shapes) -> _Stored:
-        """Give the file's tensors the names that are expected; what nobody expects keeps its own."""
-        known = {"rope_freqs.weight"}
-        for name in expected:
-            expert = _EXPERT.search(name)
-            theirs = self._map.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
-            if theirs in self._infos:
-                known.add(theirs)
-                info = self._infos[theirs]
-                self._places[name] = info if expert is None else _slice(info, int(expert[1]))
-        self._places |= {name: info for name, info in self._infos.items() if name not in known}
-        return self
-
-    def shapes(self) -> Shapes:
-        return {name: self._shape(name, info.shape) for name, info in self._places.items()}
-
-    def _shape(self, name: str, shape: torch.Size) -> torch.Size:
-        return torch.Size(reversed(shape)) if name.endswith(self._architecture.transposed) else shape
-
-    def read(self, name: str) -> Tensor:
-        tensor = self._read(self._places[name])
-        if name.endswith(self._architecture.transposed):
+    def read(name: str) -> Tensor:
+        tensor = _read(path, package, places[name])
+        if name.endswith(architecture.transposed):
             return tensor.t()
-        if name.endswith(self._architecture.permuted):
-            heads = self._heads["q" if "q_proj" in name else "k"] or self._heads["q"]
-            pairs = tensor.unflatten(0, (heads, -1, 2))
-            return pairs.transpose(1, 2).flatten(0, 2)
+        if name.endswith(architecture.permuted):
+            heads = (None if "q_proj" in name else config.get("num_key_value_heads")) or config["num_attention_heads"]
+            return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return tensor
 
-    def _read(self, info: _Info) -> Tensor:
-        """A tensor as it lies in the file, dequantised a few rows at a time."""
-        if info.type in _PLAIN:
-            return read_at(self._path, info.begin, info.shape, _PLAIN[info.type])
-        kind = self._package.GGMLQuantizationType[info.type]
-        whole = torch.empty(info.shape)
-        rows = whole.view(-1, info.shape[-1])
-        width = info.bytes // max(1, len(rows))
-        step = max(1, ELEMENTS // max(1, info.shape[-1]))
-        for first in range(0, len(rows), step):
-            part = rows[first : first + step]
-            raw = read_at(self._path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
-            part.copy_(torch.from_numpy(self._package.quants.dequantize(raw.numpy(), kind)))
-        return whole
+    largest = max(infos.values(), key=lambda info: info.bytes)
+    return Weights(shapes, read, _PLAIN.get(largest.type, torch.float32))
+
+
+def _read(path: Path, package: ModuleType, info: _Info) -> Tensor:
+    """A tensor as it lies in the file, dequantised a few rows at a time."""
+    if info.type in _PLAIN:
+        return read_at(path, info.begin, info.shape, _PLAIN[info.type])
+    kind = package.GGMLQuantizationType[info.type]
+    whole = torch.empty(info.shape)
+    rows = whole.view(-1, info.shape[-1])
+    width = info.bytes // max(1, len(rows))
+    step = max(1, ELEMENTS // max(1, info.shape[-1]))
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        raw = read_at(path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
+        part.copy_(torch.from_numpy(package.quants.dequantize(raw.numpy(), kind)))
+    return whole
 
 
 def _slice(info: _Info, number: int) -> _Info:

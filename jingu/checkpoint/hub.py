@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,16 +87,17 @@ class OpenModel:
         return self.tokenizer_folder
 
 
-class Weights(Protocol):
-    """Stored weights, by the full names that the family's rules have."""
+@dataclass(frozen=True)
+class Weights:
+    """Stored weights, by the full names that the family's rules have, as Hugging Face arranges them.
 
+    Attributes:
+        dtype: of most of them.
+    """
+
+    shapes: Shapes
+    read: Callable[[str], Tensor]
     dtype: torch.dtype
-
-    def shapes(self) -> Shapes:
-        """What is stored, in the shapes of Hugging Face."""
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, as Hugging Face arranges it."""
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
@@ -238,7 +239,7 @@ def open_hf(folder: Path) -> OpenModel:
             pickled, damaged, or not those that the config describes.
     """
     config = _read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
-    opened = open_described(folder, folder / "config.json", config, lambda *known: _Stored(folder, *known))
+    opened = open_described(folder, folder / "config.json", config, partial(_stored, folder))
     generation = folder / "generation_config.json"
     if generation.is_file():
         settings = _read_json(generation)
@@ -270,7 +271,7 @@ def open_described(
     mapped = entries(family.rules, spec, shapes)
     expected = {entry.theirs: their_shape(entry, spec, shapes) for entry in mapped}
     stored = weights(family, expected)
-    _compare(expected, stored.shapes(), where)
+    _compare(expected, stored.shapes, where)
     holders: dict[str, list[Entry]] = {}
     for entry in mapped:
         for name in entry.ours:
@@ -392,28 +393,19 @@ def _compare(expected: Shapes, stored: Shapes, where: Place) -> None:
         raise error
 
 
-class _Stored:
-    """The weight files of a Hugging Face folder, by the family's full names."""
+def _stored(folder: Path, family: Family, expected: Shapes) -> Weights:
+    """What the weight files of a Hugging Face folder hold."""
+    found = {key: (path, key, header) for path in _weight_files(folder) for key, header in read_header(path).items()}
+    based = not family.base or any(key.startswith(family.base) for key in found)
+    places: dict[str, tuple[Path, str, Header]] = {}
+    for key, place in found.items():
+        name = key if based or key in expected else family.base + key
+        # A tied head may be stored all the same; it is the embedding again.
+        if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
+            places[name] = place
 
-    def __init__(self, folder: Path, family: Family, expected: Shapes) -> None:
-        self._places: dict[str, tuple[Path, str, Header]] = {}
-        found = {
-            key: (path, key, header) for path in _weight_files(folder) for key, header in read_header(path).items()
-        }
-        based = not family.base or any(key.startswith(family.base) for key in found)
-        for key, place in found.items():
-            name = key if based or key in expected else family.base + key
-            # A tied head may be stored all the same; it is the embedding again.
-            if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
-                self._places[name] = place
-        largest = max((header for _, _, header in self._places.values()), key=lambda header: header.bytes, default=None)
-        self.dtype = largest.dtype if largest and largest.dtype in FLOATS else torch.float32
-
-    def shapes(self) -> Shapes:
-        return {name: header.shape for name, (_, _, header) in self._places.items()}
-
-    def read(self, name: str) -> Tensor:
-        path, key, header = self._places[name]
+    def read(name: str) -> Tensor:
+        path, key, header = places[name]
         if header.dtype not in FLOATS:
             raise JinguError(
                 f"the tensor {key} is stored as {header.dtype}: the weights are quantised.",
@@ -421,6 +413,10 @@ class _Stored:
                 fix="Use the model's weights in a floating-point format.",
             )
         return read_at(path, header.begin, header.shape, header.dtype)
+
+    largest = max((header for _, _, header in places.values()), key=lambda header: header.bytes, default=None)
+    dtype = largest.dtype if largest and largest.dtype in FLOATS else torch.float32
+    return Weights({name: header.shape for name, (_, _, header) in places.items()}, read, dtype)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -47,6 +48,10 @@ class Keep:
 def step_folder(checkpoints: P, step: int) -> P:
     """Final name of the checkpoint of a step."""
     return cast(P, checkpoints / f"step-{step:08d}")
+
+
+def _step_of(folder: Place) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def all_steps(checkpoints: Place) -> list[int]:
@@ -130,6 +135,22 @@ def prune(checkpoints: Place, keep: Keep, current: int) -> list[int]:
     return doomed
 
 
+def after_save(folder: Place, keep: Keep, copy_to: str | None) -> str | None:
+    """What the first rank does once a checkpoint is complete: delete those that need not stay, and copy it.
+
+    Returns:
+        Why it could not be copied to the address; None where it was, or there is none.
+    """
+    with suppress(OSError):  # what cannot be deleted now is tried again after the next save
+        prune(folder.parent, keep, current=_step_of(folder))
+    try:
+        if copy_to is not None:
+            copy(folder, copy_to, keep)
+    except CheckpointError as error:
+        return error.what
+    return None
+
+
 def copy(folder: Place, address: str, keep: Keep) -> None:
     """Copy a complete checkpoint to an address, and delete those there that need not stay.
 
@@ -142,7 +163,7 @@ def copy(folder: Place, address: str, keep: Keep) -> None:
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
             assert isinstance(path, Path) and isinstance(target, RemotePath)
             (target / path.name).upload(path)
-        prune(to, keep, current=int(folder.name.removeprefix("step-")))
+        prune(to, keep, current=_step_of(folder))
     except (OSError, JinguError) as error:
         cause = cause_of(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"it could not be copied to {address} ({cause}).") from error

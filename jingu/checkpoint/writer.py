@@ -10,7 +10,6 @@ works.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -32,9 +31,9 @@ from jingu.checkpoint.files import (
     wait_for_parts,
     write_part,
 )
-from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece
+from jingu.checkpoint.manifest import Manifest, Piece
 from jingu.checkpoint.remote import place
-from jingu.checkpoint.resume import Keep, copy, prune
+from jingu.checkpoint.resume import Keep, after_save
 
 NICENESS = 10
 """Where both work, training gets about ten times the processor time."""
@@ -86,16 +85,7 @@ def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> di
         if rank == 0:
             remove(partial)
         return {"folder": str(folder), "problem": cause_of(error)}
-    problem = None
-    if rank == 0:
-        keep = Keep(**request["keep"])
-        with contextlib.suppress(OSError):
-            prune(folder.parent, keep, current=request["step"])
-        if request["copy_to"] is not None:
-            try:
-                copy(folder, request["copy_to"], keep)
-            except CheckpointError as error:
-                problem = error.what
+    problem = None if rank else after_save(folder, Keep(**request["keep"]), request["copy_to"])
     return {"folder": str(folder), "problem": problem}
 
 

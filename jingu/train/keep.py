@@ -22,12 +22,11 @@ from jingu.checkpoint.memory import MemoryCopies
 from jingu.checkpoint.remote import Place, RemotePath
 from jingu.checkpoint.resume import (
     Keep,
+    after_save,
     all_steps,
     clear_leftovers,
     complete_steps,
     copies_of,
-    copy,
-    prune,
     step_folder,
 )
 from jingu.checkpoint.store import MismatchError, save
@@ -117,8 +116,7 @@ class Keeper:
         else:
             self._hear(None)
             folder = step_folder(self._run.checkpoints, progress.step)
-            state, address = self._state(progress), copies_of(self._run.config)
-            self._saver.save(folder, self._tensors(), state, progress.step, self._keep, address)
+            self._saver.save(folder, self._tensors(), self._state(progress), self._keep, copies_of(self._run.config))
         self._note(progress.step)
 
     def copies(self, step: int) -> bool:
@@ -167,22 +165,11 @@ class Keeper:
             warn(f"{outcome.folder}: {outcome.problem.removesuffix('.')}. Training goes on.")
 
     def _save_now(self, progress: Progress) -> None:
-        save(
-            step_folder(self._run.checkpoints, progress.step),
-            self._tensors(),
-            self._state(progress),
-            rank=self._ranks.rank,
-            ranks=self._ranks.world,
-            agree=all_agree,
-        )
-        if self._ranks.is_first:
-            prune(self._run.checkpoints, self._keep, current=progress.step)
-            address = copies_of(self._run.config)
-            if address is not None:
-                try:
-                    copy(step_folder(self._run.checkpoints, progress.step), address, self._keep)
-                except CheckpointError as error:
-                    warn(f"The checkpoint of step {progress.step}: {error.what}")
+        folder, ranks = step_folder(self._run.checkpoints, progress.step), self._ranks
+        save(folder, self._tensors(), self._state(progress), rank=ranks.rank, ranks=ranks.world, agree=all_agree)
+        problem = after_save(folder, self._keep, copies_of(self._run.config)) if ranks.is_first else None
+        if problem is not None:
+            warn(f"The checkpoint of step {progress.step}: {problem}")
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         """What is not a tensor. Seed and step are all there is of random states: every draw follows from them."""

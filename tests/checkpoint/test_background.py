@@ -76,7 +76,7 @@ def test_what_lands_is_the_step_it_claims(saver, tensors, tmp_path):
         train(tensors)
         expected, folder = copies(tensors), step_folder(tmp_path, step)
         pause(saver)
-        saver.save(folder, tensors, {"step": step}, step, Keep(10))
+        saver.save(folder, tensors, {"step": step}, Keep(10))
         assert saver.busy and saver.poll() is None
         saver.settle()
         train(tensors)
@@ -110,7 +110,7 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
     for number in (1, 2):
         at_its_step.clear()
         expected = copies(tensors())
-        saver.save(step_folder(tmp_path, number), tensors(), {}, number, Keep(2))
+        saver.save(step_folder(tmp_path, number), tensors(), {}, Keep(2))
         assert not saver._free.is_set()
         step()
         assert not any(torch.equal(expected[name], tensor) for name, tensor in tensors().items())
@@ -121,7 +121,7 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
 
 def test_it_clears_away_what_is_not_kept(saver, tensors, tmp_path):
     for step in range(1, 8):
-        saver.save(step_folder(tmp_path, step), tensors, {}, step, Keep(2, every=3))
+        saver.save(step_folder(tmp_path, step), tensors, {}, Keep(2, every=3))
         assert saver.poll(None).problem is None
     assert all_steps(tmp_path) == [3, 6, 7]
 
@@ -129,7 +129,7 @@ def test_it_clears_away_what_is_not_kept(saver, tensors, tmp_path):
 def test_the_bytes_are_those_of_a_save_that_waits(saver, tensors, tmp_path):
     from jingu.checkpoint.store import save
 
-    saver.save(step_folder(tmp_path / "a", 1), tensors, {"step": 1}, 1, Keep())
+    saver.save(step_folder(tmp_path / "a", 1), tensors, {"step": 1}, Keep())
     save(step_folder(tmp_path / "b", 1), tensors, {"step": 1})
     assert saver.poll(None).problem is None
     a, b = (step_folder(tmp_path / name, 1) for name in "ab")
@@ -140,26 +140,26 @@ def test_the_bytes_are_those_of_a_save_that_waits(saver, tensors, tmp_path):
 
 def test_where_the_process_that_writes_dies_the_next_save_has_another(saver, tensors, tmp_path):
     pause(saver)
-    saver.save(step_folder(tmp_path, 1), tensors, {}, 1, Keep())
+    saver.save(step_folder(tmp_path, 1), tensors, {}, Keep())
     os.kill(saver._process.pid, signal.SIGKILL)
     outcome = saver.poll(None)
     assert outcome.problem == "the process that writes it ended by SIGKILL"
     train(tensors)
-    saver.save(step_folder(tmp_path, 2), tensors, {}, 2, Keep())
+    saver.save(step_folder(tmp_path, 2), tensors, {}, Keep())
     assert saver.poll(None) == Outcome(step_folder(tmp_path, 2), None)
     assert_holds(step_folder(tmp_path, 2), tensors)
 
 
 def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
     (tmp_path / "file").touch()
-    saver.save(tmp_path / "file" / "step-00000001", tensors, {}, 1, Keep())
+    saver.save(tmp_path / "file" / "step-00000001", tensors, {}, Keep())
     assert "Not a directory" in saver.poll(None).problem
     (tmp_path / "step-00000002").mkdir()
     partial_name(tmp_path / "step-00000003").touch()
-    saver.save(step_folder(tmp_path, 3), tensors, {}, 3, Keep())
+    saver.save(step_folder(tmp_path, 3), tensors, {}, Keep())
     assert "File exists" in saver.poll(None).problem
     partial_name(tmp_path / "step-00000003").unlink()
-    saver.save(step_folder(tmp_path, 3), tensors, {}, 3, Keep())
+    saver.save(step_folder(tmp_path, 3), tensors, {}, Keep())
     assert saver.poll(None).problem is None
     assert_holds(step_folder(tmp_path, 3), tensors)
 
@@ -167,19 +167,19 @@ def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
 def test_what_another_rank_has_begun_to_write_of_a_later_step_stays(saver, tensors, tmp_path):
     for step in (1, 3):
         partial_name(step_folder(tmp_path, step)).mkdir()
-    saver.save(step_folder(tmp_path, 2), tensors, {}, 2, Keep())
+    saver.save(step_folder(tmp_path, 2), tensors, {}, Keep())
     assert saver.poll(None).problem is None
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000003.partial", "step-00000002"]
 
 
 def test_other_tensors_than_at_the_start_are_refused(saver, tensors, tmp_path):
     with pytest.raises(ValueError, match="no longer what they were"):
-        saver.save(step_folder(tmp_path, 1), {**tensors, "model/b": torch.zeros(6)}, {}, 1, Keep())
+        saver.save(step_folder(tmp_path, 1), {**tensors, "model/b": torch.zeros(6)}, {}, Keep())
 
 
 def test_ctrl_c_is_not_for_the_process_that_writes(saver, tensors, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        saver.save(step_folder(tmp_path, 1), tensors, {}, 1, Keep())
+        saver.save(step_folder(tmp_path, 1), tensors, {}, Keep())
         assert saver.poll(None).problem is None
         os.kill(saver._process.pid, number)
 
@@ -193,7 +193,7 @@ from jingu.checkpoint.resume import Keep
 tensors = {"w": torch.zeros(5)}
 saver = BackgroundSaver(tensors)
 os.kill(saver._process.pid, signal.SIGSTOP)
-saver.save(Path(sys.argv[1]), tensors, {}, 1, Keep())
+saver.save(Path(sys.argv[1]), tensors, {}, Keep())
 print(saver._process.pid, flush=True)
 os.kill(saver._process.pid, signal.SIGCONT)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -230,7 +230,7 @@ def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
     for step, fate in ((1, "late"), (2, "dies"), (3, "works")):
         if rank == 1 and fate != "works":
             pause(saver)
-        saver.save(step_folder(folder, step), tensors, {"step": step}, step, Keep(3))
+        saver.save(step_folder(folder, step), tensors, {"step": step}, Keep(3))
         if rank == 0:
             said.append(saver.poll(0.05 if fate == "late" else 0.0) is None or fate == "works")
         dist.barrier()

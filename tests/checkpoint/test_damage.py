@@ -1,5 +1,6 @@
 """A damaged checkpoint is never taken for a good one, and the way back leads past it."""
 
+import pathlib
 import random
 import shutil
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from jingu.checkpoint.files import read_state, verify
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.resume import Keep, all_steps, complete_steps, find_latest, prune, step_folder
+from jingu.checkpoint.resume import Keep, after_save, all_steps, complete_steps, find_latest, prune, step_folder
 from jingu.checkpoint.store import load, save
 
 
@@ -131,6 +132,18 @@ def test_prune_never_deletes_the_last_good_one(checkpoints):
     assert prune(checkpoints, Keep(1), current=150) == [100]
     assert all_steps(checkpoints) == [150, 200]
     assert find_latest(checkpoints).step == 150
+
+
+def test_what_cannot_be_deleted_now_is_deleted_after_the_next_save(checkpoints, monkeypatch):
+    def fails(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", fails)
+        assert after_save(step_folder(checkpoints, 200), Keep(1), None) is None
+    assert complete_steps(checkpoints) == [100, 200]
+    assert after_save(step_folder(checkpoints, 200), Keep(1), None) is None
+    assert complete_steps(checkpoints) == [200]
 
 
 def test_a_prune_that_is_killed_leaves_no_half_checkpoint(checkpoints, monkeypatch):

@@ -30,7 +30,7 @@ def write(checkpoints: Path, step: int) -> str | None:
     """What the background process does at a request; the problem it answers."""
     plan, blocks = plan_part(held_blocks(tensors_of(step)), 0, 1)
     owner = {piece: block for block in blocks for piece in plan.tensors[block.name].pieces}
-    request = {"folder": str(step_folder(checkpoints, step)), "state": {"step": step}, "step": step, "keep": KEEP}
+    request = {"folder": str(step_folder(checkpoints, step)), "state": {"step": step}, "keep": KEEP}
     request["copy_to"] = None
     return writer._answer(request, plan, lambda piece: chunks(rows_of(owner[piece], piece)), 0)["problem"]
 
