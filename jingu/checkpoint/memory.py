@@ -23,23 +23,22 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.files import cause_of, new_file, part_name, shard_name, write_bytes
-from jingu.checkpoint.manifest import MANIFEST, STATE, CheckpointError, Manifest, merge, read_manifest
+from jingu.checkpoint.files import new_file, part_name, shard_name, write_bytes
+from jingu.checkpoint.manifest import MANIFEST, STATE, Manifest, merge, read_manifest
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import STEP, step_folder
 from jingu.checkpoint.shards import plan_part
-from jingu.checkpoint.store import held_blocks, needed_pieces, write_blocks
+from jingu.checkpoint.store import held_blocks, needed_pieces, together, write_blocks
 from jingu.errors import JinguError
 from jingu.runtime.ranks import all_agree, from_all, from_first
 
-T = TypeVar("T")
 RUN_ID = "memory-id"
 """File beside the checkpoints that names the run's copies: where the checkpoints are deleted, so are they."""
 _SHARD = "shard-00000-of-"
@@ -69,7 +68,7 @@ class MemoryCopies:
             place = self._root.stat()
             return f"{socket.gethostname()}/{place.st_dev}/{place.st_ino}"
 
-        self._nodes: list[str] = from_all(_together(make, folder))
+        self._nodes: list[str] = from_all(together(make, folder, all_agree))
         self._members = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
         widest = max(map(self._nodes.count, self._nodes))
         self._shift = widest if widest < self._world else 1
@@ -99,10 +98,10 @@ class MemoryCopies:
                 write_bytes(part_name(partial, self._world), sealed.to_bytes())
 
         try:
-            _together(write, self._own)
+            together(write, self._own, all_agree)
             if self._world > 1:
                 self._pass_on(partial)
-            _together(lambda: partial.rename(self._own / key), self._own)
+            together(lambda: partial.rename(self._own / key), self._own, all_agree)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -113,7 +112,7 @@ class MemoryCopies:
         to, source = (self._rank + self._shift) % self._world, (self._rank - self._shift) % self._world
         own = sorted(_files_of(self._rank, self._world))
         sizes: dict[str, int] = from_all({name: (partial / name).stat().st_size for name in own})[source]
-        places = _together(lambda: [_room(partial / name, sizes[name]) for name in sorted(sizes)], self._own)
+        places = together(lambda: [_room(partial / name, sizes[name]) for name in sorted(sizes)], self._own, all_agree)
         under_way = [dist.isend(_mapped(partial / name), to) for name in own]
         for place in places:
             dist.recv(place, source)
@@ -181,10 +180,10 @@ class MemoryCopies:
             blocks = [block for block in held_blocks(self._tensors()) if block.name in manifest.tensors]
             return set(needed_pieces(manifest, blocks))
 
-        _together(make, folder)
+        together(make, folder, all_agree)
         here = self._fetch(key, folder, lambda name: not name.startswith("shard-"))
-        manifest = _together(read, folder)
-        needed = _together(write, folder)
+        manifest = together(read, folder, all_agree)
+        needed = together(write, folder, all_agree)
         self._fetch(key, folder, lambda name: name in needed)
         return folder
 
@@ -217,7 +216,7 @@ class MemoryCopies:
                 if self._rank == leader != sender
             }
 
-        places = _together(make_room, folder)
+        places = together(make_room, folder, all_agree)
         for name, sender, leader in moves:
             if self._rank == leader != sender:
                 dist.recv(places[name], sender)
@@ -265,21 +264,6 @@ def _ranks_of(names: set[str]) -> int:
     """How many ranks wrote a copy; 0 where that cannot be seen."""
     found = [name.removeprefix(_SHARD).partition(".")[0] for name in names if name.startswith(_SHARD)]
     return int(found[0]) if found and found[0].isdecimal() else 0
-
-
-def _together(work: Callable[[], T], where: Path) -> T:
-    """Do something that may fail on a rank, and fail on all ranks then."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    if all_agree(error is None):
-        return result
-    if error is not None and not isinstance(error, OSError | CheckpointError):
-        raise error
-    what = "another rank failed here, and its log says why" if error is None else cause_of(error).removesuffix(".")
-    raise CheckpointError(f"{what}.", where=where) from error
 
 
 def _mapped(file: Path) -> Tensor:

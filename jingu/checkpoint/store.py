@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from jingu.checkpoint.slices import overlap, slice_of
 from jingu.checkpoint.stream import read_at
 from jingu.runtime.device import one_thread
 
+T = TypeVar("T")
 Agree = Callable[[bool], bool]
 READERS = 4
 """Threads that read side by side: more than there may be cores, since they wait for the storage in turn."""
@@ -161,25 +162,28 @@ def load(
         MismatchError: names that are missing on either side, another shape or dtype (nothing is converted).
         CheckpointError: bytes that do not match their checksum. The tensors then hold a mixture.
     """
-    manifest: Manifest | None = None
 
-    def compare() -> None:
-        nonlocal manifest
+    def compare() -> Manifest:
         manifest = open_checkpoint(folder)
         _compare(folder, manifest, tensors, prefix, whole)
+        return manifest
 
-    def fill() -> None:
-        assert manifest is not None
-        load_blocks(folder, manifest, held_blocks(tensors))
+    manifest = together(compare, folder, agree)
+    together(lambda: load_blocks(folder, manifest, held_blocks(tensors)), folder, agree)
 
-    for phase in (compare, fill):
-        error: Exception | None = None
-        try:
-            phase()
-        except Exception as caught:
-            error = caught
-        if not agree(error is None):
-            raise error or CheckpointError("another rank could not load this; its log says why.", where=folder)
+
+def together(work: Callable[[], T], where: Place, agree: Agree) -> T:
+    """Do something that may fail on a rank, and fail on all ranks then: no rank goes on alone."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    if agree(error is None):
+        return result
+    if isinstance(error, OSError):
+        raise CheckpointError(f"{cause_of(error)}.", where=where) from error
+    raise error or CheckpointError("another rank failed here, and its log says why.", where=where)
 
 
 def read_tensor(folder: Place, name: str) -> Tensor:

@@ -219,7 +219,7 @@ def test_loading_sees_damage_and_no_rank_goes_on_alone(tmp_path):
     shard.write_bytes(raw[:-3])
     with pytest.raises(CheckpointError, match=f"has {len(raw) - 3} bytes, not {len(raw)}"):
         store.load(tmp_path / "step", example())
-    with pytest.raises(CheckpointError, match="another rank could not load this; its log"):
+    with pytest.raises(CheckpointError, match="another rank failed here, and its log"):
         store.load(_saved(tmp_path / "good"), example(), agree=lambda mine: False)
 
 
