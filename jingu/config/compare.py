@@ -49,7 +49,8 @@ def harmful_differences(old: RunConfig, new: RunConfig, allowed: Collection[str]
         allowed: keys and sections that may change all the same.
     """
     harmless = HARMLESS | {"train.steps"} if _endless(old) and _endless(new) else HARMLESS
-    return [text for key, text in differences(old, new).items() if not _is_among(key, harmless | set(allowed))]
+    fine = tuple(f"{one}." for one in harmless | set(allowed))
+    return [text for key, text in differences(old, new).items() if not f"{key}.".startswith(fine)]
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, str]:
@@ -67,11 +68,6 @@ def _endless(config: RunConfig) -> bool:
     """Whether the learning rate of a step does not depend on how many follow."""
     whole = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
     return whole and isinstance(config.schedule, ConstantSettings | NoamSettings)
-
-
-def _is_among(key: str, keys: frozenset[str]) -> bool:
-    """Whether a key or a section that it is in is among `keys`."""
-    return any(f"{key}.".startswith(f"{one}.") for one in keys)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

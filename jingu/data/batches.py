@@ -13,7 +13,7 @@ from jingu.data.dataset import TokenDataset
 from jingu.data.drop import Dropped
 from jingu.data.fill import FillInTheMiddle
 from jingu.data.mixture import Mixture
-from jingu.data.order import BlockOrder, Permutation, window_offset
+from jingu.data.order import BlockOrder, Permutation, groups, window_offset
 from jingu.data.packing import PackedRows, Rows, apart
 from jingu.errors import JinguError
 
@@ -54,8 +54,7 @@ class Windows:
         """The place of each sample's first token; samples are numbered over all epochs."""
         epochs, places = np.divmod(samples, len(self))
         starts = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            inside = epochs == epoch
+        for epoch, inside in groups(epochs):
             windows = self._order(epoch)(places[inside])
             starts[inside] = windows * self.sequence_length + window_offset(self.sequence_length, self.seed, epoch)
         return starts % self.dataset.tokens
@@ -97,8 +96,7 @@ class BatchSource:
 
         of its first token there; all [global_size].
         """
-        samples = np.arange(step * self.global_size, (step + 1) * self.global_size, dtype=np.int64)
-        return self._locate(samples)
+        return self._locate(np.arange(step * self.global_size, (step + 1) * self.global_size, dtype=np.int64))
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Rows [first, first + count) of the global batch of step `step` (0-based)."""
@@ -110,8 +108,8 @@ class BatchSource:
         shape = count, self.sources[0].sequence_length
         tokens, labels, documents = (np.empty(shape, dtype=np.int64) for _ in range(3))
         weights = None
-        for number in np.unique(which).tolist():
-            source, inside = self.sources[number], which == number if len(self.sources) > 1 else slice(None)
+        for number, there in groups(which):
+            source, inside = self.sources[number], there if len(self.sources) > 1 else slice(None)
             end_id = source.dataset.end_id
             rows = source.read(starts[inside])
             tokens[inside], labels[inside] = rows.tokens, rows.labels
@@ -140,8 +138,7 @@ class BatchSource:
     def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         which, numbers = self.mixture.locate(samples)
         starts = np.empty_like(numbers)
-        for source in np.unique(which).tolist():
-            inside = which == source
+        for source, inside in groups(which):
             starts[inside] = self.sources[source].starts(numbers[inside])
         return which, numbers, starts
 

@@ -42,11 +42,11 @@ class Loader:
         return batch
 
     def _begin(self, step: int, first: int, count: int) -> Future[Batch]:
-        return self._thread.submit(self._made, step, first, count)
+        def made() -> Batch:
+            batch = self._make(step, first, count)
+            return changed(batch, lambda tensor: tensor.pin_memory()) if self._pinned else batch
 
-    def _made(self, step: int, first: int, count: int) -> Batch:
-        batch = self._make(step, first, count)
-        return changed(batch, lambda tensor: tensor.pin_memory()) if self._pinned else batch
+        return self._thread.submit(made)
 
 
 def copy_in_background(datasets: list[TokenDataset], folder: Path) -> threading.Thread:
@@ -59,9 +59,8 @@ def copy_in_background(datasets: list[TokenDataset], folder: Path) -> threading.
     def work() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for dataset in (
-                each for each in datasets if each.manifest.tokenizer != UNKNOWN
-            ):  # others' have no checksum
+            ours = [each for each in datasets if each.manifest.tokenizer != UNKNOWN]  # others' have no checksum
+            for dataset in ours:
                 for number, shard in enumerate(dataset.manifest.split(dataset.split).shards):
                     if local := _copied(dataset.path / f"{shard.name}.bin", shard, folder):
                         dtype, count = dataset.manifest.dtype, len(dataset.shards[number])

@@ -17,6 +17,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from jingu.data.order import groups
+
 LARGEST_PERIOD = 1 << 16
 """Shares are exact where whole numbers up to this sum have their ratio, else to the nearest such numbers."""
 
@@ -52,8 +54,8 @@ class Mixture:
             raise ValueError(f"sample {int(samples.max())} of a mixture that ends after {self.end}")
         sources, numbers = np.zeros_like(samples), np.empty_like(samples)
         segments = np.searchsorted([segment.start for segment in self.segments], samples, side="right") - 1
-        for index in np.unique(segments).tolist():
-            segment, inside = self.segments[index], segments == index
+        for index, inside in groups(segments):
+            segment = self.segments[index]
             turns, ranks = pattern(segment.shares)
             rounds, places = np.divmod(samples[inside] - segment.start, len(turns))
             which = turns[places].astype(np.int64)

@@ -8,6 +8,7 @@ Domains", 2002). Any part of the order costs the same, at any n.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,11 +71,9 @@ class BlockOrder:
         """What stands at each of the positions, all of them in [0, n)."""
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.n:
             raise ValueError(f"a position outside [0, {self.n})")
-        groups = self._block_at(positions) // self.open
         mixed = np.empty_like(positions)
-        for group in np.unique(groups).tolist():
+        for group, inside in groups(self._block_at(positions) // self.open):
             first, end = self._starts(np.array([group * self.open, (group + 1) * self.open])).tolist()
-            inside = groups == group
             mixed[inside] = first + Permutation(end - first, self.seed, self.epoch, 1, group)(positions[inside] - first)
         turns = self._block_at(mixed)
         return self._identity(turns) * self.block + mixed - self._starts(turns)
@@ -110,6 +109,12 @@ class BlockOrder:
             places = turns[full] - (turns[full] > self._short_turn)
             blocks[full] = Permutation(self._full, self.seed, self.epoch, 3)(places)
         return blocks
+
+
+def groups(numbers: Places) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+    """Each number that occurs, and where."""
+    for number in np.unique(numbers).tolist():
+        yield number, numbers == number
 
 
 def window_offset(sequence_length: int, seed: int, epoch: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset
-from jingu.data.order import Permutation
+from jingu.data.order import Permutation, groups
 from jingu.errors import JinguError
 
 Numbers = npt.NDArray[np.int64]
@@ -85,8 +85,8 @@ class PackedRows:
         """The row that each sample is; samples are numbered over all epochs."""
         epochs, places = np.divmod(samples, len(self))
         rows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            rows[epochs == epoch] = Permutation(len(self), self.seed, epoch)(places[epochs == epoch])
+        for epoch, inside in groups(epochs):
+            rows[inside] = Permutation(len(self), self.seed, epoch)(places[inside])
         return rows
 
     def read(self, rows: Numbers) -> Rows:

@@ -84,15 +84,12 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], ends: tuple[str, ...])
     else:
         content, special = _from_ranks(file, _ranks(data) or {})
     spec = json.loads(content)
-    special |= _t5_sentinels(len(spec["model"]["vocab"]), config.get("extra_ids") or 0)
+    # Sentinels that T5's configuration counts and its file lacks: after the pieces, the first one last.
+    number = config.get("extra_ids") or 0
+    special |= {f"<extra_id_{n}>": len(spec["model"]["vocab"]) + number - 1 - n for n in range(number)}
     names = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)]
     _add_tokens(spec, special | _added(file.parent, config), [*names, *special, *ends])
     return json.dumps(spec, ensure_ascii=False), named
-
-
-def _t5_sentinels(pieces: int, number: int) -> dict[str, int]:
-    """Sentinels that T5's configuration counts and its file lacks: after the pieces, the first one last."""
-    return {f"<extra_id_{n}>": pieces + number - 1 - n for n in range(number)}
 
 
 def _added(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, pre_tokenizers, processors
 
 from jingu.errors import JinguError
-from jingu.text.formats import SPLIT, SPLIT_DIGITS
+from jingu.text.formats import SPLIT, SPLIT_DIGITS, byte_level
 from jingu.text.sentencepiece import Pieces, begin_with, build
 
 # Names by which llama.cpp knows how a tokenizer splits text before it merges.
@@ -69,11 +68,15 @@ def write_tokenizer(metadata: Mapping[str, Any], context: int, folder: Path) -> 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     """Tokens and merges of bytes."""
     pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
-    pairs = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2):
+        raise JinguError(f"the file's tokenizer splits text by the rule {pre!r}, which jingu does not know.")
+    pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"])]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    inner: Any = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA3))
-    inner.pre_tokenizer = _pre_tokenizer(pre)
-    inner.decoder = decoders.ByteLevel()
+    pattern = SPLIT if pre in _LLAMA3 else SPLIT_DIGITS if pre in _QWEN2 else ""
+    inner = byte_level(vocabulary, pairs, pattern, whole_words=pre in _LLAMA3)
+    if pre in _DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
     for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
         if type_ in (_CONTROL, _USER):
@@ -94,23 +97,4 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kind: str) ->
             prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
             collapse=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
         )
-    )
-
-
-def _pre_tokenizer(name: str) -> Any:
-    """Where merges stop."""
-    if name in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name in _DIGITS:
-        return pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    if name not in (*_LLAMA3, *_QWEN2):
-        raise JinguError(f"the file's tokenizer splits text by the rule {name!r}, which jingu does not know.")
-    pattern = SPLIT if name in _LLAMA3 else SPLIT_DIGITS
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
     )

@@ -116,7 +116,7 @@ def _message(name: str) -> Any:
 
 def build(found: Pieces) -> Any:
     """The tokenizer of the library that gives a text the same ids."""
-    unknown = next((piece for piece, type_ in zip(found.pieces, found.types, strict=True) if type_ == _UNKNOWN), None)
+    id_ = found.types.index(_UNKNOWN) if _UNKNOWN in found.types else None
     if found.unigram:
         # Control pieces and bytes (<0x0A>) would be found in text like any other: so nothing makes them the likeliest,
         # unless one of their letters is unknown.
@@ -125,14 +125,14 @@ def build(found: Pieces) -> Any:
             never if t in (_CONTROL, _BYTE) else score for score, t in zip(found.scores, found.types, strict=True)
         ]
         vocabulary = list(zip(found.pieces, scores, strict=True))
-        id_ = None if unknown is None else found.pieces.index(unknown)
         model: Any = models.Unigram(vocabulary, id_, found.byte_fallback)
     else:
-        ids = {piece: id_ for id_, piece in enumerate(found.pieces)}
+        ids = {piece: number for number, piece in enumerate(found.pieces)}
+        unknown = None if id_ is None else found.pieces[id_]
         model = models.BPE(ids, _merges(found), unk_token=unknown, fuse_unk=True, byte_fallback=found.byte_fallback)
     inner: Any = tokenizers.Tokenizer(model)
     inner.normalizer = _normalizer(found)
-    if not any(_reaches_over_a_space(piece) for piece in found.pieces):
+    if not any("▁" in piece.lstrip("▁") for piece in found.pieces):
         # The same ids, much sooner: no piece reaches over the space between two words.
         inner.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+|▁+"), "isolated")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -161,10 +161,6 @@ def _normalizer(found: Pieces) -> Any:
     if found.prefix:
         steps.append(normalizers.Prepend("▁"))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-
-
-def _reaches_over_a_space(piece: str) -> bool:
-    return "▁" in piece.lstrip("▁")
 
 
 def _merges(found: Pieces) -> list[tuple[str, str]]:

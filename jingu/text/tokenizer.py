@@ -34,17 +34,15 @@ class Tokenizer:
 
         Raises ValueError, or the library's own exceptions, for content that is not a tokenizer's.
         """
-        self._content = content
+        self.content = content
         self._config = config
         self._spec: dict[str, Any] = json.loads(content)
-        self._inner: Any = tokenizers.Tokenizer.from_str(content)
-        self._inner.no_truncation()
-        self._inner.no_padding()
+        self._inner = _library(content)
         # Text is data: "<|endoftext|>" written in a document must not end it.
         self._inner.encode_special_tokens = True
-        added = self._spec.get("added_tokens") or []
-        self._special = {token["content"]: token["id"] for token in added if token.get("special")}
-        self._end_id = self._find_end()
+        self._added: list[dict[str, Any]] = self._spec.get("added_tokens") or []
+        self._special = {token["content"]: token["id"] for token in self._added if token.get("special")}
+        self.end_id = self._find_end()
         self.kind = _kind(self._spec)
         self._prefix = self._spec["model"].get("continuing_subword_prefix") or ""
         self._cuts = _splits_words(self._spec)
@@ -63,14 +61,12 @@ class Tokenizer:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             # Older releases of transformers kept special tokens in the first of these.
-            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            for name, read in (("special_tokens_map.json", _content), ("tokenizer_config.json", lambda value: value)):
                 if (folder / name).is_file():
                     found = json.loads((folder / name).read_text(encoding="utf-8"))
                     if not isinstance(found, dict):
                         raise ValueError(f"{name} is not a JSON object")
-                    older = name != "tokenizer_config.json"
-                    found = {key: _content(value) if older else value for key, value in found.items()}
-                    config |= {key: value for key, value in found.items() if value is not None}
+                    config |= {key: read(value) for key, value in found.items() if value is not None}
             if (folder / "chat_template.jinja").is_file():
                 config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
             content, named = read_tokenizer(file, config, _ENDS)
@@ -84,14 +80,9 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the two files into `folder`, as they were read; transformers' AutoTokenizer loads them."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._content, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.content, encoding="utf-8")
         config = json.dumps(self._config, ensure_ascii=False, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
-
-    @property
-    def content(self) -> str:
-        """Its tokenizer.json."""
-        return self._content
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of the text: no special token is added, and none is recognised in it unless `special` says so."""
@@ -114,8 +105,8 @@ class Tokenizer:
     @cached_property
     def _words(self) -> Words | None:
         """Where a text's ids are those of its words, and the words are split off in a known way."""
-        split, added = _split(self._spec), self._spec.get("added_tokens") or []
-        plain = self._spec.get("normalizer") is None and all(token.get("special") for token in added)
+        split = _split(self._spec)
+        plain = self._spec.get("normalizer") is None and len(self._added) == len(self._special)
         known = split in PATTERNS and plain and not self._spec["model"].get("dropout")
         return Words(split, self._inner.model, self._ids) if known else None
 
@@ -156,10 +147,7 @@ class Tokenizer:
 
     @cached_property
     def _recognising(self) -> Any:
-        inner: Any = tokenizers.Tokenizer.from_str(self._content)
-        inner.no_truncation()
-        inner.no_padding()
-        return inner
+        return _library(self.content)
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """Text of the ids; special tokens are left out unless `special` says so."""
@@ -169,7 +157,7 @@ class Tokenizer:
     @property
     def vocabulary(self) -> int:
         """Number of ids: the largest and one."""
-        return int(max(self._inner.get_vocab(with_added_tokens=True).values())) + 1
+        return max(self.pieces().values()) + 1
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -180,8 +168,8 @@ class Tokenizer:
     def special_names(self) -> dict[str, str]:
         """Special tokens by their part in the configuration, such as `bos_token`; `eos_token` is always there."""
         named = {key: _content(value) for key, value in self._config.items() if key.endswith("_token")}
-        named = {key: value for key, value in named.items() if isinstance(value, str)}
-        return {"eos_token": self._inner.id_to_token(self._end_id), "bos_token": "", **named}
+        end = {"eos_token": self._inner.id_to_token(self.end_id), "bos_token": ""}
+        return end | {key: value for key, value in named.items() if isinstance(value, str)}
 
     @property
     def chat_template(self) -> str | None:
@@ -192,20 +180,15 @@ class Tokenizer:
         return found if isinstance(found, str) else None
 
     @property
-    def end_id(self) -> int:
-        """The token that ends every document: `eos_token` of the configuration, else one with a usual name, else the
-        first special token."""
-        return self._end_id
-
-    @property
     def start_id(self) -> int:
         """The token before the first of a decoder with an encoder: `pad_token` of the configuration (as T5 has it),
         or else the end token."""
-        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
-        return vocabulary.get(_content(self._config.get("pad_token")), self._end_id)
+        return self.pieces().get(_content(self._config.get("pad_token")), self.end_id)
 
     def _find_end(self) -> int:
-        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        """The token that ends every document: `eos_token` of the configuration, else one with a usual name, else the
+        first special token."""
+        vocabulary = self.pieces()
         for name in (_content(self._config.get("eos_token")), *_ENDS):
             if name in vocabulary:
                 return vocabulary[name]
@@ -231,7 +214,7 @@ class Tokenizer:
         lengths = np.zeros(self.vocabulary, dtype=np.int32)
         for token, id_ in self._inner.get_vocab(with_added_tokens=False).items():
             lengths[id_] = _byte_length(token.removeprefix(self._prefix), self.kind)
-        for added in self._spec.get("added_tokens", []):
+        for added in self._added:
             lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
         return lengths
 
@@ -326,6 +309,14 @@ class Tokenizer:
             parts.append(text[start : found.end()])
             start = found.end()
         return [*parts, text[start:]]
+
+
+def _library(content: str) -> Any:
+    """The library's tokenizer, which gives a text the ids that it has, no fewer and no more."""
+    inner: Any = tokenizers.Tokenizer.from_str(content)
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
 
 
 def sentinels(number: int) -> list[str]:

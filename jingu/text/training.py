@@ -55,7 +55,8 @@ def train_tokenizer(
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000_000,
     }
-    tokenizer = Tokenizer(train(texts, vocabulary, special_tokens), config)
+    options = {"vocab_size": vocabulary, "special_tokens": special_tokens, "initial_alphabet": _ALPHABET}
+    tokenizer = Tokenizer(train(texts, options | {"show_progress": False}), config)
     found = [token for token, id_ in tokenizer.special_tokens.items() if id_ in tokenizer.encode(token)]
     if found:
         raise JinguError(
@@ -66,48 +67,36 @@ def train_tokenizer(
     return tokenizer
 
 
-def _bpe(texts: Iterator[str], vocabulary: int, special_tokens: list[str]) -> str:
+def _bpe(texts: Iterator[str], options: dict[str, Any]) -> str:
     inner = byte_level({}, [], SPLIT)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special_tokens, initial_alphabet=_ALPHABET, show_progress=False
-    )
-    inner.train_from_iterator(texts, trainer)
-    content: str = inner.to_str(pretty=True)
-    return content
+    inner.train_from_iterator(texts, trainers.BpeTrainer(**options))
+    return str(inner.to_str(pretty=True))
 
 
-def _unigram(texts: Iterator[str], vocabulary: int, special_tokens: list[str]) -> str:
+def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
     inner = byte_level({}, [], SPLIT)
     inner.model = models.Unigram()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocabulary, special_tokens=special_tokens, initial_alphabet=_ALPHABET, show_progress=False
-    )
-    inner.train_from_iterator(texts, trainer)
+    inner.train_from_iterator(texts, trainers.UnigramTrainer(**options))
     spec = json.loads(inner.to_str())
     never = 100 * min(score for _, score in spec["model"]["vocab"])
-    for place in range(len(special_tokens)):  # Else they would be found in text, as likely as can be.
+    for place in range(len(options["special_tokens"])):  # Else they would be found in text, as likely as can be.
         spec["model"]["vocab"][place][1] = never
     return json.dumps(spec, ensure_ascii=False, indent=2)
 
 
-def _wordpiece(texts: Iterator[str], vocabulary: int, special_tokens: list[str]) -> str:
+def _wordpiece(texts: Iterator[str], options: dict[str, Any]) -> str:
+    special = options["special_tokens"]
     inner = byte_level({}, [], SPLIT)
     cut = pre_tokenizers.Split(Regex(f".{{1,{_LONGEST}}}"), behavior="isolated")
     inner.pre_tokenizer = pre_tokenizers.Sequence([inner.pre_tokenizer, cut])
     inner.model = models.WordPiece(
-        {}, unk_token=special_tokens[0], continuing_subword_prefix=_INSIDE, max_input_chars_per_word=_LONGEST
+        {}, unk_token=special[0], continuing_subword_prefix=_INSIDE, max_input_chars_per_word=_LONGEST
     )
     inner.decoder = decoders.Sequence([decoders.Replace(_INSIDE, ""), decoders.ByteLevel()])
     # Given as special tokens, letters inside of words are all there, and in an order that does not change.
-    inside = [_INSIDE + letter for letter in _ALPHABET]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[*special_tokens, *inside],
-        initial_alphabet=_ALPHABET,
-        continuing_subword_prefix=_INSIDE,
-        show_progress=False,
-    )
+    inside = {"special_tokens": [*special, *(_INSIDE + letter for letter in _ALPHABET)]}
+    trainer = trainers.WordPieceTrainer(**(options | inside), continuing_subword_prefix=_INSIDE)
     inner.train_from_iterator(texts, trainer)
     spec: dict[str, Any] = json.loads(inner.to_str())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in special_tokens]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in special]
     return str(tokenizers.Tokenizer.from_str(json.dumps(spec)).to_str(pretty=True))

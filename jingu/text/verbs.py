@@ -54,7 +54,7 @@ def extend(config: RunConfig) -> None:
         for name in [source.input] if isinstance(source.input, str) else source.input:
             alone = config.data.of(source.model_copy(update={"input": name}))
             texts = [text for text, _ in sample_texts(find_files(alone), alone, 1 << 20)]
-            before, after = (_bytes_in(tokenizer, texts) for tokenizer in (base, extended))
+            before, after = (_bytes_per_token(tokenizer, texts)[0] for tokenizer in (base, extended))
             print(f"  {before:.2f} → {after:.2f}  {name}")
 
 
@@ -86,7 +86,8 @@ def _make(config: RunConfig, made: Callable[[Iterator[str]], Tokenizer]) -> None
     print(f"tokenizer: {tokenizer.vocabulary:,} entries in {path}.")
     if tokenizer.vocabulary < config.tokenizer.vocabulary:
         print(f"  The sample has no more to merge; {config.tokenizer.vocabulary:,} were asked for.")
-    print(f"  {_bytes_per_token(tokenizer, [text for text, _ in sample_texts(files, config.data, 1 << 20)])}")
+    texts = [text for text, _ in sample_texts(files, config.data, 1 << 20)]
+    print(f"  {_bytes_per_token(tokenizer, texts)[1]}")
 
 
 def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> None:
@@ -102,7 +103,7 @@ def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> 
     print(f"tokenizer: {tokenizer.vocabulary:,} entries in {folder}.")
     print(f"  special tokens: {special}; documents end with {tokenizer.end_id}")
     print(f"  fingerprint: {tokenizer.fingerprint()}")
-    print(f"  {_bytes_per_token(tokenizer, [sample])}")
+    print(f"  {_bytes_per_token(tokenizer, [sample])[1]}")
     line = next((line for line in sample.splitlines() if line.strip()), sample)[:400]
     print(f"  {line}\n  {split_line(tokenizer, line)}")
 
@@ -153,13 +154,9 @@ def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int
             bar.update(seen - bar.n)
 
 
-def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> str:
+def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> tuple[float, str]:
+    """Bytes of text that a token stands for, and that in words."""
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
-    return f"{size / max(tokens, 1):.2f} bytes per token ({size:,} bytes, {tokens:,} tokens)"
-
-
-def _bytes_in(tokenizer: Tokenizer, texts: list[str]) -> float:
-    """Bytes of text that a token stands for."""
-    tokens = sum(len(tokenizer.encode(text)) for text in texts)
-    return sum(len(text.encode("utf-8", "replace")) for text in texts) / max(tokens, 1)
+    found = size / max(tokens, 1)
+    return found, f"{found:.2f} bytes per token ({size:,} bytes, {tokens:,} tokens)"

@@ -54,7 +54,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     tokenizer = train_tokenizer(iter(CODE), 500, ["<|endoftext|>"])
     if request.param == "bytes":
         return tokenizer
-    spec = json.loads(tokenizer._content)  # with tokens added after the vocabulary, as most published ones have
+    spec = json.loads(tokenizer.content)  # with tokens added after the vocabulary, as most published ones have
     for place, name in enumerate(("<|im_start|>", "<|im_end|>")):
         spec["added_tokens"].append({**spec["added_tokens"][0], "id": 500 + place, "content": name})
     return Tokenizer(json.dumps(spec), {**tokenizer._config, "chat_template": "{{ messages }}"})

@@ -213,7 +213,7 @@ _PAIR = _pair()
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
 def test_vocabulary_and_merges(kind: str, tmp_path: Path) -> None:
-    spec = json.loads(train_tokenizer(iter([*CODE, CHINESE * 9]), 700, ["<|endoftext|>"])._content)
+    spec = json.loads(train_tokenizer(iter([*CODE, CHINESE * 9]), 700, ["<|endoftext|>"]).content)
     (tmp_path / "vocab.json").write_text(json.dumps(spec["model"]["vocab"]))
     merges = "\n".join(" ".join(pair) for pair in spec["model"]["merges"])
     (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")

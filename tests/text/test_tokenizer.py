@@ -84,7 +84,7 @@ def test_a_long_text_is_really_cut(seed_tokenizer: Tokenizer, monkeypatch: pytes
 
 def test_code_and_chinese_split_sensibly(seed_tokenizer: Tokenizer) -> None:
     def split(text: str) -> list[str]:
-        inner = tokenizers.Tokenizer.from_str(seed_tokenizer._content)
+        inner = tokenizers.Tokenizer.from_str(seed_tokenizer.content)
         return [text[start:end] for _, (start, end) in inner.pre_tokenizer.pre_tokenize_str(text)]
 
     assert split("x = 123456\n        return y") == ["x", " =", " ", "123", "456", "\n", "       ", " return", " y"]

@@ -111,7 +111,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     made = train_tokenizer(iter(TEXTS), 360, SPECIAL)
-    return Tokenizer(made._content, {"bos_token": "<s>", "eos_token": "</s>"})
+    return Tokenizer(made.content, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def shown(row: Supervised, tokenizer: Tokenizer) -> str:

@@ -39,7 +39,7 @@ CHAT = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     made = train_tokenizer(iter(TEXTS), 340, SPECIAL)
-    return Tokenizer(made._content, {"bos_token": "<s>", "eos_token": "</s>"})
+    return Tokenizer(made.content, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @pytest.fixture(scope="module")
