@@ -25,8 +25,9 @@ from jingu.config.tree import all_keys
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
 from jingu.parallel.stages import divide_blocks
+from jingu.train.verbs import train
 from jingu.tune.prepare import prepare
-from tests.conftest import Done, MakeRun
+from tests.conftest import Done, Library, peak_unmeasured, tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
@@ -87,13 +88,20 @@ def test_expected_memory_of_the_pipeline() -> None:
     assert [f"{size / 2**30:.1f}" for size in most] == list(found.groups())
 
 
+@pytest.fixture(scope="module")
+def base(library: Library, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A tiny model to begin with."""
+    config = tiny(library, tmp_path_factory.mktemp("runs"), {"name": "base", "train.steps": 1})
+    with peak_unmeasured():
+        assert train(config) == 0
+    return config
+
+
 @pytest.mark.parametrize("name", ["tune", "two-languages", "pipeline-7b"])
 def test_tuning_examples_learn_a_few_steps(
-    name: str, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done], tmp_path: Path
+    name: str, base: RunConfig, train_on: Callable[..., None], done: Callable[[RunConfig], Done], tmp_path: Path
 ) -> None:
     """With a tiny model in the place of theirs, on one process."""
-    base = tiny_run({"train.steps": 1}, name="base")
-    train_on(1, base)
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([{"instruction": f"def f{n}", "output": f"return {n}"} for n in range(40)]))
     given = load_config(EXAMPLES / f"{name}.yaml")

@@ -81,12 +81,12 @@ def test_every_document_is_there_once_in_order(
 
 def test_workers_change_no_byte(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     trees = []
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         path = tmp_path / f"data-{workers}"
         build(make_config(path=str(path), workers=workers, shard_tokens=500))
         trees.append(tree(path))
     assert len(trees[0]) > 8
-    assert trees[0] == trees[1] == trees[2]
+    assert trees[0] == trees[1]
 
 
 @pytest.mark.slow
