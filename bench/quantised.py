@@ -21,11 +21,12 @@ from torch import Tensor
 
 from bench.smollm2 import smollm2
 from jingu.checkpoint.hub import OpenModel, load_model, open_model
+from jingu.infer.arrange import arrange
 from jingu.infer.engine import Engine
 from jingu.infer.load import load
-from jingu.infer.quantised import pack_weights
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
+from jingu.model.quantised import round_blocks, round_ends
 from jingu.text.tokenizer import Tokenizer
 
 KINDS, TOKENS, ROUNDS, LENGTH, WINDOWS, THREADS = ("bf16", "int8", "int4"), 64, 3, 512, 8, 1
@@ -52,14 +53,15 @@ def shuffled(opened: OpenModel) -> OpenModel:
 
 def scores(opened: OpenModel, kind: str, ids_WL: Tensor) -> Tensor:
     """Log-probabilities [W, L, V] of windows of real text."""
-    cpu, bits = torch.device("cpu"), {"int8": 8, "int4": 4}.get(kind)
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
 
     def prepare(model: torch.nn.Module) -> None:
-        if bits:
-            pack_weights(model, opened.read, bits, dtype, cpu)
+        if kind in ("int8", "int4"):
+            round_blocks(model, kind)
+            round_ends(model, dtype)
 
-    model = load_model(opened, dtype, cpu, prepare)
+    model = load_model(opened, dtype, prepare=prepare)
+    arrange(model)
     with torch.no_grad():
         return torch.stack([model.logits(model(ids_L[None]))[0].float().log_softmax(-1) for ids_L in ids_WL])
 

@@ -31,6 +31,7 @@ from jingu.model.adapters import add_adapter, is_adapter
 from jingu.model.decoder import Decoder, make_model
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.names import Entry, entries, read_ours, their_shape, to_ours
+from jingu.model.packed import Packed, pack, packed_reader, unpack
 from jingu.model.spec import Ia3, Lora, ModelSpec
 from jingu.text.formats import tokenizer_file
 
@@ -101,9 +102,9 @@ class Weights:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Names and shapes of the model's parameters, in its order."""
+    """Names and shapes of the model's parameters, in its order, as if none were packed."""
     with torch.device("meta"):
-        model = make_model(spec)
+        model = make_model(spec.model_copy(update={"base": None}))
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -193,12 +194,14 @@ def _open_step(step: Place, run: Path) -> OpenModel:
 
 
 def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
-    """A model and adapters for it as one: merged into the weights as these are read, or else beside them.
+    """A model and adapters for it as one: merged into the weights as these are read, or else beside them. Weights that
+    the adapters were trained beside as packed ones are what those stand for.
 
     Args:
         own: the adapters; its spec names them.
     """
-    spec, adapter, held = own.spec, own.spec.adapter, parameter_shapes(own.spec)
+    spec, adapter, held = own.spec.model_copy(update={"base": None}), own.spec.adapter, parameter_shapes(own.spec)
+    base = rounded(base, own.spec)
     if isinstance(adapter, Lora | Ia3):
         add = partial(add_adapter, adapter, held)
         made = replace(
@@ -213,6 +216,25 @@ def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
         made = replace(base, spec=spec, read=lambda name: (own if is_adapter(name) else base).read(name))
     folder = own.tokenizer_folder or base.tokenizer_folder
     return replace(made, tokenizer_folder=folder, where=own.where, reads_whole=own.reads_whole)
+
+
+def rounded(opened: OpenModel, spec: ModelSpec) -> OpenModel:
+    """A model whose weights are what those of `spec`, which may be packed, stand for."""
+    kind = spec.base
+    if kind is None:
+        return opened
+    with torch.device("meta"):
+        packed = {name for name, part in make_model(spec).named_modules() if isinstance(part, Packed)}
+
+    def stands_for(name: str, weight: Tensor) -> Tensor:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return unpack(*pack(weight, kind), kind).to(wide) if name in packed else weight
+
+    return replace(
+        opened,
+        read=lambda name: stands_for(name, opened.read(name)),
+        read_expert=lambda name, number: stands_for(name, opened.read_expert(name, number)),
+    )
 
 
 def open_run_apart(path: Path) -> tuple[OpenModel, OpenModel, Path]:
@@ -324,8 +346,10 @@ def load_model(
     with torch.device("meta"):
         model = make_model(opened.spec)
     prepare(model)
+    read = packed_reader([model], lambda name: opened.read(name).to(device))
     for name, parameter in list(model.named_parameters()):
-        weight = opened.read(name).to(device, dtype).contiguous()
+        weight = read(name)
+        weight = (weight.to(dtype) if weight.is_floating_point() else weight).contiguous()
         read_often(weight)
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=parameter.requires_grad))

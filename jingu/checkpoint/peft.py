@@ -48,8 +48,10 @@ def write_adapters(own: OpenModel, base: OpenModel, where: Path, to: Path) -> No
         config, tensors = _beside(own, base, adapter)
     else:
         config, tensors = _prompt(own, adapter)
+    # Beside an encoder's matrices no task is needed, and peft's class for it asks for what transformers 5 has no more.
+    encodes = "SEQ_2_SEQ_LM" if isinstance(adapter, SoftPrompt | DeepPrompt) else None
     config |= {
-        "task_type": "CAUSAL_LM" if spec.encoder_layers is None else "SEQ_2_SEQ_LM",
+        "task_type": "CAUSAL_LM" if spec.encoder_layers is None else encodes,
         "base_model_name_or_path": str(where),
         "inference_mode": True,
     }
@@ -222,9 +224,14 @@ def open_peft(folder: Path) -> OpenModel:
     return with_adapters(read_adapters(folder, under), under)
 
 
+def find_adapters(path: Path, base: OpenModel) -> OpenModel:
+    """Adapters of a run, or those that peft wrote into a folder, for a model."""
+    return read_adapters(path, base) if (path / CONFIG).is_file() else open_run_apart(path)[0]
+
+
 def open_adapters(path: Path, base: OpenModel, spec: ModelSpec) -> OpenModel:
-    """Adapters of a run or a folder of peft, for a model of `spec`. Raises JinguError where that has others."""
-    opened = read_adapters(path, base) if (path / CONFIG).is_file() else open_run_apart(path)[0]
+    """The same, for a model of `spec`. Raises JinguError where that has others."""
+    opened = find_adapters(path, base)
     wanted = {name: shape for name, shape in parameter_shapes(spec).items() if is_adapter(name)}
     there = {name for name in parameter_shapes(opened.spec) if is_adapter(name)}
     if there != set(wanted) or any(opened.read(name).shape != shape for name, shape in wanted.items()):

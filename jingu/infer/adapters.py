@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from jingu.checkpoint.hub import OpenModel, open_run_apart, parameter_shapes
-from jingu.checkpoint.peft import CONFIG, read_adapters
+from jingu.checkpoint.hub import OpenModel, parameter_shapes
+from jingu.checkpoint.peft import find_adapters
 from jingu.errors import JinguError
 from jingu.model.layers import Linear
 from jingu.model.spec import Lora
@@ -145,7 +145,7 @@ def _cut(model: Model, name: str, dim: int, whole: Tensor) -> Tensor:
 
 def _read(path: Path, base: OpenModel) -> dict[str, tuple[Tensor, Tensor]]:
     """By module, the small matrices of an adapter; the second times its scale."""
-    own = read_adapters(path, base) if (path / CONFIG).is_file() else open_run_apart(path)[0]
+    own = find_adapters(path, base)
     if own.reads_whole != base.reads_whole:
         what = "of the model and its adapter, one was trained to see beginnings in both directions and one was not."
         raise JinguError(what, where=path, fix="Serve the adapter's run by itself.")

@@ -1,8 +1,10 @@
-"""A model's matrices as CPUs multiply few rows by them fastest: those with the same input as one, in oneDNN's order."""
+"""A model's matrices as CPUs multiply few rows by them fastest: packed ones in the order of their kernels, and of the
+others those with the same input as one, in oneDNN's order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +13,34 @@ from torch.nn.functional import normalize
 from jingu.model.attention import SelfAttention
 from jingu.model.decoder import Decoder
 from jingu.model.experts import ExpertsLayer
-from jingu.model.layers import FeedForwardLayer, Linear
-from jingu.model.packed import Reordered
+from jingu.model.layers import Embedding, FeedForwardLayer, Linear
+from jingu.model.packed import Arranged, Packed, Reordered
 from jingu.model.products import product_dtype
 from jingu.runtime.device import gather_in_large_pages
 
 
 def arrange(model: Decoder) -> None:
-    """Arrange a whole model's matrices, in place; from then on it only computes. Nothing is done where oneDNN has no
-    kernel. Matrices that are packed, and those of routers and experts, stay as they are."""
-    parameter = next(model.parameters())
-    narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-    missing = narrow and product_dtype(parameter.dtype, parameter.device) != parameter.dtype
-    if parameter.device.type != "cpu" or parameter.dtype == torch.float64 or missing or not _has_onednn():
+    """Arrange a whole model's matrices, in place; from then on it only computes. Those of routers stay as they are, and
+    those of experts that are not packed; and what there is no kernel for."""
+    parameter = next(each for each in model.parameters() if each.is_floating_point())
+    dtype = parameter.dtype
+    if parameter.device.type != "cpu" or dtype == torch.float64:
         return
-    head = model.head or model.embedding
+    head: Any = model.head or model.embedding
+    if head is not None and isinstance(head.weight, Packed):
+        model.arranged_head = Arranged.of(head.weight.kind, head.weight.values, head.weight.scales, dtype)
+    for part in list(model.modules()):
+        packed = part._modules.get("weight")
+        if isinstance(packed, Packed) and not isinstance(part, Embedding):
+            _replace(part, _of_packed(packed, dtype))
+    missing = dtype in (torch.bfloat16, torch.float16) and product_dtype(dtype, parameter.device) != dtype
+    if missing or not _has_onednn():
+        return
     if head is not None and isinstance(head.weight, Tensor):
         weight = normalize(head.weight) if model.spec.normalised_head else head.weight
         model.arranged_head = Reordered.of(weight)
-        if head is model.head:
-            _forget(head)
+        if model.head is not None:
+            _forget(model.head)
     for part in list(model.modules()):
         if isinstance(part, SelfAttention):
             part.qkv = _joined((part.q, part.k, part.v))
@@ -41,9 +51,17 @@ def arrange(model: Decoder) -> None:
         if part in routers:
             continue
         if type(part) is Linear and isinstance(part.weight, Tensor) and not part.weight.is_meta:
-            _order(part)
+            _replace(part, Reordered.of(part.weight))
     arranged = [model.arranged_head, *(part.weight for part in model.modules() if isinstance(part, Linear))]
     gather_in_large_pages(each.block for each in arranged if isinstance(each, Reordered))
+
+
+def _of_packed(packed: Packed, dtype: torch.dtype) -> Arranged | tuple[Arranged, ...]:
+    """A matrix, or one for each expert."""
+    if packed.values.dim() == 2:
+        return Arranged.of(packed.kind, packed.values, packed.scales, dtype)
+    pairs = zip(packed.values, packed.scales, strict=True)
+    return tuple(Arranged.of(packed.kind, values, scales, dtype) for values, scales in pairs)
 
 
 def _has_onednn() -> bool:
@@ -60,14 +78,13 @@ def _joined(parts: Sequence[Linear]) -> Linear | None:
         whole.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
     for part in parts:
         _forget(part)
-    _order(whole)
+    _replace(whole, Reordered.of(whole.weight))
     return whole
 
 
-def _order(part: Linear) -> None:
-    weight = Reordered.of(part.weight)
+def _replace(part: Any, weight: Reordered | Arranged | tuple[Arranged, ...]) -> None:
     del part.weight
-    part.weight = weight  # type: ignore[assignment]
+    part.weight = weight
 
 
 def _forget(part: nn.Module) -> None:

@@ -144,7 +144,7 @@ class Engine:
 
     def __init__(self, loaded: Loaded, settings: EngineSettings | None = None, draft: Loaded | None = None) -> None:
         self.loaded, self.settings = loaded, settings or EngineSettings()
-        parameter = next(loaded.model.parameters())
+        parameter = next(each for each in loaded.model.parameters() if each.is_floating_point())
         self._device = parameter.device
         count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
         self._pages = Pages(count, tokens)

@@ -15,7 +15,7 @@ from torch import Tensor
 from jingu.infer.cache import PagedCache
 from jingu.infer.load import Loaded
 from jingu.model.decoder import Decoder
-from jingu.model.packed import Packed
+from jingu.model.packed import Arranged, Packed
 from jingu.model.products import linear
 from jingu.runtime.device import eager
 
@@ -23,7 +23,8 @@ from jingu.runtime.device import eager
 def cache_of(loaded: Loaded, pages: int, page_tokens: int) -> PagedCache:
     """An empty cache for a model."""
     cache = PagedCache(loaded.spec, pages, page_tokens, next(loaded.model.parameters()).device)
-    if isinstance(loaded.model, Decoder) and isinstance(cast(object, loaded.model.head_weight()), Packed):
+    head = cast(object, loaded.model.head_weight()) if isinstance(loaded.model, Decoder) else None
+    if isinstance(head, Packed | Arranged):
         cache.multiple = 1  # products with packed matrices take each row by itself, and cost by the row
     return cache
 

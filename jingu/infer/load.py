@@ -15,11 +15,10 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
 from jingu.infer.adapters import Adapters, stand_beside
 from jingu.infer.arrange import arrange
-from jingu.infer.quantised import pack_weights
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder, make_model
-from jingu.model.packed import Bits
-from jingu.model.spec import ModelSpec
+from jingu.model.quantised import round_blocks, round_ends
+from jingu.model.spec import Kind, ModelSpec
 from jingu.parallel.apply import parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh
 from jingu.parallel.pipeline import Model, Pipeline
@@ -31,7 +30,7 @@ from jingu.text.tokenizer import Tokenizer
 Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-_BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
+_KINDS: dict[str, Kind] = {"int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def load(
     Raises:
         JinguError: what is wrong with it.
     """
-    if ranks is not None and (experts_resident is not None or precision in _BITS):
+    if ranks is not None and (experts_resident is not None or precision in _KINDS):
         raise JinguError(
             "a model that processes share has all experts in memory and no rounded matrices.",
             where="--processes",
@@ -102,14 +101,15 @@ def load(
     place = torch.device(_device(device)) if ranks is None else ranks.device
     name = precision if precision in _DTYPES else "bf16" if has_fast_bf16(place) else "fp32"
     dtype = _DTYPES[name]
-    bits = _BITS.get(precision)
-    residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place, bits)
+    kind = _KINDS.get(precision)
+    residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place, kind)
 
     def prepare(model: Decoder) -> None:
         if residency is not None:
             residency.take_over(model)
-        if bits is not None:
-            pack_weights(model, opened.read, bits, dtype, place)
+        if kind is not None:
+            round_blocks(model, kind)
+            round_ends(model, dtype)
 
     model: Model
     if ranks is None:

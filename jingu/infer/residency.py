@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from jingu.checkpoint.hub import OpenModel
 from jingu.errors import JinguError
 from jingu.infer.foresight import Foresight
-from jingu.infer.quantised import room_for
 from jingu.model.decoder import Block, Decoder, all_blocks
 from jingu.model.experts import ExpertsLayer, Routing
-from jingu.model.packed import Bits, Packed, pack
+from jingu.model.packed import Arranged, packs
 from jingu.model.products import linear
-from jingu.model.spec import Experts
+from jingu.model.spec import Experts, Kind
 from jingu.parallel.offload import Disk
 
 Key = tuple[int, int]
@@ -87,7 +86,7 @@ class ResidencyStats:
 class _Slot:
     """Room for one expert: its matrices, and what is under way with them."""
 
-    def __init__(self, parts: Mapping[str, Tensor | Packed]) -> None:
+    def __init__(self, parts: Mapping[str, Tensor | Arranged]) -> None:
         self.parts = parts
         self.key: Key | None = None
         self.filling: Future[None] | None = None
@@ -99,13 +98,13 @@ class Residency:
     """The experts of a model, a bounded number of them in memory."""
 
     def __init__(
-        self, opened: OpenModel, resident: str, dtype: torch.dtype, device: torch.device, bits: Bits | None = None
+        self, opened: OpenModel, resident: str, dtype: torch.dtype, device: torch.device, kind: Kind | None = None
     ) -> None:
         """
         Args:
             resident: how much may be resident: a share of all experts (25%), or bytes (3GB).
             dtype: that the model computes in.
-            bits: that an element is rounded to.
+            kind: that they are rounded to.
 
         Raises:
             JinguError: the model has no experts, or there is room for too few.
@@ -118,8 +117,8 @@ class Residency:
         matrix |= {"up": (mixture.size, opened.spec.width), "down": (opened.spec.width, mixture.size)}
         self._opened, self._dtype, self._device = opened, dtype, device
         self._rounded: dict[str, tuple[Tensor, Tensor]] = {}  # of all experts of a matrix: values and scales
-        self._disk = None if bits is None else Disk(Path(tempfile.gettempdir()), "TMPDIR")
-        one = {part: room_for(shape, bits, dtype, device) for part, shape in matrix.items()}
+        self._disk = None if kind is None else Disk(Path(tempfile.gettempdir()), "TMPDIR")
+        one = {part: _room_for(shape, kind, dtype, device) for part, shape in matrix.items()}
         self._expert_bytes = sum(held.nbytes for held in one.values())
         total = layers * mixture.number * self._expert_bytes
         self._free = [
@@ -147,14 +146,14 @@ class Residency:
             mixture = block.feed_forward
             for part, held in self._free[0].parts.items():
                 delattr(mixture, part)
-                if isinstance(held, Packed):
+                if isinstance(held, Arranged):
                     self._round(f"{names[block]}.feed_forward.{part}.weight", mixture.spec.number, held)
             mixture.compute = partial(self._compute, number)  # type: ignore[method-assign]
             mixture.route = partial(self._route, mixture.route)  # type: ignore[method-assign]
             block.feed_forward_norm.register_forward_pre_hook(self._remember)
             self._blocks.append((names[block], block, mixture))
 
-    def _round(self, name: str, number: int, held: Packed) -> None:
+    def _round(self, name: str, number: int, held: Arranged) -> None:
         """Put onto the disk what experts' matrices are rounded to; `held` is what one of them needs."""
         assert self._disk is not None
         values, scales = (
@@ -162,7 +161,8 @@ class Residency:
             for part in (held.values, held.scales)
         )
         for expert in range(number):
-            made = pack(self._opened.read_expert(name, expert).to(self._device), held.bits, self._dtype)
+            read = self._opened.read_expert(name, expert).to(self._device)
+            made = Arranged.rounded(read, held.kind, self._dtype)
             values[expert], scales[expert] = made.values, made.scales
         self._rounded[name] = values, scales
 
@@ -305,7 +305,7 @@ class Residency:
                 self._side.wait_event(slot.used)
             for part, held in slot.parts.items():
                 name = f"{prefix}.{part}.weight"
-                if isinstance(held, Packed):
+                if isinstance(held, Arranged):
                     values, scales = self._rounded[name]
                     held.values.copy_(values[key[1]])
                     held.scales.copy_(scales[key[1]])
@@ -350,14 +350,21 @@ class Residency:
             self._stats.read_ahead += 1
 
 
-def _like(held: Tensor | Packed) -> Tensor | Packed:
+def _room_for(shape: tuple[int, int], kind: Kind | None, dtype: torch.dtype, device: torch.device) -> Tensor | Arranged:
+    """Memory for a matrix; for a rounded one where it is to be, and can be."""
+    if kind is None or not packs(*shape, kind):
+        return torch.empty(shape, dtype=dtype, device=device)
+    return Arranged.rounded(torch.zeros(shape, device=device), kind, dtype)
+
+
+def _like(held: Tensor | Arranged) -> Tensor | Arranged:
     """Memory for another such matrix."""
-    if isinstance(held, Packed):
+    if isinstance(held, Arranged):
         return replace(held, values=torch.empty_like(held.values), scales=torch.empty_like(held.scales))
     return torch.empty_like(held)
 
 
-def _times(weight_OI: Tensor | Packed, x_MI: Tensor) -> Tensor:
+def _times(weight_OI: Tensor | Arranged, x_MI: Tensor) -> Tensor:
     return linear(x_MI, weight_OI)
 
 

@@ -17,7 +17,9 @@ from jingu.model.experts import GroupedLinear
 from jingu.model.grouped import grouped_product
 from jingu.model.layers import Linear
 from jingu.model.noise import Draw, dropped
+from jingu.model.packed import Packed
 from jingu.model.products import linear
+from jingu.model.quantised import round_blocks
 from jingu.model.spec import Adapter, Ia3, Lora, ModelSpec
 
 LEAVES = ("lora_a", "lora_b", "lora_m", "ia3_in", "ia3_out")
@@ -65,8 +67,10 @@ class LoraLinear(Linear):
     @torch.no_grad()
     def row_squares(self) -> Tensor:
         """[O] squared lengths of the rows of the sum of matrix and adapter, in fp32 at least."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return (self.weight.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))).square().sum(1)
+        weight: Tensor | Packed = self.weight
+        whole = weight.whole() if isinstance(weight, Packed) else weight
+        wide = torch.promote_types(torch.promote_types(whole.dtype, self.lora_b.dtype), torch.float32)
+        return (whole.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))).square().sum(1)
 
 
 class LoraGrouped(GroupedLinear):
@@ -108,6 +112,8 @@ def prepare_training(model: nn.Module, spec: ModelSpec) -> None:
     adapter = spec.adapter
     if isinstance(adapter, Lora | Ia3):
         _add_beside(model, adapter)
+    if spec.base is not None:
+        round_blocks(model, spec.base)
     for name, parameter in model.named_parameters():
         frozen = not is_adapter(name) if adapter is not None else matches(name, spec.frozen)
         if frozen:

@@ -26,7 +26,7 @@ from jingu.model.attention import (
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, make_norm
 from jingu.model.noise import Draw, EmbeddingNoise
-from jingu.model.packed import Reordered
+from jingu.model.packed import Arranged, Reordered
 from jingu.model.products import linear
 from jingu.model.prompts import PromptedEmbedding, SoftPromptLayer
 from jingu.model.rotary import Rotary, rotary_tables
@@ -200,7 +200,7 @@ class Decoder(Stack):
         headed = ends and not spec.tied_embeddings
         self.head = Linear(spec.width, spec.vocabulary, bias=False) if headed else None
         # The head's weight as `linear` takes it, where a model is arranged for inference.
-        self.arranged_head: Reordered | None = None
+        self.arranged_head: Reordered | Arranged | None = None
         here = range(min(part.start, read), min(part.stop, read))
         self.encoder = Stack(spec, read, here, embeds=False, causal=False, cross=False) if read else None
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from jingu.model import spec as specs
 from jingu.model.assignment import balanced_assignment
-from jingu.model.grouped import TakenRows, grouped_product
+from jingu.model.grouped import PackedProduct, TakenRows, grouped_product
 from jingu.model.layers import FeedForwardLayer, Linear, activate
+from jingu.model.packed import Packed
 from jingu.model.products import linear
 from jingu.model.sharding import Table
 
@@ -48,11 +49,15 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(number, outputs, inputs))
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        return grouped_product(x_MI, self.weight.to(x_MI.dtype), ends_E)
+        weight: Tensor | Packed = self.weight
+        if isinstance(weight, Packed):
+            return PackedProduct.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
+        return grouped_product(x_MI, weight.to(x_MI.dtype), ends_E)
 
     def one(self, number: int, x_MI: Tensor) -> Tensor:
         """What one of the matrices makes of rows that are all its own."""
-        return linear(x_MI, self.weight[number])
+        weight: Tensor | Packed = self.weight
+        return linear(x_MI, weight.whole(number) if isinstance(weight, Packed) else weight[number])
 
 
 class ExpertsLayer(nn.Module):
@@ -136,8 +141,8 @@ class ExpertsLayer(nn.Module):
         To generate on CPUs they speak one after another. What one says to its rows then depends on nothing else, to
         the last bit: of a longer tensor, other elements are the last ones, which do not fill a vector register.
         """
-        one_by_one = isinstance(self.up.weight, tuple)  # matrices of few bits
-        if one_by_one or not (x_MD.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        at_once = x_MD.is_cuda and isinstance(self.up.weight, Tensor)  # a packed matrix is made whole where it is asked
+        if not (at_once or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             return self._in_turn(x_MD, count_E)
         ends_E = count_E.cumsum(0).to(torch.int32)
         hidden_MF = self.up(x_MD, ends_E)

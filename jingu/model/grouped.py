@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jingu.model.packed import unpack
 from jingu.model.products import product_into
+from jingu.model.spec import Kind
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -91,6 +93,22 @@ def _backward(ctx: Any, upstream_NO: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 grouped_product.register_autograd(_backward, setup_context=_keep)
+
+
+class PackedProduct(torch.autograd.Function):
+    """`grouped_product` by packed matrices, which are made whole forward and backward, and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, values: Tensor, scales: Tensor, kind: Kind, ends_G: Tensor) -> Tensor:
+        ctx.save_for_backward(values, scales, ends_G)
+        ctx.kind = kind
+        return grouped_product(x_NI, unpack(values, scales, kind).to(x_NI.dtype), ends_G)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, scales, ends_G = ctx.saved_tensors
+        whole_GOI = unpack(values, scales, ctx.kind).to(upstream[0].dtype)
+        return grouped_product(upstream[0].contiguous(), whole_GOI.transpose(1, 2), ends_G), None, None, None, None
 
 
 class TakenRows(torch.autograd.Function):

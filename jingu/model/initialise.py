@@ -33,7 +33,7 @@ def initial_values(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
     Projections back into the residual stream shrink by 1/√(2·layers), so that its variance does not grow with
     depth (Radford et al., 2019). Where scores are not scaled, the queries' matrix is.
     """
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".weight.values", ".weight.scales")):  # packed matrices are read, never drawn
         return torch.zeros(shape)
     if name.endswith(("norm.weight", ".lora_m", ".ia3_in", ".ia3_out")):
         return torch.ones(shape)

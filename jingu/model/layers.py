@@ -45,9 +45,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = cast(Tensor | Packed, self.weight)
-        if isinstance(weight, Packed):
-            return weight.rows(input)
-        return super().forward(input).to(self.compute)
+        return (weight.rows(input) if isinstance(weight, Packed) else super().forward(input)).to(self.compute)
 
 
 class RMSNorm(nn.Module):

@@ -1,22 +1,27 @@
-"""Matrices of 8 or 4 bits an element, for inference: rounded once as they are read, multiplied by PyTorch's kernels.
+"""Matrices of 8 or 4 bits an element, rounded once as they are read: to generate with, or to stand beside adapters.
 
-8 bits: each row has a scale. 4 bits: each group of 32 elements of a row has a scale and a middle (as Q4_1 of GGUF).
-Scales are of the dtype that is computed in. A row of the result depends on its row of `x` alone, to the last bit.
+int8: each row has a scale. int4: each group of 32 elements of a row has a scale and a middle (as Q4_1 of GGUF). nf4:
+each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by bitsandbytes. What a
+matrix stands for depends on nothing else, neither on the device nor on the dtype that is computed in.
 
-Shapes: O outputs, I inputs, G groups of a row, N rows.
+Shapes: O outputs, I inputs, E experts, G groups of a row, N rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-Bits = Literal[8, 4]
-GROUP = 32
+from jingu.model.spec import Kind
+
+Read = Callable[[str], Tensor]
+GROUPS: dict[Kind, int] = {"int8": 16, "int4": 32, "nf4": 64}
+"""Elements of a row that are packed together; of int8 what kernels take at once."""
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried: what lies beyond is cut off, and the rest is finer."""
 
@@ -24,48 +29,90 @@ STEADY_ROWS = 4
 """On CPUs, kernels add up in another order where rows are fewer."""
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A matrix [O, I].
+class Packed(nn.Module):
+    """A matrix [O, I] in the place of a weight, or one for each expert [E, O, I]; it is not trained.
 
     Attributes:
-        values: [O, I] in int8; or two elements a byte in the order that PyTorch's kernel for CPUs has them in; or,
-            elsewhere, [O, I / 2] with the even elements in the low halves.
-        scales: [O] of 8 bits; [G, O, 2] of 4 bits, with the middles.
+        values: of 8 bits [O, I]; of 4 bits [O, I / 2], the even elements in the low halves.
+        scales: [O, 1] of int8, [O, 2 G] of int4 (scale and middle in turns), both bf16; [O, G] of nf4, fp32. Their
+            bits, as integers: no engine casts these.
     """
 
-    bits: Bits
+    def __init__(self, kind: Kind, shape: Sequence[int], *, unit_rows: bool = False) -> None:
+        """
+        Args:
+            unit_rows: whether it stands for the rows of the weight divided by their lengths.
+        """
+        super().__init__()
+        self.kind: Kind = kind
+        self.unit_rows = unit_rows
+        *before, inputs = shape
+        groups = inputs // GROUPS[kind]
+        sizes = {"int8": (inputs, 1), "int4": (inputs // 2, 2 * groups), "nf4": (inputs // 2, groups)}[kind]
+        dtypes = (torch.int8 if kind == "int8" else torch.uint8, torch.int32 if kind == "nf4" else torch.int16)
+        self.values, self.scales = (
+            nn.Parameter(torch.empty(*before, size, dtype=dtype), requires_grad=False)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+
+    def whole(self, number: int | None = None) -> Tensor:
+        """The matrix that it stands for, in fp32; or an expert's."""
+        if number is None:
+            return unpack(self.values, self.scales, self.kind)
+        return unpack(self.values[number], self.scales[number], self.kind)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of a matrix of 8 bits, in fp32."""
+        return unpack(self.values[ids], self.scales[ids], self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Arranged:
+    """A packed matrix [O, I] that is only computed with from now on. On CPUs kernels multiply by it, and a row of the
+    result depends on its row of `x` alone, to the last bit; elsewhere it is made whole for each product.
+
+    Attributes:
+        values: on CPU in the kernel's order.
+        scales: on CPU in the dtype of what is multiplied; of 4 bits [G, O, 2], with the middles.
+    """
+
+    kind: Kind
     values: Tensor
     scales: Tensor
+
+    @staticmethod
+    def rounded(weight_OI: Tensor, kind: Kind, dtype: torch.dtype) -> Arranged:
+        """A matrix rounded; `dtype` is that of what is multiplied."""
+        return Arranged.of(kind, *pack(weight_OI, kind), dtype)
+
+    @staticmethod
+    def of(kind: Kind, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Arranged:
+        """Of a packed matrix's values and scales."""
+        if values.device.type != "cpu":
+            return Arranged(kind, values, scales)
+        wide = scales.detach().view(torch.bfloat16).to(dtype)
+        if kind == "int8":
+            return Arranged(kind, values.detach(), wide.squeeze(-1))
+        # The second argument is for kernels of other devices.
+        ordered = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_nibbles(values).int(), 1)
+        return Arranged(kind, ordered, wide.unflatten(-1, (-1, 2)).transpose(0, 1).contiguous())
 
     @property
     def nbytes(self) -> int:
         """Its size in memory."""
         return self.values.nbytes + self.scales.nbytes
 
-    def times(self, x: Tensor) -> Tensor:
-        """`x @ self.T`."""
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ self.T + bias`."""
+        if self.values.device.type != "cpu":
+            return F.linear(x, unpack(self.values, self.scales, self.kind).to(x.dtype), bias)
         x_NI = x.reshape(-1, x.shape[-1]).to(self.scales.dtype).contiguous()
-        if not on_cpu(self.values):
-            y_NO = F.linear(x_NI, self.whole())
-        elif self.bits == 8:
+        if self.kind == "int8":
             y_NO = torch._weight_int8pack_mm(x_NI, self.values, self.scales)
         else:
-            y_NO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_NI, self.values, GROUP, self.scales)
-        return y_NO.view(*x.shape[:-1], -1).to(x.dtype)
-
-    def whole(self) -> Tensor:
-        """The matrix that it stands for; not of 4 bits on CPU, whose order is the kernel's own."""
-        if self.bits == 8:
-            return self.values.to(self.scales.dtype) * self.scales[:, None]
-        nibbles_OI = torch.stack([self.values & 15, self.values >> 4], -1).flatten(1)
-        scale_OG1, middle_OG1 = self.scales.transpose(0, 1).unsqueeze(-1).unbind(2)
-        groups_OGI = nibbles_OI.unflatten(1, (-1, GROUP)).to(self.scales.dtype) - 8
-        return (groups_OGI * scale_OG1 + middle_OG1).flatten(1)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of a matrix of 8 bits."""
-        return self.values[ids].to(self.scales.dtype) * self.scales[ids].unsqueeze(-1)
+            y_NO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_NI, self.values, GROUPS["int4"], self.scales)
+        y = y_NO.view(*x.shape[:-1], -1).to(x.dtype)
+        return y if bias is None else y + bias.to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,52 +146,88 @@ class Reordered:
         return y
 
 
-def on_cpu(tensor: Tensor) -> bool:
-    """Whether the kernels for CPUs multiply it; elsewhere it is made whole for each product."""
-    return tensor.device.type == "cpu"
+def packs(outputs: int, inputs: int, kind: Kind) -> bool:
+    """Whether matrices of a shape are packed: those that the kernels take."""
+    return not (outputs % 16 or inputs % GROUPS[kind])
 
 
-def packs(outputs: int, inputs: int, bits: Bits) -> bool:
-    """Whether the kernels take matrices of a shape."""
-    return not (outputs % 16 or inputs % (16 if bits == 8 else GROUP))
+def pack(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Values and scales of a matrix, or of one for each expert."""
+    if weight.dim() == 3:
+        pairs = [pack(each, kind) for each in weight]
+        return torch.stack([values for values, _ in pairs]), torch.stack([scales for _, scales in pairs])
+    wide_OI = weight.float()
+    if kind == "int8":
+        scale_O1 = (wide_OI.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12).to(torch.bfloat16)
+        values_OI = (wide_OI / scale_O1.float()).round().clamp(-127, 127)
+        return values_OI.to(torch.int8), scale_O1.view(torch.int16)
+    if kind == "int4":
+        return _groups(wide_OI)
+    from bitsandbytes.functional import quantize_4bit
+
+    values, state = quantize_4bit(wide_OI.contiguous(), blocksize=GROUPS[kind], quant_type=kind)
+    return values.view(len(weight), -1), state.absmax.view(len(weight), -1).view(torch.int32)
 
 
-def pack(weight_OI: Tensor, bits: Bits, dtype: torch.dtype) -> Packed:
-    """Round a matrix.
+def unpack(values: Tensor, scales: Tensor, kind: Kind) -> Tensor:
+    """The matrix, or matrices, of these values and scales, in fp32."""
+    if kind == "int8":
+        return values.float() * scales.view(torch.bfloat16).float()
+    if kind == "int4":
+        scale, middle = scales.view(torch.bfloat16).float().unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
+        groups = _nibbles(values).unflatten(-1, (-1, GROUPS[kind])).float() - 8
+        return (groups * scale + middle).flatten(-2)
+    from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    Args:
-        dtype: that it will be multiplied in.
-    """
-    wide_OI = weight_OI.float()
-    if bits == 8:
-        scale_O = (wide_OI.abs().amax(1) / 127).clamp_min(1e-12).to(dtype)
-        values_OI = (wide_OI / scale_O.float()[:, None]).round().clamp(-127, 127)
-        return Packed(8, values_OI.to(torch.int8), scale_O)
-    values_OI, scales_GO2 = _groups(wide_OI, dtype)
-    if not on_cpu(weight_OI):
-        return Packed(4, values_OI[:, ::2] | values_OI[:, 1::2] << 4, scales_GO2)
-    # The second argument is for kernels of other devices.
-    return Packed(4, torch.ops.aten._convert_weight_to_int4pack_for_cpu(values_OI.int(), 1), scales_GO2)
+    size, absmax = torch.Size((*values.shape[:-1], 2 * values.shape[-1])), scales.view(torch.float32).flatten()
+    state = QuantState(absmax, size, blocksize=GROUPS[kind], quant_type=kind, dtype=torch.float32)
+    whole: Tensor = dequantize_4bit(values.reshape(-1, 1), state)
+    return whole
 
 
-def _groups(wide_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values from 0 to 15 [O, I], scales and middles [G, O, 2]: of each group, those that are off the least."""
-    groups_OGI = wide_OI.unflatten(1, (-1, GROUP))
-    kept = _rounded(groups_OGI, 1.0, dtype)
+def _nibbles(values: Tensor) -> Tensor:
+    return torch.stack([values & 15, values >> 4], -1).flatten(-2)
+
+
+def _groups(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales of int4: of each group, those that are off the least."""
+    groups_OGI = wide_OI.unflatten(1, (-1, GROUPS["int4"]))
+    kept = _rounded(groups_OGI, 1.0)
     for shrink in _SHRINKS:
-        found = _rounded(groups_OGI, shrink, dtype)
+        found = _rounded(groups_OGI, shrink)
         better_OG1 = found[0] < kept[0]
         kept = tuple(torch.where(better_OG1, new, old) for new, old in zip(found, kept, strict=True))
     _, scale_OG1, middle_OG1, values_OGI = kept
-    scales_GO2 = torch.cat([scale_OG1, middle_OG1], -1).transpose(0, 1).contiguous().to(dtype)
-    return values_OGI.flatten(1).to(torch.uint8), scales_GO2
+    values_OI = values_OGI.flatten(1).to(torch.uint8)
+    scales = torch.cat([scale_OG1, middle_OG1], -1).flatten(1).to(torch.bfloat16)
+    return values_OI[:, ::2] | values_OI[:, 1::2] << 4, scales.view(torch.int16)
 
 
-def _rounded(groups_OGI: Tensor, shrink: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _rounded(groups_OGI: Tensor, shrink: float) -> tuple[Tensor, ...]:
     """How far groups are off, their scales and middles, and values."""
     low_OG1, high_OG1 = groups_OGI.aminmax(dim=-1, keepdim=True)
-    scale_OG1 = ((high_OG1 - low_OG1) * shrink / 15).clamp_min(1e-12).to(dtype).float()
-    middle_OG1 = ((high_OG1 + low_OG1 + scale_OG1) / 2).to(dtype).float()
+    scale_OG1 = ((high_OG1 - low_OG1) * shrink / 15).clamp_min(1e-12).bfloat16().float()
+    middle_OG1 = ((high_OG1 + low_OG1 + scale_OG1) / 2).bfloat16().float()
     values_OGI = ((groups_OGI - middle_OG1) / scale_OG1 + 8).round().clamp(0, 15)
     off_OG1 = ((values_OGI - 8) * scale_OG1 + middle_OG1 - groups_OGI).square().sum(-1, keepdim=True)
     return off_OG1, scale_OG1, middle_OG1, values_OGI
+
+
+def packed_reader(parts: Iterable[nn.Module], read: Read) -> Read:
+    """`read`, which gives parameters by name, also for those of the packed matrices of models: a matrix is read and
+    rounded when the first of its parts is asked for."""
+    packed = {name: each for part in parts for name, each in part.named_modules() if isinstance(each, Packed)}
+    waiting: dict[str, Tensor] = {}
+
+    def part(name: str) -> Tensor:
+        weight = name.rpartition(".")[0]
+        if weight not in packed:
+            return read(name)
+        if name not in waiting:
+            whole = read(weight)
+            values, scales = pack(normalize(whole.float()) if packed[weight].unit_rows else whole, packed[weight].kind)
+            waiting.clear()
+            waiting.update({f"{weight}.values": values, f"{weight}.scales": scales})
+        return waiting.pop(name)
+
+    return part

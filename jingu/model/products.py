@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.causal import CausalAttention
-from jingu.model.packed import STEADY_ROWS, Packed, Reordered
+from jingu.model.packed import STEADY_ROWS, Arranged, Packed, Reordered, unpack
+from jingu.model.spec import Kind
 
 # Facts of the processor, read once; constants so that compiled code folds them.
 CPU_HAS_BF16_UNITS = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -58,16 +59,17 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def linear(x: Tensor, weight: Tensor | Packed | Reordered, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Packed | Arranged | Reordered, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, rounded once to the dtype of `x`; so are weight and bias before, where they are wider.
 
     Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for very few
     rows add up in another order than those for more, so rows are filled up to a multiple of STEADY_ROWS.
     """
-    if isinstance(weight, Reordered):
+    if isinstance(weight, Arranged | Reordered):
         return weight.times(x, bias)
     if isinstance(weight, Packed):
-        return weight.times(x) if bias is None else weight.times(x) + bias.to(x.dtype)
+        y: Tensor = _PackedLinear.apply(x, weight.values, weight.scales, weight.kind)
+        return y if bias is None else y + bias.to(x.dtype)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         rows = x.numel() // x.shape[-1]
@@ -109,6 +111,22 @@ def attend(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     return y.to(dtype)
+
+
+class _PackedLinear(torch.autograd.Function):
+    """By a packed matrix, which is made whole for each product, forward and backward, and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor, kind: Kind) -> Tensor:
+        ctx.save_for_backward(values, scales)
+        ctx.kind = kind
+        return linear(x, unpack(values, scales, kind))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, scales = ctx.saved_tensors
+        whole = unpack(values, scales, ctx.kind).to(upstream[0].dtype)
+        return matmul(upstream[0], whole), None, None, None
 
 
 class _WideLinear(torch.autograd.Function):

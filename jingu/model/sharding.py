@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -32,8 +32,8 @@ def cuts(model: nn.Module) -> dict[str, tuple[Cut, ...]]:
     """The dims of each parameter that can be divided, by its name; none where every rank needs all of it."""
     found: dict[str, tuple[Cut, ...]] = {name: () for name, _ in model.named_parameters()}
     for name, child, style in styled(model):
-        for leaf, parameter in child.named_parameters(recurse=False):
-            found[f"{name}.{leaf}"] = _cut(style, leaf, parameter.dim())
+        for leaf, parameter in child.named_parameters():
+            found[f"{name}.{leaf}"] = _cut(style, leaf, parameter.shape)
     return found
 
 
@@ -52,7 +52,8 @@ def own_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, Style]]:
             yield name, child, style
 
 
-def _cut(style: Style, leaf: str, dims: int) -> tuple[Cut, ...]:
+def _cut(style: Style, leaf: str, shape: Sequence[int]) -> tuple[Cut, ...]:
+    dims = len(shape)
     experts = (Cut("experts", 0),) if dims == 3 else ()  # a matrix for each expert, in one parameter
     inputs = style in ("row", "from_heads")
     of_outputs = leaf in ("bias", "lora_m", "ia3_out")
@@ -61,4 +62,6 @@ def _cut(style: Style, leaf: str, dims: int) -> tuple[Cut, ...]:
     if inputs if of_outputs else leaf == "ia3_in" and not inputs:
         return experts
     dim = dims - 1 if inputs or of_outputs else dims - 2
+    if shape[dim] == 1:  # of a whole row
+        return experts
     return (*experts, Cut("kv_heads" if style == "kv_heads" else "inner", dim))

@@ -12,6 +12,8 @@ from jingu.errors import JinguError
 Size = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Kind = Literal["int8", "int4", "nf4"]
+"""Of matrices of few bits an element (`jingu.model.packed`)."""
 
 
 class Component(BaseModel):
@@ -309,6 +311,8 @@ class ModelSpec(Component):
     """Standard deviation of the initial matrices."""
     adapter: Adapter | None = None
     """Adapters, which alone are trained."""
+    base: Kind | None = None
+    """What the blocks' matrices that these stand beside are rounded to; None: they are not."""
     frozen: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained."""
 

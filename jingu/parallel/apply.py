@@ -23,7 +23,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.decoder import Decoder, all_blocks
 from jingu.model.experts import GroupedLinear
-from jingu.model.layers import Embedding
+from jingu.model.layers import Embedding, Linear
 from jingu.parallel.expert import divide_experts
 from jingu.parallel.mesh import expert_size, with_replicas, zero_mesh
 from jingu.parallel.pipeline import Pipeline
@@ -65,6 +65,8 @@ def parallelize(
     sharing = plan_sharing(model, mesh, model.spec.attention.kv_heads, expert)
 
     def lay_out(model: Decoder) -> None:
+        if model.spec.adapter is not None:
+            _narrow_frozen(model, compute)
         take_parts(model, sharing)
         divide_work(model, mesh, ring=settings.context_by == "ring")
         if sharing.experts is not None:
@@ -90,6 +92,18 @@ def parallelize(
         lay_out(stage)  # type: ignore[arg-type]
     pipeline.sharing = sharing  # type: ignore[assignment]
     return pipeline
+
+
+def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep matrices that are not trained, nor saved, in the dtype in which they are multiplied: no wider copy of them.
+
+    Not of routers and biases of positions, which compute in fp32.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Linear | GroupedLinear | Embedding) and "router" not in name and "bias" not in name:
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def _recomputing(forward: Any, *, selective: bool) -> Any:

@@ -89,11 +89,12 @@ class Part:
             whole = whole.narrow(dim, start, count)
         return whole
 
-    def logical(self, held: Tensor) -> Tensor:
+    def logical(self, held: Tensor, block: int = 1) -> Tensor:
         """The whole tensor, of which this rank holds a part, as a DTensor; without copying."""
-        stride = torch.empty(self.shape, device="meta").stride()
+        shape = torch.Size((*self.shape[:-1], self.shape[-1] // block))
+        stride = torch.empty(shape, device="meta").stride()
         mine = local(held.detach())
-        return DTensor.from_local(mine, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+        return DTensor.from_local(mine, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,12 @@ class Sharing:
     experts: DeviceMesh | None = None
     """The axes `expert_fsdp` and `expert`, where a mixture's experts are shared."""
 
-    def logical(self, name: str, held: Tensor, *, whole: bool = False) -> Tensor:
-        """The whole of parameter `name`, or of what an optimizer keeps for it (on every rank, where it is `whole`), as
-        a DTensor over the ranks of its stage of the pipeline."""
+    def logical(self, name: str, held: Tensor, *, whole: bool = False, block: int = 1) -> Tensor:
+        """The whole of parameter `name`, or of what an optimizer keeps for it (on every rank, where it is `whole`; for
+        each `block` elements of a row), as a DTensor over the ranks of its stage of the pipeline."""
         part = self.parts[name]
         if held.dim() and not whole:
-            return part.logical(held)
+            return part.logical(held, block)
         return DTensor.from_local(held, part.mesh, [Replicate()] * part.mesh.ndim, run_check=False)
 
     @torch.no_grad()
@@ -221,5 +222,5 @@ def take_parts(model: nn.Module, sharing: Sharing) -> None:
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             piece = sharing.parts[f"{prefix}.{leaf}" if prefix else leaf].cut(parameter, zero=False)
             if piece.shape != parameter.shape:
-                mine = nn.Parameter(torch.empty_like(piece, memory_format=torch.contiguous_format))
-                setattr(module, leaf, mine.requires_grad_(parameter.requires_grad))
+                mine = torch.empty_like(piece, memory_format=torch.contiguous_format)
+                setattr(module, leaf, nn.Parameter(mine, requires_grad=parameter.requires_grad))

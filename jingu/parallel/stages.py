@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,7 +15,9 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.count import layer_costs
 from jingu.model.decoder import make_model
-from jingu.model.spec import ModelSpec
+from jingu.model.packed import GROUPS, Packed
+from jingu.model.sharding import styled
+from jingu.model.spec import Kind, ModelSpec
 from jingu.parallel.mesh import AxisSizes, axis_sizes
 
 SPLIT_BACKWARD = frozenset({"zero_bubble", "zbv"})
@@ -66,7 +69,8 @@ def divide_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> li
             fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages a rank.",
         )
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in make_model(spec).named_parameters()}
+        whole = make_model(spec.model_copy(update={"base": None}))
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     even = balanced_parts(layer_costs(spec, shapes, spec.context), stages)
     parts = settings.parts or even
     if len(parts) != stages or sum(parts) != layers:
@@ -125,7 +129,45 @@ def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec) -> tuple[AxisSiz
             where="train.activation_checkpointing.type",
             fix="Set it to full or none, or parallel.expert=1.",
         )
+    if spec.base is not None:
+        _check_packed(spec, spec.base, sizes)
     return sizes, plan
+
+
+def _check_packed(spec: ModelSpec, kind: Kind, sizes: AxisSizes) -> None:
+    """JinguError where matrices cannot be packed, or ranks of `tensor` would share what is packed together."""
+    if kind == "nf4" and find_spec("bitsandbytes") is None:
+        raise JinguError(
+            "nf4 needs the bitsandbytes package, which is not installed.",
+            where="tune.base",
+            fix="Install it (`pip install bitsandbytes`), or set it to int4.",
+        )
+    if sizes.data * sizes.context > 1 and torch.__version__ < "2.12":
+        raise JinguError(
+            "PyTorch before 2.12 casts what ranks share of a model, and so cannot share matrices of few bits.",
+            where="tune.base",
+            fix="Install PyTorch 2.12 or later, leave it out, or use ranks of `tensor` and `pipeline` alone.",
+        )
+    with torch.device("meta"):
+        model = make_model(spec)
+    if not any(isinstance(part, Packed) for part in model.modules()):
+        raise JinguError(
+            f"none of the blocks' matrices has a multiple of 16 rows of a multiple of {GROUPS[kind]} elements, so none "
+            "would be rounded.",
+            where="tune.base",
+            fix="Leave it out.",
+        )
+    for name, part, style in styled(model):
+        weight = getattr(part, "weight", None)
+        if kind == "int8" or style not in ("row", "from_heads") or not isinstance(weight, Packed):
+            continue
+        if (inputs := 2 * weight.values.shape[-1]) % (sizes.tensor * GROUPS[kind]):
+            raise JinguError(
+                f"{sizes.tensor} ranks of `tensor` cannot share the {inputs} inputs of {name} in whole groups of "
+                f"{GROUPS[kind]}, which {kind} packs together.",
+                where="parallel.tensor",
+                fix="Choose another number of ranks, or set tune.base=int8.",
+            )
 
 
 def _check_split_backward(config: RunConfig, spec: ModelSpec) -> None:

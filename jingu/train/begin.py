@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jingu.checkpoint.hub import open_model, parameter_shapes
+from jingu.checkpoint.hub import open_model, parameter_shapes, rounded
 from jingu.checkpoint.peft import open_adapters
 from jingu.checkpoint.resume import checkpoints_of, complete_steps
 from jingu.config.schema import RunConfig
 from jingu.config.sections.tune import (
+    DeepPromptBase,
     FullSettings,
     Ia3Settings,
     LoraSettings,
     PrefixTuningSettings,
-    PromptSettings,
     PTuningSettings,
-    PTuningV2Settings,
+    SoftPromptBase,
     Tune,
 )
 from jingu.errors import JinguError
 from jingu.model.adapters import check_targets, is_adapter, matches
 from jingu.model.build import spec_from_settings
 from jingu.model.initialise import generator_for
+from jingu.model.packed import packed_reader
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.parallel.sharing import sharing_of
 from jingu.text.tokenizer import Tokenizer
@@ -81,10 +83,10 @@ def trained_spec(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             where="initialize.from",
             fix="Name one, or set tune.type=full.",
         )
-    if isinstance(settings, PromptSettings | PTuningSettings) and settings.position == "back":
+    if isinstance(settings, SoftPromptBase) and settings.position == "back":
         _check_encoder(spec)
     adapter = _adapter(settings, spec.width)
-    adapted = spec.model_copy(update={"adapter": adapter})
+    adapted = spec.model_copy(update={"adapter": adapter, "base": settings.base})
     check_targets(list(parameter_shapes(adapted)), adapter)
     length, prompt = config.batch.sequence_length, max(adapted.prompts)
     if prompt and length + prompt > spec.context:
@@ -99,26 +101,16 @@ def trained_spec(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 def _adapter(settings: Tune, width: int) -> Adapter:
     if isinstance(settings, LoraSettings):
-        return Lora(
-            rank=settings.rank,
-            alpha=settings.alpha,
-            targets=tuple(settings.targets),
-            rank_stabilised=settings.rank_stabilised,
-            magnitudes=settings.dora,
-            dropout=settings.dropout,
-        )
+        same = settings.model_dump(include={"rank", "alpha", "targets", "rank_stabilised", "dropout"})
+        return Lora(**same, magnitudes=settings.dora)
     if isinstance(settings, Ia3Settings):
         return Ia3(targets=tuple(settings.targets))
-    if isinstance(settings, PromptSettings):
-        return SoftPrompt(tokens=settings.length, behind=settings.position == "back")
-    if isinstance(settings, PTuningSettings):
-        return SoftPrompt(
-            tokens=settings.length,
-            encoder=settings.encoder,
-            hidden=settings.hidden or width,
-            behind=settings.position == "back",
-        )
-    assert isinstance(settings, PrefixTuningSettings | PTuningV2Settings)
+    if isinstance(settings, SoftPromptBase):
+        plain = SoftPrompt(tokens=settings.length, behind=settings.position == "back")
+        if not isinstance(settings, PTuningSettings):
+            return plain
+        return plain.model_copy(update={"encoder": settings.encoder, "hidden": settings.hidden or width})
+    assert isinstance(settings, DeepPromptBase)
     hidden = settings.hidden if isinstance(settings, PrefixTuningSettings) else None
     return DeepPrompt(tokens=settings.length, hidden=hidden, in_encoder=settings.in_encoder)
 
@@ -180,7 +172,8 @@ def begin_with(model: nn.Module, config: RunConfig, tokenizer: Tokenizer, *, ada
     assert config.initialize.from_ is not None
     base, spec = open_model(Path(config.initialize.from_)), model.spec
     assert isinstance(spec, ModelSpec)
-    sharing_of(model).fill(model, base.read, lambda name: not is_adapter(name))
+    parts: Any = getattr(model, "stages", [model])
+    sharing_of(model).fill(model, packed_reader(parts, base.read), lambda name: not is_adapter(name))
     if not adapters or isinstance(config.tune, FullSettings):
         return
     if config.tune.start is not None:
@@ -188,18 +181,19 @@ def begin_with(model: nn.Module, config: RunConfig, tokenizer: Tokenizer, *, ada
         sharing_of(model).fill(model, other.read, is_adapter)
         return
 
+    beside = rounded(base, spec)
+
     def lengths(name: str) -> Tensor:
-        weight = base.read(name.replace(".lora_m", ".weight"))
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(1).sqrt()
+        return beside.read(name.replace(".lora_m", ".weight")).double().square().sum(1).sqrt()
 
     sharing_of(model).fill(model, lengths, lambda name: name.endswith(".lora_m"))
-    if isinstance(config.tune, PromptSettings | PTuningSettings):
+    if isinstance(config.tune, SoftPromptBase):
         ids = _first_prompt(config.tune, tokenizer, config.seed)
         start = ("prompt.embedding.weight", "encoder.prompt.embedding.weight")
         sharing_of(model).fill(model, lambda _: base.read("embedding.weight")[ids], start.__contains__)
 
 
-def _first_prompt(settings: PromptSettings | PTuningSettings, tokenizer: Tokenizer, seed: int) -> Tensor:
+def _first_prompt(settings: SoftPromptBase, tokenizer: Tokenizer, seed: int) -> Tensor:
     """Ids of the tokens whose vectors a prompt begins with."""
     if settings.initial_text is None:
         generator = generator_for("prompt", seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from jingu.config.sections.train import AdafactorSettings, LionSettings, MuonSet
 from jingu.errors import JinguError
 from jingu.parallel.offload import Disk, stream_steps
 from jingu.parallel.sharing import local
+from jingu.train.eight_bits import AdamW8bit, moments, takes
 from jingu.train.matrices import Adafactor, Muon
 
 
@@ -71,7 +73,9 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = N
         optimizer = Muon(groups, settings.lr, settings.momentum, betas, settings.epsilon, parts)
     else:
         betas = (settings.beta1, settings.beta2)
-        optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.epsilon, fused=True)
+        made = AdamW8bit if settings.moments == "int8" else partial(torch.optim.AdamW, fused=True)
+        optimizer = made(groups, lr=settings.lr, betas=betas, eps=settings.epsilon)
+    zeros_like = torch.zeros_like if disk is None else disk.zeros_like
     for group in optimizer.param_groups:
         slots = [] if isinstance(optimizer, Adafactor) else ["exp_avg"]
         if isinstance(optimizer, torch.optim.AdamW) or (isinstance(optimizer, Muon) and not group["matrices"]):
@@ -80,7 +84,10 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = N
             state = optimizer.state[parameter]
             if "exp_avg_sq" in slots:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state.update({slot: disk.zeros_like(parameter) if disk else torch.zeros_like(parameter) for slot in slots})
+            if isinstance(optimizer, AdamW8bit) and takes(parameter, parts.get(parameter)):
+                state.update(moments(parameter, zeros_like))
+            else:
+                state.update({slot: zeros_like(parameter) for slot in slots})
     if disk is not None:
         stream_steps(optimizer, disk)
     return optimizer

@@ -31,6 +31,7 @@ from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.begin import spec_of_run, trained_spec
+from jingu.train.eight_bits import check_moments
 from jingu.train.optimizer import check_groups
 
 
@@ -97,6 +98,7 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
         places = [each.dataset.path for each in source.sources]
         rows = join_rows([open_supervised(at, "held_out", objective, config.batch, config.seed) for at in places])
     check_groups(config.optimizer, parameter_shapes(spec).keys())
+    check_moments(config)
     if config.train.noise and spec.encoder_layers is not None:
         raise JinguError(
             f"noise is put on the tokens that a decoder reads, and {spec.family} has an encoder.",

@@ -30,8 +30,6 @@ from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.decoder import make_model
-from jingu.model.experts import GroupedLinear
-from jingu.model.layers import Embedding, Linear
 from jingu.model.products import product_dtype
 from jingu.model.spec import Lora, ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
@@ -47,6 +45,7 @@ from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
+from jingu.train.eight_bits import BLOCK, SCALES
 from jingu.train.keep import Keeper, go_back
 from jingu.train.loop import Loop, short, train_loop
 from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
@@ -226,8 +225,6 @@ def _build(
     """The model laid out over the mesh with its initial weights, and its optimizer."""
     with torch.device("meta"):
         whole = make_model(run.spec).to(precision.masters)
-    if run.spec.adapter is not None:
-        _narrow_frozen(whole, precision.compute)
     model = parallelize(
         whole,
         mesh,
@@ -245,18 +242,6 @@ def _build(
         model.to_empty(device=torch.device("cpu") if offload.type == "host" else ranks.device)
     sharing_of(model).initialise(model, run.spec, run.config.seed)
     return model, build_optimizer(run.config.optimizer, model, disk)
-
-
-def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep matrices that are not trained, nor saved, in the dtype in which they are multiplied: no wider copy of them.
-
-    Not of routers and biases of positions, which compute in fp32.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, Linear | GroupedLinear | Embedding) and "router" not in name and "bias" not in name:
-            for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.requires_grad:
-                    setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:
@@ -362,7 +347,8 @@ def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[s
     }
     for key, tensor in named_state(optimizer, model):
         slot, _, name = key.partition("/")
-        tensors[f"optimizer/{key}"] = sharing.logical(name, tensor, whole=slot in WHOLE)
+        block = BLOCK if slot in SCALES else 1
+        tensors[f"optimizer/{key}"] = sharing.logical(name, tensor, whole=slot in WHOLE, block=block)
     return tensors
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from jingu.checkpoint.hub import open_model, open_run_apart, parameter_shapes, with_adapters
-from jingu.checkpoint.peft import CONFIG, read_adapters, write_adapters
+from jingu.checkpoint.peft import find_adapters, read_adapters, write_adapters
 from jingu.checkpoint.verbs import DTYPES, write_model
 from jingu.errors import JinguError
 from jingu.model.adapters import LEAVES, unmerged
@@ -57,7 +57,7 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
         JinguError: the sums were rounded too much to tell what they were made of.
     """
     opened = open_model(model)
-    own = read_adapters(adapters, opened) if (adapters / CONFIG).is_file() else open_run_apart(adapters)[0]
+    own = find_adapters(adapters, opened)
     adapter, kind, held = own.spec.adapter, DTYPES.get(dtype, opened.dtype), parameter_shapes(own.spec)
     assert adapter is not None
 

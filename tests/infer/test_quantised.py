@@ -18,13 +18,13 @@ from jingu.infer.engine import Engine
 from jingu.infer.load import load
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
-from jingu.model import packed
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
 from jingu.model.experts import ExpertsLayer
 from jingu.model.initialise import initialise
-from jingu.model.packed import Bits, Packed, pack, packs
+from jingu.model.packed import Arranged, Packed, pack, packs, unpack
 from jingu.model.products import linear
+from jingu.model.spec import Kind
 from jingu.text.tokenizer import Tokenizer
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -43,33 +43,30 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def plain(matrix: torch.Tensor, bits: Bits, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The matrix that the packed one stands for, by way of the order that other devices have."""
-    monkeypatch.setattr(packed, "on_cpu", lambda tensor: False)
-    return pack(matrix, bits, dtype).whole()
+def plain(matrix: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The matrix that the packed one stands for."""
+    return unpack(*pack(matrix, kind), kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
-def test_kernels_multiply_by_what_was_rounded(
-    outputs: int, inputs: int, bits: Bits, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_multiply_by_what_was_rounded(outputs: int, inputs: int, kind: Kind, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(outputs)
     matrix = torch.randn(outputs, inputs, generator=generator) * 0.1 + 0.02
     matrix[3] = 0.0
     x = torch.randn(2, 7, inputs, generator=generator).to(dtype)
-    mine = pack(matrix, bits, dtype)
+    mine = Arranged.rounded(matrix, kind, dtype)
     bias = torch.randn(outputs, generator=generator)
     found = linear(x, mine, bias)
-    whole = plain(matrix, bits, dtype, monkeypatch)
+    whole = plain(matrix, kind)
     expected = x.double() @ whole.double().T + bias.double()
     assert found.dtype == dtype and found.shape == (2, 7, outputs)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
     # Rounding itself: half a step of a row's 254, and of a group's 15 (whose ends may be cut off where that helps).
     off = (whole.double() - matrix).abs()
-    if bits == 8:
+    if kind == "int8":
         assert (off <= matrix.abs().amax(1, keepdim=True) * (0.5 / 127 + 2**-8)).all()
     else:
         groups = matrix.unflatten(1, (-1, 32))
@@ -79,11 +76,11 @@ def test_kernels_multiply_by_what_was_rounded(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_does_not_depend_on_others(bits: Bits, threads: int) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_row_does_not_depend_on_others(kind: Kind, threads: int) -> None:
     """What keeps an answer the same whoever else is in the batch."""
     generator = torch.Generator().manual_seed(2)
-    mine = pack(torch.randn(1536, 576, generator=generator), bits, torch.bfloat16)
+    mine = Arranged.rounded(torch.randn(1536, 576, generator=generator), kind, torch.bfloat16)
     x = torch.randn(130, 576, generator=generator).bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -95,14 +92,14 @@ def test_a_row_does_not_depend_on_others(bits: Bits, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_what_is_of_few_bits_already_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_of_few_bits_already_is_kept() -> None:
     """A matrix in groups of 16 values, as Q4_1 of GGUF leaves it, comes through as it was."""
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 16, (32, 4, 32), generator=generator)
     codes[..., 0], codes[..., 1] = 0, 15
     scale = torch.rand(32, 4, 1, generator=generator).mul(32).round().div(1024) + 2**-8
     matrix = ((codes - 8) * scale).flatten(1)
-    assert torch.allclose(plain(matrix, 4, torch.float32, monkeypatch), matrix, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(plain(matrix, "int4"), matrix, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +127,11 @@ def test_models_say_nearly_the_same(folders: dict[str, Path], name: str, precisi
         )
     off = ((found - expected).square().mean() / expected.var()).sqrt()
     assert off < {"int8": 0.06, "int4": 0.5}[precision]
-    kinds = {kind for kind in map(type, weights(rounded.model)) if kind is Packed}
-    assert bool(kinds) == (name != "odd")
+    few_bits = [each for each in weights(rounded.model) if isinstance(each, Packed | Arranged)]
+    assert bool(few_bits) == (name != "odd")
     if name != "odd":
         assert off > 1e-4
-        left = sum(parameter.numel() for parameter in rounded.model.parameters())
+        left = sum(parameter.numel() for parameter in rounded.model.parameters() if parameter.is_floating_point())
         assert left < 0.05 * sum(shape.numel() for shape in parameter_shapes(whole.spec).values())
     requests = [Request(tuple(range(5, 5 + length)), Sampling(), 6, ignore_end=True) for length in (2, 9)]
     alone = [Engine(rounded).run([request])[0] for request in requests]
@@ -162,7 +159,7 @@ def test_experts_that_are_not_all_resident_are_rounded_alike(
     experts = [weight for layer in whole.model.modules() for weight in expert_weights(layer)]
     assert found.total_bytes == sum(weight.nbytes for weight in experts)
     in_part = name == "partly" and precision == "int4"
-    assert {type(weight) for weight in experts} == ({Packed, torch.Tensor} if in_part else {Packed})
+    assert {type(weight) for weight in experts} == ({Arranged, torch.Tensor} if in_part else {Arranged})
     assert 0 < found.resident_bytes <= 0.4 * found.total_bytes and found.bytes_moved > 0
 
 
@@ -181,8 +178,8 @@ def test_no_room_for_rounded_experts_is_told(folders: dict[str, Path], monkeypat
 
 
 def test_shapes_that_kernels_take() -> None:
-    assert packs(48, 48, 8) and not packs(48, 48, 4) and packs(16, 32, 4)
-    assert not packs(33, 64, 8) and not packs(32, 40, 8)
+    assert packs(48, 48, "int8") and not packs(48, 48, "int4") and packs(16, 32, "int4")
+    assert not packs(33, 64, "int8") and not packs(32, 40, "int8")
 
 
 def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

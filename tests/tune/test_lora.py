@@ -18,7 +18,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
 from jingu.model.decoder import make_model
-from jingu.train import session
+from jingu.parallel import apply
 from jingu.train.run import Run, open_run
 from jingu.tune.adapters import export, merge
 from tests.conftest import Done, MakeRun
@@ -166,18 +166,18 @@ def test_the_base_is_kept_in_what_it_is_computed_with(
     """In bf16 it takes half the memory and gives the same numbers, also sharded."""
     config = adapted({"precision.type": "bf16", "train.steps": 3})
     kept: dict[str, torch.dtype] = {}
-    narrow = session._narrow_frozen
+    narrow = apply._narrow_frozen
 
     def seen(model: torch.nn.Module, dtype: torch.dtype) -> None:
         narrow(model, dtype)
         kept.update({name: parameter.dtype for name, parameter in model.named_parameters()})
 
-    monkeypatch.setattr(session, "_narrow_frozen", seen)
+    monkeypatch.setattr(apply, "_narrow_frozen", seen)
     train_on(1, config)
     losses = done(config).column("loss")
     assert kept["blocks.0.attention.q.weight"] == kept["embedding.weight"] == torch.bfloat16
     assert kept["blocks.0.attention.q.lora_a"] == kept["blocks.0.attention_norm.weight"] == torch.float32
-    monkeypatch.setattr(session, "_narrow_frozen", lambda *_: None)
+    monkeypatch.setattr(apply, "_narrow_frozen", lambda *_: None)
     wide = adapted({"precision.type": "bf16", "train.steps": 3}, name="wide")
     train_on(1, wide)
     assert done(wide).column("loss") == losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,11 +187,11 @@ def test_a_method_learns_and_peft_reads_and_writes_its_files(
     from peft import PeftModel
     from transformers import T5ForConditionalGeneration
 
-    # A method that peft looks for, and that releases of transformers after 5.20 have no more.
-    monkeypatch.setattr(
-        T5ForConditionalGeneration, "_prepare_encoder_decoder_kwargs_for_generation", None, raising=False
-    )
     encodes = family == "t5"
+    if encodes and method not in LEAVES:  # a method that peft looks for, and that releases after 5.20 have no more
+        monkeypatch.setattr(
+            T5ForConditionalGeneration, "_prepare_encoder_decoder_kwargs_for_generation", None, raising=False
+        )
     deep = {"tune.in_encoder": False} if encodes and method in ("prefix", "p_tuning_v2") else {}
     config = adapted(family, method, runs, texts, deep)
     train_on(1, config)
@@ -241,6 +242,30 @@ def test_gradients_are_where_they_should_be(
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == is_adapter(name), name
         assert parameter.grad is None or parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+def test_a_method_goes_on_with_blocks_computed_again_and_its_state_on_disk(
+    family: str, method: str, runs: Path, texts: Library, train_on: Train, done: Read, tmp_path: Path
+) -> None:
+    place = tmp_path / "runs"
+    place.mkdir()
+    (place / family).symlink_to(runs / family)
+    changes = {"train.steps": 4, "checkpoint.every": 2, "tune.dropout": 0.2} if method == "lora" else {"train.steps": 4}
+    config = adapted(family, method, place, texts, changes)
+    train_on(1, config)
+    whole = done(config)
+    losses, tensors = whole.column("loss"), whole.tensors()
+    for step in (3, 4):
+        shutil.rmtree(step_folder(whole.folder / "checkpoints", step), ignore_errors=True)
+    again = {"train.activation_checkpointing.type": "full", "parallel.offload.type": "disk"}
+    train_on(1, adapted(family, method, place, texts, {**changes, **again}))
+    assert done(config).column("loss") == losses
+    found = done(config).tensors()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama", "prompt"), ("bloom", "prefix"), ("t5", "p_tuning_v2")])

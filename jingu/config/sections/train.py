@@ -43,6 +43,8 @@ class AdamWSettings(OptimizerBase):
     """AdamW (Loshchilov and Hutter, 2019)."""
 
     type: Literal["adamw"] = "adamw"
+    moments: Literal["fp32", "int8"] = "fp32"
+    """Their format; int8 (of matrices with rows of a multiple of 256 elements) needs the bitsandbytes package."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

@@ -25,6 +25,9 @@ class AdapterBase(Settings):
     type: str
     start: Place | None = None
     """A run, or a folder of peft, with whose adapters these begin: those of another task, say."""
+    base: Literal["int8", "int4", "nf4"] | None = None
+    """What the matrices of the blocks, which are not trained, are rounded to (QLoRA; nf4 needs the bitsandbytes
+    package); null: to what is computed in."""
 
 
 class LoraSettings(AdapterBase):
@@ -53,54 +56,55 @@ class Ia3Settings(AdapterBase):
     """Patterns of names of the matrices."""
 
 
-class PromptSettings(AdapterBase):
-    """Prompt tuning: vectors in the place of tokens, before the text or what an encoder reads (Lester et al., 2021)."""
+class SoftPromptBase(AdapterBase):
+    """Vectors in the place of tokens."""
 
-    type: Literal["prompt"] = "prompt"
     length: Positive = 20
     """Tokens of the prompt."""
     initial_text: str | None = None
-    """Text whose tokens' vectors they begin with, repeated or cut to the length; null: tokens drawn by the seed."""
+    """Text whose tokens' vectors they (or what a network makes them of) begin with, repeated or cut to the length;
+    null: tokens drawn by the seed."""
     position: Literal["front", "back"] = "front"
     """Before what is read, or (an encoder's) behind it."""
 
 
-class PTuningSettings(AdapterBase):
+class PromptSettings(SoftPromptBase):
+    """Prompt tuning: vectors in the place of tokens, before the text or what an encoder reads (Lester et al., 2021)."""
+
+    type: Literal["prompt"] = "prompt"
+
+
+class PTuningSettings(SoftPromptBase):
     """P-tuning: a prompt whose vectors a small network makes while it is trained (Liu et al., 2021)."""
 
     type: Literal["p_tuning"] = "p_tuning"
-    length: Positive = 20
-    """Tokens of the prompt."""
     encoder: Literal["mlp", "lstm"] = "mlp"
     """The network: three layers, or two of an LSTM in both directions and two after them."""
     hidden: Positive | None = None
     """Its width; null: the model's."""
-    initial_text: str | None = None
-    """As of `type: prompt`, for what the network is given."""
-    position: Literal["front", "back"] = "front"
-    """Before what is read, or (an encoder's) behind it."""
 
 
-class PrefixTuningSettings(AdapterBase):
-    """Prefix tuning: keys and values before the text in each block, made by a small network (Li and Liang, 2021)."""
+class DeepPromptBase(AdapterBase):
+    """Keys and values before the text in each block."""
 
-    type: Literal["prefix"] = "prefix"
-    length: Positive = 20
-    """Tokens of the prefix."""
-    hidden: Positive = 512
-    """Inner width of the network, of which each block has its own."""
-    in_encoder: bool = True
-    """Whether the blocks of an encoder have prefixes, too."""
-
-
-class PTuningV2Settings(AdapterBase):
-    """P-tuning v2: keys and values before the text in each block, trained themselves (Liu et al., 2022)."""
-
-    type: Literal["p_tuning_v2"] = "p_tuning_v2"
     length: Positive = 20
     """Tokens of the prompt."""
     in_encoder: bool = True
     """Whether the blocks of an encoder have them, too."""
+
+
+class PrefixTuningSettings(DeepPromptBase):
+    """Prefix tuning: keys and values before the text in each block, made by a small network (Li and Liang, 2021)."""
+
+    type: Literal["prefix"] = "prefix"
+    hidden: Positive = 512
+    """Inner width of the network, of which each block has its own."""
+
+
+class PTuningV2Settings(DeepPromptBase):
+    """P-tuning v2: keys and values before the text in each block, trained themselves (Liu et al., 2022)."""
+
+    type: Literal["p_tuning_v2"] = "p_tuning_v2"
 
 
 Tune = Annotated[
