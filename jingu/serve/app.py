@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
@@ -60,10 +60,8 @@ def create(service: Service) -> FastAPI:
     app.add_route("/", lambda _: RedirectResponse("/chat"))
     for path, page in pages().items():
         app.add_route(path, partial(_page, page))
-    for kind in (ServeError, JinguError):
+    for kind in (ServeError, JinguError, StarletteHTTPException, RequestValidationError):
         app.add_exception_handler(kind, _failed)
-    app.add_exception_handler(StarletteHTTPException, _refused)
-    app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_middleware(Gate, settings=service.settings)
     if service.settings.origins:
         app.add_middleware(
@@ -86,26 +84,22 @@ async def _metrics(service: Served) -> Response:
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, StarletteHTTPException):
+        words = {404: "there is nothing at this address", 405: "this address is not called with this method"}
+        message = words.get(error.status_code, str(error.detail))
+        error = ServeError(error.status_code, message, headers=error.headers)
+    elif isinstance(error, RequestValidationError):
+        error = _not_valid(error.errors()[0], request.headers.get("content-type", ""))
     return failure(error, request.url.path)
 
 
-async def _refused(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException | StarletteHTTPException)
-    words = {404: "there is nothing at this address", 405: "this address is not called with this method"}
-    message = words.get(error.status_code, str(error.detail))
-    return failure(ServeError(error.status_code, message, headers=error.headers), request.url.path)
-
-
-async def _not_valid(request: HttpRequest, error: Exception) -> Response:
+def _not_valid(found: dict[str, Any], kind: str) -> ServeError:
     """What pydantic found first, without the value: it may be text that no log should have."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    kind = request.headers.get("content-type", "")
-    if first["type"] == "json_invalid":
-        return failure(ServeError(400, "the body is not JSON"), request.url.path)
+    if found["type"] == "json_invalid":
+        return ServeError(400, "the body is not JSON")
     if "json" not in kind:
-        return failure(ServeError(400, "send the body with Content-Type: application/json"), request.url.path)
-    place = ".".join(str(each) for each in first["loc"][1:])
-    words = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
+        return ServeError(400, "send the body with Content-Type: application/json")
+    place = ".".join(str(each) for each in found["loc"][1:])
+    words = "there is no such field" if found["type"] == "extra_forbidden" else found["msg"]
     shown = f"{f'`{place}`' if place else 'the body'}: {words}"
-    return failure(ServeError(400, shown, field=place.partition(".")[0] or None), request.url.path)
+    return ServeError(400, shown, field=place.partition(".")[0] or None)

@@ -12,7 +12,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -78,8 +77,7 @@ class Ticket:
         self.requests = tuple(requests)
         self.account = Account(arrived)
         self._driver = driver
-        self._events: deque[tuple[int, Event]] = deque()
-        self._wake = asyncio.Event()
+        self._lots: asyncio.Queue[list[tuple[int, Event]] | None] = asyncio.Queue()
         self._awaited = {(number, choice) for number, each in enumerate(requests) for choice in range(each.n)}
         self._met: set[int] = set()
         self._failure: ServeError | None = None
@@ -92,18 +90,10 @@ class Ticket:
         Raises:
             ServeError: the request was broken off.
         """
-        while True:
-            if self._events:
-                lot = list(self._events)
-                self._events.clear()
-                yield lot
-            elif self._failure is not None:
-                raise self._failure
-            elif not self._awaited:
-                return
-            else:
-                self._wake.clear()
-                await self._wake.wait()
+        while (lot := await self._lots.get()) is not None:
+            yield lot
+        if self._failure is not None:
+            raise self._failure
 
     def cancel(self) -> None:
         """Give up what is not finished. Nothing happens where all is."""
@@ -142,13 +132,12 @@ class Ticket:
                 self._awaited.discard((number, event.choice))
                 account.finish = event.finish
         broken = next((event for _, event in events if event.finish in ("error", "cancelled")), None)
-        self._events.extend(each for each in events if each[1].finish not in ("error", "cancelled"))
+        self._lots.put_nowait([each for each in events if each[1].finish not in ("error", "cancelled")])
         if broken is not None:
             self._driver.drop(self)
             self.fail(ServeError(500, broken.error or "the engine gave the request up", kind="generation"))
         elif not self._awaited:
             self._close(account.finish)
-        self._wake.set()
 
     def _close(self, finish: str) -> None:
         self.closed = True
@@ -156,7 +145,7 @@ class Ticket:
         self.account.ended = time.perf_counter()
         if self._timer is not None:
             self._timer.cancel()
-        self._wake.set()
+        self._lots.put_nowait(None)
         self._driver.closed(self)
 
 

@@ -272,7 +272,9 @@ def _embedded(prompt: Sequence[int], service: Service) -> list[float]:
     model = service.loaded.model
     device = next(model.parameters()).device
     with torch.inference_mode():
-        states_TD = model(torch.tensor([prompt], device=device))[0].float()
+        tokens_BT = torch.tensor([prompt], device=device)
+        reach_BT = torch.full_like(tokens_BT, len(prompt)) if service.loaded.reads_whole else None
+        states_TD = model(tokens_BT, reach_BT=reach_BT)[0].float()
         pooled_D = states_TD.mean(0) if service.settings.pooling == "mean" else states_TD[-1]
         vector: list[float] = torch.nn.functional.normalize(pooled_D, dim=0).tolist()
     if not all(abs(value) <= 1.001 for value in vector):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jingu.checkpoint.hub import open_model
 
 PREFIX = {"data.objective": {"type": "prefix"}, "data.within_documents": True}
 CONTINUATION = {
@@ -26,6 +29,7 @@ def test_every_layout_is_the_run_of_one_process(objective: dict[str, Any], layou
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
+    assert open_model(Path(alone.runs) / alone.name).reads_whole is (objective is PREFIX)  # and so prompts are seen
     losses = one.column("loss")
     assert losses[-1] < losses[0] - 0.1
     assert all(value > 0 for value in one.column("bits_per_byte", "evaluation"))
