@@ -23,8 +23,9 @@ Marked = Callable[[list[str], bool], str]
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Trained tokens</title>
 <style>body{{font:15px/1.6 sans-serif;max-width:60em;margin:2em auto;white-space:pre-wrap;overflow-wrap:anywhere}}
-h2{{font-size:1em}}i{{font-style:normal;outline:1px solid #8884}}b i{{background:#9d9}}b{{font-weight:normal}}</style>
-{body}
+h2,p{{font-size:1em;margin:1em 0 0}}i{{font-style:normal;outline:1px solid #8884}}
+b{{font-weight:normal}}b i{{background:#9d9}}</style>
+<p>A frame is a token; <b><i>green</i></b> ones are trained.</p>{body}
 """
 
 
@@ -70,14 +71,16 @@ def _totals(config: RunConfig, maker: Maker) -> list[str]:
             copies += len(part.hashes)
             seen.update(part.hashes.tolist())
     lines = told(tally, copies - len(seen), drops=maker.data.duplicates == "drop")
-    return lines + [f"  bad: {line}" for line in tally.skipped[:MOST_BAD]]
+    more = len(tally.skipped) - MOST_BAD
+    lines += [f"  bad: {line}" for line in tally.skipped[:MOST_BAD]]
+    return lines + ([f"  and {more:,} more; data.on_error=skip lists all when they are prepared"] if more > 0 else [])
 
 
 def _row(row: Supervised, tokenizer: Tokenizer, marked: Marked) -> str:
     """A row as text, its trained tokens marked. The first token is never predicted."""
     tokens = zip(_texts(row, tokenizer), [False, *(row.weights[1:] > 0).tolist()], strict=True)
     return "".join(
-        marked([text for text, _ in together], trained)
+        marked([text for text, _ in together if text], trained)
         for trained, together in groupby(tokens, key=lambda each: each[1])
     )
 

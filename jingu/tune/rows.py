@@ -60,13 +60,13 @@ class BadRow:
     start: str
 
     def __str__(self) -> str:
-        return f"row {self.number}: {self.reason}. It begins {self.start}"
+        start = " ".join(self.start[:80].split())
+        return f"row {self.number}: {self.reason}. It begins: {start}{'…' if len(self.start) > 80 else ''}"
 
 
 def bad_row(file: Path, number: int, reason: str, row: Row) -> BadRow:
     """A row whose form is good, but that cannot be used."""
-    start = row.messages[0].content if row.messages else row.parts[0][0]
-    return BadRow(file, number, reason, json.dumps(start[:80], ensure_ascii=False))
+    return BadRow(file, number, reason, row.messages[0].content if row.messages else row.parts[0][0])
 
 
 class RowError(ValueError):
@@ -118,8 +118,7 @@ def read_rows(unit: Unit, bad: Callable[[BadRow], None], largest: int = LARGEST_
                 row = parse_row(value)
             except RowError as error:
                 text = json.dumps(value, ensure_ascii=False) if text is None else text
-                start = json.dumps(text[:80], ensure_ascii=False)
-                bad(BadRow(unit.file, unit.before + number, str(error), start))
+                bad(BadRow(unit.file, unit.before + number, str(error), text[:100]))
             else:
                 yield number, row
     except OSError as error:
@@ -424,7 +423,7 @@ _MAY_FOLLOW: dict[str | None, tuple[Role, ...]] = {
 def _conversation(kind: str, turns: list[Message], tools: tuple[Fields, ...] = ()) -> Row:
     """A conversation whose roles are in order; turns of one role in a row are joined."""
     joined: list[Message] = []
-    for turn in turns:
+    for number, turn in enumerate(turns, start=1):
         last = joined[-1] if joined else None
         if last is not None and last.role == turn.role and last.role != "tool" and last.weight == turn.weight:
             content = "\n".join(text for text in (last.content, turn.content) if text)
@@ -435,7 +434,9 @@ def _conversation(kind: str, turns: list[Message], tools: tuple[Fields, ...] = (
         answers_no_call = turn.role == "tool" and last is not None and not (last.tool_calls or last.role == "tool")
         if (turn.role not in allowed and not again) or answers_no_call:
             before = f"after {last.role}" if last else "first"
-            raise RowError(f"roles out of order: {turn.role} stands {before}")
+            raise RowError(
+                f"roles out of order: {turn.role} stands {before}, as turn {number}; expected {' or '.join(allowed)}"
+            )
         joined.append(turn)
     if joined[-1].role != "assistant":
         raise RowError(f"expected an answer at the end; the last turn is of {joined[-1].role}")

@@ -127,7 +127,10 @@ BAD = [
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "field history[0]: expected [question, answer]"),
     ({"type": "conversation", "rounds": []}, "field rounds: expected a list that is not empty, not []"),
     ({"type": "conversation", "rounds": [["say", "a"]]}, 'field rounds[0]: expected ["ask", text]'),
-    ({"type": "conversation", "rounds": [["ans", "a"]]}, "roles out of order: assistant stands first"),
+    (
+        {"type": "conversation", "rounds": [["ans", "a"]]},
+        "roles out of order: assistant stands first, as turn 1; expected system or user",
+    ),
     ({"type": "conversation", "rounds": [["ask", "a"]]}, "expected an answer at the end; the last turn is of user"),
     ({"type": "conver_has_api", "rounds": [["ask", "a"], ["api", "b"]]}, "field rounds[1][1]: expected a call"),
     ({"messages": [{"role": "poet", "content": "a"}]}, "field messages[0].role: expected system, developer"),
@@ -176,7 +179,7 @@ def test_lines_and_what_is_told_of_bad_ones(tmp_path: Path) -> None:
     assert "not UTF-8" in str(bad[3])
     assert "it is not JSON" in str(bad[0]) and "{oops" in str(bad[0])
     assert "213 characters, of 100 at most" in str(bad[1])
-    with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins ') as caught:
+    with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins: {"text": ""}') as caught:
         list(read_rows(unit, lambda each: stop_at(each) if each.number == 5 else None))
     assert str(caught.value.where) == str(file)
 
