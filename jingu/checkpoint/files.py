@@ -335,10 +335,9 @@ def open_checkpoint(folder: Place) -> Manifest:
 
 def read_state(folder: Place) -> dict[str, Any]:
     """What `save` was given as `state`, checked against its checksum."""
-    record = open_checkpoint(folder).files[STATE]
-    problem = _file_problem(folder, STATE, record)
-    if problem:
-        raise CheckpointError(f"{problem}.", where=folder)
+    problems = _problems_of(folder, STATE, open_checkpoint(folder).files[STATE])
+    if problems:
+        raise CheckpointError(f"{problems[0]}.", where=folder)
     state = json.loads((folder / STATE).read_bytes())
     assert isinstance(state, dict)
     return state
@@ -357,42 +356,34 @@ def verify(folder: Place) -> list[str]:
         return [error.what.removesuffix(".")]
     problems = []
     for name, record in manifest.files.items():
-        problem = _file_problem(folder, name, record)
-        if problem:
-            problems += _tensor_problems(folder, name, manifest) or [problem]
+        pieces = (piece for stored in manifest.tensors.values() for piece in stored.pieces if piece.file == name)
+        problems += _problems_of(folder, name, record, pieces)
     if STATE not in manifest.files:
         problems.append(f"{STATE} is not part of it")
     return problems
 
 
-def _file_problem(folder: Place, name: str, record: FileRecord) -> str | None:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+def _problems_of(folder: Place, name: str, record: FileRecord, pieces: Iterable[Piece] = ()) -> list[str]:
+    """What is wrong with a file: the tensors that it has damaged, where they can be told."""
     try:
         with reading(folder / name) as file:
             if file.size != record.bytes:
-                return f"{name} has {file.size} bytes, not {record.bytes}"
-            for first in range(0, file.size, CHUNK):
-                part = buffer[: file.size - first]
-                file.fill(first, part)
-                digest.update(part)
+                return [f"{name} has {file.size} bytes, not {record.bytes}"]
+            if _checksum(file, 0, file.size) == record.xxh3_128:
+                return []
+            wrong = [mismatch(piece) for piece in pieces if _checksum(file, *piece.bytes) != piece.xxh3_128]
     except CheckpointError as error:
-        return error.what.removesuffix(".")
-    return None if digest.hexdigest() == record.xxh3_128 else f"{name} does not match its checksum"
+        return [error.what.removesuffix(".")]
+    return list(dict.fromkeys(wrong)) or [f"{name} does not match its checksum"]
 
 
-def _tensor_problems(folder: Place, name: str, manifest: Manifest) -> list[str]:
-    """Which tensors a damaged file has damaged; empty where it is not as long as it was, or only its header is."""
-    problems: dict[str, None] = {}
-    with contextlib.suppress(CheckpointError), reading(folder / name) as file:
-        if file.size != manifest.files[name].bytes:
-            return []
-        for stored in manifest.tensors.values():
-            for piece in (piece for piece in stored.pieces if piece.file == name):
-                part = memoryview(bytearray(piece.bytes[1] - piece.bytes[0]))
-                file.fill(piece.bytes[0], part)
-                if xxhash.xxh3_128_hexdigest(part) != piece.xxh3_128:
-                    problems[mismatch(piece)] = None
-    return list(problems)
+def _checksum(file: Reading, begin: int, end: int) -> str:
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+    for first in range(begin, end, CHUNK):
+        part = buffer[: end - first]
+        file.fill(first, part)
+        digest.update(part)
+    return digest.hexdigest()
 
 
 class Reading:

@@ -8,7 +8,7 @@ Checksums are XXH3 with 128 bits, in hexadecimal, as `xxhsum -H2` prints them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -157,13 +157,21 @@ def header_of(pieces: Iterable[tuple[str, Piece]]) -> bytes:
     blocks: dict[str, tuple[str, list[Piece]]] = {}
     for dtype, piece in pieces:
         blocks.setdefault(piece.key, (dtype, []))[1].append(piece)
+    # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
+    ordered = sorted(blocks.items(), key=lambda item: (-WIDTHS[item[1][0]], item[0]))
+    return safetensors_header(
+        (key, dtype, [sum(piece.shape[0] for piece in rows), *rows[0].shape[1:]] if rows[0].shape else [])
+        for key, (dtype, rows) in ordered
+    )
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
+    """What stands before the first of tensors with these names, dtypes and shapes, in the order of the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
-    for key, (dtype, rows) in sorted(blocks.items(), key=lambda item: (-WIDTHS[item[1][0]], item[0])):
-        shape = [sum(piece.shape[0] for piece in rows), *rows[0].shape[1:]] if rows[0].shape else []
+    for name, dtype, shape in tensors:
         begin, end = end, end + prod(shape) * WIDTHS[dtype]
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = _json(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

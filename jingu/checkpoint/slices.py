@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from jingu.parallel.sharing import share
+
 Extent = tuple[int, ...]
 
 
@@ -68,10 +70,7 @@ def local_slice(
     offset, size = [0] * len(shape), list(shape)
     for axis in _splitting_order(mesh_shape, placements):
         dim = placements[axis].dim  # type: ignore[attr-defined]
-        # torch.chunk's rule: blocks of equal size rounded up, so the last ones may be short or empty.
-        block = -(-size[dim] // mesh_shape[axis])
-        begin = min(size[dim], block * coordinate[axis])
-        size[dim] = min(block, size[dim] - begin)
+        begin, size[dim] = share(size[dim], mesh_shape[axis], coordinate[axis])
         offset[dim] += begin
     replica, replicas, copied = 0, 1, []
     for axis, placement in enumerate(placements):

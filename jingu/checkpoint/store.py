@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from jingu.checkpoint.files import (
     begin,
@@ -43,6 +42,7 @@ from jingu.checkpoint.shards import (
 )
 from jingu.checkpoint.slices import overlap, slice_of
 from jingu.checkpoint.stream import read_at
+from jingu.parallel.sharing import local
 from jingu.runtime.device import one_thread
 
 T = TypeVar("T")
@@ -134,8 +134,7 @@ def held_blocks(tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) ->
             except ValueError as error:
                 raise CheckpointError(f"tensor {name} cannot be stored: {error}.") from None
             if found is not None:
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                blocks.append(Held(name, found, local.detach()))
+                blocks.append(Held(name, found, local(tensor).detach()))
     return blocks
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jingu.checkpoint.files import write_all
+from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.shards import DTYPE_NAMES, DTYPES, memory_of
 from jingu.errors import JinguError
 
@@ -86,16 +86,10 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> None:
         """`tensors`: dtypes and shapes, in the order in which they will be written."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, (dtype, shape) in tensors.items():
-            begin, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        header = safetensors_header((name, DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items())
         self._expected = iter(tensors.items())
         self._file = path.open("xb", buffering=0)
-        write_all(self._file, memoryview(len(text).to_bytes(8, "little") + text))
+        write_all(self._file, memoryview(header))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
