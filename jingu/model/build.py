@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TypeVar
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES, Family
-from jingu.model.spec import Attention, Component, Experts, FeedForward, ModelSpec, Position, RotaryPositions, replaced
-
-Part = TypeVar("Part", bound=Component)
+from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replaced
 
 
 def spec_from_settings(
@@ -45,32 +42,41 @@ def spec_from_settings(
             where="model.family",
             fix=f"Leave it out: a {'preset' if start is None else 'model'} says its family.",
         )
-    changes = {
+    _check_family(settings, template, family)
+    heads, head_size = settings.heads or template.attention.heads, settings.head_size
+    if head_size is None and (settings.width or settings.heads):
+        head_size = _head_size(settings.width or template.width, heads)
+    given = {
+        "vocabulary": _vocabulary(settings, vocabulary, preset),
+        "context": _context(settings, context, preset),
         "width": settings.width,
         "layers": settings.layers,
-        "encoder_layers": _encoder_layers(settings, template),
+        "encoder_layers": template.encoder_layers and (settings.encoder_layers or settings.layers),
+        "norm.epsilon": settings.norm_epsilon,
+        "position.base": settings.rope_base,
+        "attention.heads": settings.heads,
+        "attention.kv_heads": settings.kv_heads or settings.heads,
+        "attention.head_size": head_size,
         "tied_embeddings": settings.tied_embeddings,
         "scaled_head": template.scaled_head and settings.tied_embeddings is not False,
         "initial_std": settings.initial_std,
+        **_feed_forward(settings, template, family),
     }
-    feed_forward = settings.feed_forward
-    if feed_forward is None and settings.width is not None:
-        feed_forward = family.feed_forward_size(settings.width)
-    return replaced(
-        template,
-        vocabulary=_vocabulary(settings, vocabulary, preset),
-        context=_context(settings, context, preset),
-        norm=_changed(template.norm, epsilon=settings.norm_epsilon),
-        position=_position(settings, template),
-        attention=_attention(settings, template),
-        feed_forward=_feed_forward(settings, template, feed_forward),
-        **{name: value for name, value in changes.items() if value is not None},
-    )
+    return replaced(template, **{place: value for place, value in given.items() if value is not None})
 
 
-def _changed(part: Part, **values: object) -> Part:
-    """A copy with those of the values that are not None."""
-    return part.model_copy(update={name: value for name, value in values.items() if value is not None})
+def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) -> None:
+    """JinguError for settings of what the family has not."""
+    experts = settings.experts.model_dump(exclude_none=True)
+    encoded, turned = template.encoder_layers is not None, isinstance(template.position, RotaryPositions)
+    for asked, has, what, where, example in (
+        (settings.encoder_layers, encoded, "encoder", "model.encoder_layers", "one (t5)"),
+        (settings.rope_base, turned, "rotary positions", "model.rope_base", "them (llama)"),
+        (experts, family.experts, "experts", f"model.experts.{next(iter(experts), None)}", "them (mixtral)"),
+    ):
+        if asked and not has:
+            fix = f"Leave it out, or choose a family that has {example}."
+            raise JinguError(f"the family {family.name!r} has no {what}.", where=where, fix=fix)
 
 
 def _preset(settings: ModelSettings) -> ModelSpec | None:
@@ -101,16 +107,6 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _encoder_layers(settings: ModelSettings, start: ModelSpec) -> int | None:
-    if start.encoder_layers is None and settings.encoder_layers is not None:
-        raise JinguError(
-            f"the family {start.family!r} has no encoder.",
-            where="model.encoder_layers",
-            fix="Leave it out, or choose a family that has one (t5).",
-        )
-    return start.encoder_layers and (settings.encoder_layers or settings.layers)
-
-
 def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | None) -> int:
     if settings.vocabulary == "auto":
         return max(tokenizer, preset.vocabulary) if preset else tokenizer
@@ -134,15 +130,6 @@ def _context(settings: ModelSettings, sequence: int, preset: ModelSpec | None) -
     return context
 
 
-def _attention(settings: ModelSettings, start: ModelSpec) -> Attention:
-    heads = settings.heads or start.attention.heads
-    kv_heads = settings.kv_heads or (settings.heads or start.attention.kv_heads)
-    head_size = settings.head_size
-    if head_size is None and (settings.width or settings.heads):
-        head_size = _head_size(settings.width or start.width, heads)
-    return _changed(start.attention, heads=heads, kv_heads=kv_heads, head_size=head_size)
-
-
 def _head_size(width: int, heads: int) -> int:
     if width % heads:
         below = width // heads * heads
@@ -155,29 +142,17 @@ def _head_size(width: int, heads: int) -> int:
     return width // heads
 
 
-def _feed_forward(settings: ModelSettings, start: ModelSpec, size: int | None) -> FeedForward:
-    given = settings.experts.model_dump(exclude_none=True)
-    mixture, part = FAMILIES[start.family].experts, start.feed_forward
-    if given and mixture is not None and not isinstance(part, Experts):
-        part = _changed(mixture, size=part.size, activation=part.activation)
-    part = _changed(part, size=size)
+def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) -> dict[str, object]:
+    """Values by their places in the spec."""
+    given, part, found = settings.experts.model_dump(exclude_none=True), template.feed_forward, dict[str, object]()
     if given and not isinstance(part, Experts):
-        raise JinguError(
-            f"the family {start.family!r} has no experts.",
-            where=f"model.experts.{next(iter(given))}",
-            fix="Leave it out, or choose a family that has them (mixtral).",
-        )
+        assert family.experts is not None
+        found = {"": family.experts, ".size": part.size, ".activation": part.activation}
+        part = family.experts
+    if settings.feed_forward or settings.width:
+        found[".size"] = settings.feed_forward or family.feed_forward_size(settings.width or template.width)
     router = given.pop("router", None)
     if isinstance(part, Experts) and router not in (None, part.router.type):  # else with the family's habits
         given["router"] = {"type": router}
-    return type(part).model_validate({**part.model_dump(), **given})
-
-
-def _position(settings: ModelSettings, start: ModelSpec) -> Position:
-    if settings.rope_base is not None and not isinstance(start.position, RotaryPositions):
-        raise JinguError(
-            f"the family {start.family!r} has no rotary positions.",
-            where="model.rope_base",
-            fix="Leave it out, or choose a family that has them (llama).",
-        )
-    return _changed(start.position, base=settings.rope_base)
+    found |= {f".{name}": value for name, value in given.items()}
+    return {f"feed_forward{place}": value for place, value in found.items()}

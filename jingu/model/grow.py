@@ -158,13 +158,14 @@ def wider(model: Model, width: int, noise: float = 0.0, seed: int = 0) -> Model:
             where="--width",
             fix="Grow the depth or the vocabulary, or take a model with rotary or learned positions.",
         )
-    heads = spec.attention.model_copy(
-        update={"heads": times * spec.attention.heads, "kv_heads": times * spec.attention.kv_heads}
-    )
-    sizes = {"size": times * spec.feed_forward.size}
+    sizes = {
+        "width": width,
+        "attention.heads": times * spec.attention.heads,
+        "attention.kv_heads": times * spec.attention.kv_heads,
+        "feed_forward.size": times * spec.feed_forward.size,
+    }
     if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared:
-        sizes["shared"] = times * spec.feed_forward.shared
-    inner = spec.feed_forward.model_copy(update=sizes)
+        sizes["feed_forward.shared"] = times * spec.feed_forward.shared
     # The head reads k copies. Rows of a normalised head have become √k times as long before they are normalised, and
     # a scaled head divides by √k of itself.
     final = times**0.5 if spec.normalised_head or spec.scaled_head else times
@@ -181,7 +182,7 @@ def wider(model: Model, width: int, noise: float = 0.0, seed: int = 0) -> Model:
         rows = old if only_inputs else old.repeat(*[1] * (old.ndim - 2), times, 1)
         return _read_copies(rows, times, noise * float(old.float().std()) if noise else 0.0, name, seed)
 
-    return Model(replaced(spec, width=width, attention=heads, feed_forward=inner), read)
+    return Model(replaced(spec, **sizes), read)
 
 
 def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:

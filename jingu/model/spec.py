@@ -380,8 +380,15 @@ def rotary_size(position: RotaryPositions, head_size: int) -> int:
 
 
 def replaced(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """A copy with other values, validated again."""
-    return ModelSpec.model_validate({**{name: getattr(spec, name) for name in ModelSpec.model_fields}, **changes})
+    """A copy with other values, validated again; a key may be a place in a component, such as `attention.heads`."""
+    values = spec.model_dump()
+    for place, value in changes.items():
+        *parts, last = place.split(".")
+        within = values
+        for part in parts:
+            within = within[part]
+        within[last] = value.model_dump() if isinstance(value, Component) else value
+    return ModelSpec.model_validate(values)
 
 
 def _divisors(number: int) -> str:

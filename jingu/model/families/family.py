@@ -70,14 +70,7 @@ class Family:
         values: Values = {}
         for keys in self.keys:
             values |= keys.read(config, values)
-        spec = self.template.model_dump()
-        for place, value in values.items():
-            *parts, last = place.split(".")
-            within = spec
-            for part in parts:
-                within = within[part]
-            within[last] = value
-        return ModelSpec.model_validate(spec)
+        return replaced(self.template, **values)
 
     def hf_config(self, spec: ModelSpec) -> dict[str, Any]:
         """`config.json` of a spec, as far as its keys can say it."""
@@ -208,20 +201,16 @@ def sized(
     **changes: Any,
 ) -> ModelSpec:
     """A published model: the family's habits at these dimensions."""
-    parts = {
-        "heads": heads,
-        "kv_heads": kv_heads or heads,
-        "head_size": head_size or width // heads,
-        "window": window,
+    sizes = {
+        "layers": layers,
+        "width": width,
+        "attention.heads": heads,
+        "attention.kv_heads": kv_heads or heads,
+        "attention.head_size": head_size or width // heads,
+        "attention.window": window,
+        "feed_forward.size": feed_forward,
     }
-    return replaced(
-        template,
-        layers=layers,
-        width=width,
-        attention=template.attention.model_copy(update=parts),
-        feed_forward=template.feed_forward.model_copy(update={"size": feed_forward}),
-        **changes,
-    )
+    return replaced(template, **sizes, **changes)
 
 
 def four_widths(width: int) -> int:

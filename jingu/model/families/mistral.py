@@ -9,9 +9,7 @@ from jingu.model.families.llama import LLAMA, SHARED_KEYS
 from jingu.model.families.rope import ROPE
 from jingu.model.spec import replaced
 
-_TEMPLATE = replaced(
-    LLAMA.template, family="mistral", attention=LLAMA.template.attention.model_copy(update={"window": 4096})
-)
+_TEMPLATE = replaced(LLAMA.template, family="mistral", **{"attention.window": 4096})
 _WINDOW = Keys(
     # A config may say that there is none.
     lambda config, _: {"attention.window": config.get("sliding_window", 4096)},

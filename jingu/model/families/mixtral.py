@@ -39,20 +39,16 @@ def _rules(block: str, **parts: str) -> tuple[Rule, ...]:
     )
 
 
-def _template(family: str, **attention: Any) -> ModelSpec:
-    llama = LLAMA.template
-    experts = Experts(number=8, active=2, size=512, balance=0.001, balance_over="model")
-    return replaced(llama, family=family, attention=llama.attention.model_copy(update=attention), feed_forward=experts)
-
-
 def _sized(template: ModelSpec, number: int, active: int, *sizes: int, balance: float, **changes: Any) -> ModelSpec:
     """A published model; `sizes` are layers, width, heads and the feed-forward of one expert."""
-    experts = {"number": number, "active": active, "balance": balance}
-    template = replaced(template, feed_forward=template.feed_forward.model_copy(update=experts))
-    return sized(template, *sizes, position=RotaryPositions(base=1e6), **changes)
+    experts = {"feed_forward.number": number, "feed_forward.active": active, "feed_forward.balance": balance}
+    template = replaced(template, position=RotaryPositions(base=1e6), **experts)
+    return sized(template, *sizes, **changes)
 
 
-_MIXTRAL, _QWEN3_MOE = _template("mixtral"), _template("qwen3_moe", qk_norm=True)
+_EXPERTS = Experts(number=8, active=2, size=512, balance=0.001, balance_over="model")
+_MIXTRAL = replaced(LLAMA.template, family="mixtral", feed_forward=_EXPERTS)
+_QWEN3_MOE = replaced(_MIXTRAL, family="qwen3_moe", **{"attention.qk_norm": True})
 _QWEN3: dict[str, Any] = {
     "kv_heads": 4,
     "head_size": 128,

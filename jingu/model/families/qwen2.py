@@ -39,7 +39,7 @@ _TEMPLATE = replaced(
     family="qwen2",
     norm=RmsNorm(epsilon=1e-6),
     position=RotaryPositions(base=1e6),
-    attention=LLAMA.template.attention.model_copy(update={"qkv_bias": True}),
+    **{"attention.qkv_bias": True},
 )
 _SMALL: dict[str, Any] = {"kv_heads": 2, "vocabulary": 151936, "context": 32768, "tied_embeddings": True}
 _LARGE: dict[str, Any] = {"vocabulary": 152064, "context": 32768}

@@ -16,7 +16,7 @@ _TEMPLATE = replaced(
     family="qwen3",
     norm=RmsNorm(epsilon=1e-6),
     position=RotaryPositions(base=1e6),
-    attention=LLAMA.template.attention.model_copy(update={"qk_norm": True}),
+    **{"attention.qk_norm": True},
 )
 _ALL: dict[str, Any] = {"kv_heads": 8, "head_size": 128, "vocabulary": 151936, "context": 40960}
 _SMALL: dict[str, Any] = {**_ALL, "tied_embeddings": True}
