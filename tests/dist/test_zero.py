@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import train_all
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model.tied_embeddings": False},
     "llama-tied": {"model.tied_embeddings": True},
@@ -73,20 +75,10 @@ def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
 
     Pretraining.batch = noting
     try:
-        train_quietly(rank, world, config)
+        assert train_all(rank, world, [config]) == [0]
     finally:
         Pretraining.batch = taken
     return seen
-
-
-def train_quietly(rank: int, world: int, config: Any) -> None:
-    import torch
-
-    from jingu.runtime.ranks import Ranks
-    from jingu.runtime.signals import StopRequest
-    from jingu.train.verbs import train_joined
-
-    assert train_joined(config, Ranks(rank, world, torch.device("cpu")), StopRequest()) == 0
 
 
 def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):
@@ -135,7 +127,7 @@ def counted(rank: int, world: int, configs: list[Any]) -> list[dict[str, int]]:
             for name in set(names) & originals.keys():
                 setattr(dist, name, counting(kind, originals[name]))
         try:
-            train_quietly(rank, world, config)
+            assert train_all(rank, world, [config]) == [0]
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
@@ -197,7 +189,7 @@ def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int
 
         step_module.scale_gradients = looking
         try:
-            train_quietly(rank, world, config)
+            assert train_all(rank, world, [config]) == [0]
         finally:
             step_module.scale_gradients = original
     return found
