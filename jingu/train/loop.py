@@ -206,7 +206,7 @@ def _scaling(loop: Loop, scale: LossScale) -> dict[str, float]:
 
 def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> float | None:
     """Measure and write samples; returns the held-out loss, where there is held-out text."""
-    settings, rows, loss = loop.run.config.evaluation, loop.task.held_out(), None
+    settings, rows, loss = loop.run.config.evaluation, loop.task.held_out, None
     if not settings.every:
         return None
     if rows is not None:

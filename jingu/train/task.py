@@ -71,6 +71,7 @@ class Task(Protocol):
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Rows [first, first + count) of the global batch of a step: a pure function."""
 
+    @property
     def held_out(self) -> HeldOut | None:
         """Held-out rows for evaluation, or None."""
 
@@ -117,7 +118,7 @@ class Pretraining:
     """Next-token prediction over windows of a corpus; with an encoder, of what is removed from them."""
 
     source: Loader
-    held_out_rows: HeldOut | None
+    held_out: HeldOut | None
     chunk: ChunkLoss
     columns: int | None = None
     """As in `summed_cross_entropy`."""
@@ -137,9 +138,6 @@ class Pretraining:
         batch = batch if self.chance is None else self.chance.on(batch, step, first)
         batch = replace(batch, documents=None) if self.alone else batch
         return batch if self.prompts is None else prompted(batch, self.prompts)
-
-    def held_out(self) -> HeldOut | None:
-        return self.held_out_rows
 
     def weights(self, model: Model) -> dict[str, float]:
         experts = model.spec.feed_forward

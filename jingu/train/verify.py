@@ -150,10 +150,9 @@ def valid_layouts(bench: Workbench, ranks: int) -> Iterator[Layout]:
             "context_by": exchanges if sizes["context"] > 1 else exchanges[:1],
         }
         for chosen in product(*choices.values()):
-            settings = {**sizes, **dict(zip(choices, chosen, strict=True))}
-            words = [f"parallel.{key}={value}" for key, value in settings.items()]
+            parallel = bench.config.parallel.model_copy(update={**sizes, **dict(zip(choices, chosen, strict=True))})
             try:
-                yield bench.layout(words, ranks)
+                yield bench.fitted(bench.config.model_copy(update={"parallel": parallel}), ranks)
             except JinguError:
                 continue  # an impossible mix
 
@@ -179,10 +178,14 @@ class Workbench:
         if ranks is None:
             given = [getattr(config.parallel, axis) for axis in AXES]
             ranks = math.prod(size for size in given if size != "auto")
+        return self.fitted(config, ranks)
+
+    def fitted(self, config: RunConfig, ranks: int) -> Layout:
+        """A configuration on so many ranks; where its micro batch is too large for a rank's share, with another one."""
         try:
             sizes, _ = plan_layout(config, ranks, self.spec)
-        except JinguError:  # perhaps the micro batch is too large for a rank's share
-            config = self._changed(config, ["batch.micro_size=auto"])
+        except JinguError:
+            config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": "auto"})})
             sizes, _ = plan_layout(config, ranks, self.spec)
         return Layout(config, ranks, sizes)
 

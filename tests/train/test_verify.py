@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
 from jingu.errors import JinguError
+from jingu.train import verify as verify_module
 from jingu.train.trace import Noted, _sums, differences
 from jingu.train.verify import TOLERANCES, Check, Workbench, checks, explain, first_divergence, short_run, valid_layouts
 
@@ -343,7 +344,15 @@ def test_layouts(bench):
     assert len(found) == len(set(found))
 
 
-def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys):
+def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys, ranks):
+    """Its runs are those of the pool; tests/test_readme.py has the command with processes of its own."""
+
+    def start(processes: int, words: list[str], output: Path) -> int:
+        assert words[0] == "train" and words[2] == "--trace"
+        ranks.run(record, processes, [(load_config(Path(words[1]), []), "nothing")])
+        return 0
+
+    monkeypatch.setattr(verify_module, "start_local_ranks", start)
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(dump_yaml(tiny_run({"evaluation.every": 5})))
     assert main(["verify", "run.yaml", "--steps", "2", "--against", "parallel.zero=3", "parallel.shard=2"]) == 0
