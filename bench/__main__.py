@@ -1,4 +1,4 @@
-"""`python -m bench [NAME ...]`: run the benchmarks and bring docs/benchmarks.md up to date."""
+"""`python -m bench [NAME[=ARGUMENT] ...]`: run the benchmarks and bring docs/benchmarks.md up to date."""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ def machine() -> str:
     )
 
 
-def section(name: str) -> str:
+def section(name: str, argument: str = "") -> str:
     """Run one benchmark; its part of the page."""
-    table = importlib.import_module(f"bench.{name}").run()
+    table = importlib.import_module(f"bench.{name}").run(*[argument] * bool(argument))
     return f"\n## {NAMES[name]}\n\n`python -m bench {name}` · {machine()}\n\n{table}\n"
 
 
 def main() -> None:
     """Run the benchmarks named on the command line, or all, and replace their sections in the page."""
-    if unknown := [name for name in sys.argv[1:] if name not in NAMES]:
+    wanted = dict(word.partition("=")[::2] for word in sys.argv[1:]) or dict.fromkeys(NAMES, "")
+    if unknown := [name for name in wanted if name not in NAMES]:
         sys.exit(f"There is no benchmark {unknown[0]}. There are {', '.join(NAMES)}.")
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else HEAD
-    for name in sys.argv[1:] or NAMES:
-        made = section(name)
+    for name, argument in wanted.items():
+        made = section(name, argument)
         print(made, flush=True)
         pattern = re.compile(rf"\n## {re.escape(NAMES[name])}\n.*?(?=\n## |\Z)", re.DOTALL)
         text = pattern.sub(lambda _match, made=made: made, text) if pattern.search(text) else text + made

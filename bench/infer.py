@@ -1,10 +1,14 @@
-"""Generation with SmolLM2-135M on 2 threads: one client and 16, beside transformers and beside the matrix products.
+"""Generation with SmolLM2-135M on 2 threads: one client and 16, beside transformers, llama.cpp and the products alone.
 
-Every figure is of one process, the sides in turn; tokens a second are those of the steps after the prompts are read.
+llama.cpp is node-llama-cpp's, in the folder that is named (`python -m bench infer=FOLDER`): made there with `npm install
+--ignore-scripts node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64`. It reads the same GGUF file, and computes with the 4
+bits of its matrices. Every figure is of one process, the sides in turn; tokens a second are those of the steps after the prompts are read.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +18,13 @@ from typing import Any
 
 from bench.smollm2 import smollm2
 
+ONE_BY_ONE, PRODUCTS = "transformers' generate, one by one", "matrix products alone, PyTorch's own, 1 row"
 CLIENTS, PROMPT, ANSWER, ROUNDS, THREADS = 16, 100, 64, 3, 2
 SIZES = {"full": (CLIENTS, PROMPT, ANSWER, ROUNDS), "tiny": (4, 20, 5, 1)}
 
 
-def run(size: str = "full") -> str:
-    """The table."""
+def run(llama: str = "", size: str = "full") -> str:
+    """The table; `llama`: folder of node-llama-cpp."""
     import torch
 
     from jingu.infer.load import load
@@ -31,13 +36,17 @@ def run(size: str = "full") -> str:
     with TemporaryDirectory() as folder:
         path = smollm2(Path(folder))
         loaded, theirs = load(path, "bf16"), _transformers(path, Path(folder))
+        few = {"int8": load(path, "int8"), "int4": load(path, "int4")}
         sides: dict[str, Callable[[], float]] = {
             "one client": lambda: _ours(loaded, prompts[:1], answer)[0],
             f"{clients} clients": lambda: _ours(loaded, prompts, answer)[0],
-            "transformers' generate, one by one": lambda: _theirs(theirs, prompts[0], answer),
+            ONE_BY_ONE: lambda: _theirs(theirs, prompts[0], answer),
             "transformers' generate_batch": lambda: _theirs_together(theirs, prompts, answer),
-            "matrix products alone, PyTorch's own, 1 row": lambda: _products(loaded, 1, packed=False),
+            PRODUCTS: lambda: _products(loaded, 1, packed=False),
             "matrix products alone, as the engine has them, 1 row": lambda: _products(loaded, 4, packed=True) / 4,
+            "one client, int8": lambda: _ours(few["int8"], prompts[:1], answer)[0],
+            "one client, int4": lambda: _ours(few["int4"], prompts[:1], answer)[0],
+            "one client of llama.cpp, 4 bits": lambda: _llama(llama, path, prompts[0], answer),
         }
         found: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
@@ -46,11 +55,15 @@ def run(size: str = "full") -> str:
     outside, waste = _ours(loaded, prompts, answer)[1:]
     rates = {name: median(values) for name, values in found.items()}
     lines = ["| | tokens a second | of one client |", "|---|---|---|"]
-    one = rates["one client"]
+    one, together = rates["one client"], rates[f"{clients} clients"]
     lines += [f"| {name} | {_number(rate)} | {_number(rate / one)} |" for name, rate in rates.items()]
     bandwidth = _bandwidth()
     bytes_a_token = 2 * sum(o * i for o, i in _shapes(loaded))
     lines += [
+        "",
+        f"One client has {one / rates[PRODUCTS]:.2f} of the rate of PyTorch's products (must be 0.8) and "
+        f"{one / rates[ONE_BY_ONE]:.2f} times that of transformers (1.5); {clients} have {together / one:.2f} times that "
+        f"of one (6) and {together / rates[ONE_BY_ONE]:.2f} times that of transformers (8).",
         "",
         f"Reading all weights at the memory's speed ({bandwidth / 1e9:.1f} GB/s) would allow "
         f"{bandwidth / bytes_a_token:.0f} tokens a second to one client. With {clients} clients, {outside:.1%} of the "
@@ -60,7 +73,7 @@ def run(size: str = "full") -> str:
 
 
 def _number(rate: float) -> str:
-    return "cannot run here" if rate != rate else f"{rate:.2f}"
+    return "not here" if rate != rate else f"{rate:.2f}"
 
 
 def _ours(loaded: Any, prompts: list[list[int]], answer: int) -> tuple[float, float, float]:
@@ -122,6 +135,15 @@ def _theirs_together(model: Any, prompts: list[list[int]], answer: int) -> float
         return float("nan")
     tokens = sum(len(each.generated_tokens) for each in made.values())
     return tokens / (time.perf_counter() - start) if tokens else float("nan")
+
+
+def _llama(folder: str, path: Path, prompt: list[int], answer: int) -> float:
+    """Not a number where it is not installed."""
+    if not folder:
+        return float("nan")
+    script = Path(__file__).with_name("llama.mjs")
+    words = ["node", script, folder, path, str(THREADS), str(answer), json.dumps(prompt)]
+    return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
 
 def _shapes(loaded: Any) -> list[tuple[int, int]]:
