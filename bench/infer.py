@@ -1,8 +1,8 @@
 """Generation with SmolLM2-135M on 2 threads: one client and 16, beside transformers, llama.cpp and the products alone.
 
-llama.cpp is node-llama-cpp's, in the folder that is named (`python -m bench infer=FOLDER`): made there with `npm install
---ignore-scripts node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64`. It reads the same GGUF file, and computes with the 4
-bits of its matrices. Every figure is of one process, the sides in turn; tokens a second are those of the steps after the prompts are read.
+llama.cpp is node-llama-cpp's in a folder, `python -m bench infer=FOLDER`, made there with `npm install --ignore-scripts
+node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64`. It reads the same GGUF file, and computes with matrices of 4 bits.
+Every figure is of one process, the sides in turn; tokens a second are those of the steps after the prompts are read.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def run(llama: str = "", size: str = "full") -> str:
     lines += [
         "",
         f"One client has {one / rates[PRODUCTS]:.2f} of the rate of PyTorch's products (must be 0.8) and "
-        f"{one / rates[ONE_BY_ONE]:.2f} times that of transformers (1.5); {clients} have {together / one:.2f} times that "
-        f"of one (6) and {together / rates[ONE_BY_ONE]:.2f} times that of transformers (8).",
+        f"{one / rates[ONE_BY_ONE]:.2f} times that of transformers (1.5). Together {clients} have {together / one:.2f} "
+        f"times that of one (6) and {together / rates[ONE_BY_ONE]:.2f} times that of transformers (8).",
         "",
         f"Reading all weights at the memory's speed ({bandwidth / 1e9:.1f} GB/s) would allow "
         f"{bandwidth / bytes_a_token:.0f} tokens a second to one client. With {clients} clients, {outside:.1%} of the "

@@ -82,6 +82,8 @@ class PagedCache:
         self._rotary: Rotary | None = None
         self.reading: Held | None = None
         self.groups: list[_Group] = []
+        self.count = 0
+        """Tokens of the step."""
         self.slots_T = torch.empty(0, dtype=torch.int64)
         self.bias_NH: Tensor | None = None
         self.multiple = ROWS
@@ -143,7 +145,11 @@ class PagedCache:
             mutual = range(0) if tokens == 1 else members[0][0].mutual
             pages_NS = torch.tensor(pages, device=self.device)
             self.groups.append(_Group(helds, tokens, rows, pages_NS, run, positions_NQ, mutual))
-        spare = -len(ids) % self.multiple
+        self.count, spare = len(ids), -len(ids) % self.multiple
+        group = self.groups[-1]
+        if spare and len(group.helds) == 1:  # what fills up sees what its first token sees
+            group.tokens, group.rows = group.tokens + spare, slice(group.rows.start, group.rows.stop + spare)
+            group.positions = F.pad(group.positions, (0, spare), value=int(group.positions[0, 0]))
         self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
         self.reading = reading
         made = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=self.device)
@@ -188,7 +194,7 @@ class _Layer:
     def __init__(self, cache: PagedCache, number: int) -> None:
         self._cache, self._number = cache, number
         self._store: Tensor | None = None  # [P, page, 2, G, K]
-        self._places: tuple[Tensor, ...] = ()  # keys and values of it [P · page, G, K]
+        self._places: tuple[Tensor, ...] = ()  # keys and values of it [1, P · page, G, K]
 
     def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
         cache, groups, size = self._cache, k_BTGK.shape[2], k_BTGK.shape[3]
@@ -198,22 +204,27 @@ class _Layer:
         if self._store is None:
             with torch.inference_mode(False):  # it is also written to between forwards
                 self._store = zeros((cache.pages, cache.page_tokens, 2, groups, k_BTGK.shape[3]), k_BTGK)
-                self._places = self._store.flatten(0, 1).unbind(1)
-        for places, fresh in zip(self._places, (k_BTGK, v_BTGK), strict=True):
-            places.index_copy_(0, cache.slots_T, fresh[0])
-        y_BTHK = torch.zeros_like(q_BTHK)
+                self._places = self._store.flatten(0, 1).unsqueeze(0).unbind(2)
+        keys, values = self._places
+        keys.index_copy_(1, cache.slots_T, k_BTGK)
+        values.index_copy_(1, cache.slots_T, v_BTGK)
+        found = []
         for group in cache.groups:
             bias = self._bias(group, q_BTHK.shape[2], groups, q_BTHK, first_head)
             # Pages that lie one after another are seen where they are.
             pages = self._store.index_select(0, group.pages) if group.run is None else self._store[group.run]
             held = pages.view(len(group.helds), -1, 2, *pages.shape[3:])
             k_NGSK, v_NGSK = held.permute(2, 0, 3, 1, 4)
-            _attend(q_BTHK[0, group.rows], k_NGSK, v_NGSK, bias, scale, y_BTHK[0, group.rows])
+            q_BXHK = q_BTHK[:, group.rows] if group.rows.stop - group.rows.start < q_BTHK.shape[1] else q_BTHK
+            found.append(_attended(q_BXHK, k_NGSK, v_NGSK, bias, scale))
+        if spare := q_BTHK.shape[1] - cache.groups[-1].rows.stop:
+            found.append(torch.zeros_like(q_BTHK[:, :spare]))
+        y_BTHK = found[0] if len(found) == 1 else torch.cat(found, 1)
         return y_BTHK if size == y_BTHK.shape[3] else y_BTHK[..., :size]
 
     def tokens(self, rows: int) -> int:
         whole = rows == len(self._cache.slots_T)  # else a rank has a part of them
-        return self._cache.groups[-1].rows.stop if whole else rows
+        return self._cache.count if whole else rows
 
     def _bias(self, group: _Group, heads: int, groups: int, like: Tensor, first_head: int) -> Tensor:
         """What is added to the scores [N, G or 1, M, S]; made by the first layer."""
@@ -249,7 +260,7 @@ class _Layer:
             for number, held in enumerate(group.helds):
                 rows = slice(group.rows.start + number * group.tokens, group.rows.start + (number + 1) * group.tokens)
                 k, v = (x.transpose(1, 2) for x in held.source[self._number])
-                _attend(q_BTHK[0, rows], k, v, None, scale, y_BTHK[0, rows])
+                y_BTHK[:, rows] = _attended(q_BTHK[:, rows], k, v, None, scale)
         return y_BTHK[..., :size]
 
     def copy(self, page: int, to: int) -> None:
@@ -261,13 +272,14 @@ class _Layer:
             self._store[list(pages)] = 0
 
 
-def _attend(q_XHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float, y_XHK: Tensor) -> None:
-    """Put into y what queries [N·Q, H, K] see of keys and values."""
+def _attended(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """[1, N·Q, H, K] of queries alike."""
     sequences, groups = k_NGSK.shape[:2]
-    q = q_XHK.view(sequences, -1, groups, q_XHK.shape[1] // groups, q_XHK.shape[2]).transpose(1, 2)
+    q = q_BXHK.view(sequences, -1, groups, q_BXHK.shape[2] // groups, q_BXHK.shape[3]).transpose(1, 2)
     rows = q.shape[2] * q.shape[3]
     y = attend(_filled(q.flatten(2, 3)), k_NGSK, v_NGSK, bias, causal=False, scale=scale)
-    y_XHK.view(q.transpose(1, 2).shape).copy_(y[:, :, :rows].view(q.shape).transpose(1, 2))
+    y = y if y.shape[2] == rows else y[:, :, :rows]
+    return y.unflatten(2, q.shape[2:4]).transpose(1, 2).reshape(1, -1, *q_BXHK.shape[2:])
 
 
 def _filled(rows: Tensor) -> Tensor:
