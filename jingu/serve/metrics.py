@@ -12,50 +12,33 @@ from prometheus_client.registry import Collector
 from jingu.infer.engine import EngineStats
 from jingu.serve.driver import Account, Ticket
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], *tuple[str, ...]]] = {
-    "whole": (
-        "Seconds from a request's arrival to its end.",
-        _SECONDS,
-        "tgi_request_duration",
-        "vllm:e2e_request_latency_seconds",
-    ),
-    "validation": ("Seconds from arrival until the engine takes it.", _SECONDS, "tgi_request_validation_duration"),
+_SECONDS = {
+    "whole": ("Seconds from arrival to the end.", "tgi_request_duration vllm:e2e_request_latency_seconds"),
+    "validation": ("Seconds from arrival until the engine takes it.", "tgi_request_validation_duration"),
     "queue": (
         "Seconds from then until the engine begins with it.",
-        _SECONDS,
-        "tgi_request_queue_duration",
-        "vllm:request_queue_time_seconds",
+        "tgi_request_queue_duration vllm:request_queue_time_seconds",
     ),
     "inference": (
-        "Seconds from then to its end.",
-        _SECONDS,
-        "tgi_request_inference_duration",
-        "vllm:request_inference_time_seconds",
+        "Seconds from then to the end.",
+        "tgi_request_inference_duration vllm:request_inference_time_seconds",
     ),
-    "first": ("Seconds from arrival to the first token.", _SECONDS, "vllm:time_to_first_token_seconds"),
+    "first": ("Seconds from arrival to the first token.", "vllm:time_to_first_token_seconds"),
     "each": (
-        "Seconds between two tokens of a request, in the mean.",
-        _SECONDS,
-        "tgi_request_mean_time_per_token_duration",
-        "vllm:request_time_per_output_token_seconds",
-    ),
-    "prompt": ("Tokens of a request's prompt.", _TOKENS, "tgi_request_input_length", "vllm:request_prompt_tokens"),
-    "generated": (
-        "Tokens that a request was answered with.",
-        _TOKENS,
-        "tgi_request_generated_tokens",
-        "vllm:request_generation_tokens",
-    ),
-    "asked": (
-        "Tokens that a request allowed.",
-        _TOKENS,
-        "tgi_request_max_new_tokens",
-        "vllm:request_params_max_tokens",
+        "Seconds between two tokens, in the mean.",
+        "tgi_request_mean_time_per_token_duration vllm:request_time_per_output_token_seconds",
     ),
 }
-"""Of each, words, buckets, and its names."""
+"""Of requests: words, and names."""
+_TOKENS = {
+    "prompt": ("Tokens of a request's prompt.", "tgi_request_input_length vllm:request_prompt_tokens"),
+    "generated": ("Tokens of its answer.", "tgi_request_generated_tokens vllm:request_generation_tokens"),
+    "asked": ("Tokens that it allowed.", "tgi_request_max_new_tokens vllm:request_params_max_tokens"),
+}
+_BUCKETS = (
+    (_SECONDS, (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)),
+    (_TOKENS, (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)),
+)
 _EXPERTS = {
     "resident_bytes": "Size of the experts that are in memory at a time.",
     "hits_total": "Times that a layer needed an expert which was in memory, or being read ahead.",
@@ -83,8 +66,12 @@ class Metrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._histograms = {
-            key: [Histogram(name, words, ["model_name"], buckets=buckets, registry=self._registry) for name in names]
-            for key, (words, buckets, *names) in _HISTOGRAMS.items()
+            key: [
+                Histogram(name, words, ["model_name"], buckets=buckets, registry=self._registry)
+                for name in names.split()
+            ]
+            for table, buckets in _BUCKETS
+            for key, (words, names) in table.items()
         }
 
     def ended(self, ticket: Ticket) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jingu.infer.request import Constraint
+from jingu.infer.text import overlap
 from jingu.serve.errors import invalid
 from jingu.serve.schema import ChatRequest, Function, ToolChoice
 
@@ -113,8 +114,7 @@ class Calls:
         place = self._held.find(MARK)
         self._calling = place >= 0
         if place < 0:
-            sizes = range(min(len(MARK) - 1, len(self._held)), 0, -1)
-            place = len(self._held) - next((size for size in sizes if self._held.endswith(MARK[:size])), 0)
+            place = len(self._held) - overlap(self._held, MARK)
         shown, self._held = self._held[:place], self._held[place:]
         return shown
 

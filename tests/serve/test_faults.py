@@ -14,10 +14,15 @@ from typing import Any
 import pytest
 
 from jingu.infer import engine as engine_module
+from jingu.infer import lockstep
+from jingu.infer.engine import Engine
 from jingu.infer.load import Loaded
 from tests.serve.conftest import Running, Serve, Spoken, eventually
 
 LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens": 500}}
+
+
+SHORT = {"inputs": "the weather", "parameters": {"max_new_tokens": 3}}
 
 
 class Gated:
@@ -333,6 +338,30 @@ def test_a_failed_step_of_the_engine_itself(serve: Serve, loaded: Loaded, monkey
     assert server.call("/health")[0] == 200 and server.engine.stats().pages_used == 0
     assert server.call("/generate", LONG)[1] == whole
     eventually(lambda: free(server))
+
+
+def test_ranks_that_are_no_longer_in_step_end_the_server(
+    serve: Serve, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Orders:
+        def __init__(self, _: Any) -> None:
+            pass
+
+        def hand_out(self, _: Any) -> None:
+            pass
+
+    def fails(*_: Any) -> Any:
+        raise ConnectionError("a rank has left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lockstep, "_Orders", Orders)
+        server = serve(lockstep.Lockstep(Engine(loaded)))
+    assert server.call("/generate", SHORT)[0] == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "scores", fails)
+        assert server.call("/generate", SHORT)[0] == 500
+    eventually(lambda: not server.server.driver._thread.is_alive())
+    assert isinstance(server.server.driver.broken, ConnectionError)
 
 
 def test_an_engine_that_cannot_go_on_ends_the_server(serve: Serve, loaded: Loaded) -> None:
