@@ -16,9 +16,9 @@ import torch
 
 from jingu.checkpoint import files
 from jingu.checkpoint.background import BackgroundSaver
-from jingu.checkpoint.files import names, read_state
+from jingu.checkpoint.files import read_state
 from jingu.checkpoint.resume import all_steps, find_latest, step_folder
-from jingu.checkpoint.store import read_tensor
+from jingu.checkpoint.store import Reader
 from jingu.config.schema import RunConfig
 from jingu.runtime.signals import Told
 from jingu.train import keep, loop
@@ -53,7 +53,9 @@ def checkpoints(config: RunConfig) -> dict[int, dict[str, Any]]:
     for step in all_steps(folder):
         here = step_folder(folder, step)
         state = read_state(here)["progress"]
-        found[step] = {name: read_tensor(here, name) for name in names(here)} | {"progress": {**state, "seconds": 0}}
+        reader = Reader(here)
+        tensors = {name: reader.read(name) for name in reader.manifest.tensors}
+        found[step] = tensors | {"progress": {**state, "seconds": 0}}
     return found
 
 
@@ -95,23 +97,33 @@ def test_the_best_and_every_so_many_stay(tiny_run, done):
     assert state["versions"]["torch"] == torch.__version__ and "numpy" in state["versions"]
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "code"),
-    [
-        (files, "write_all", errno.ENOSPC),
-        (os, "fsync", errno.EIO),
-        (pathlib.Path, "mkdir", errno.EROFS),
-        (pathlib.Path, "rename", errno.EACCES),
-    ],
-    ids=["full", "failing fsync", "read-only", "no permission"],
-)
-def test_training_survives_a_disk_that_fails_and_its_last_good_one_loads(
-    place, name, code, tiny_run, done, monkeypatch, capsys
-):
+FAULTS = {
+    "full": (files, "write_all", errno.ENOSPC),
+    "failing fsync": (os, "fsync", errno.EIO),
+    "read-only": (pathlib.Path, "mkdir", errno.EROFS),
+    "no permission": (pathlib.Path, "rename", errno.EACCES),
+}
+
+
+def test_training_survives_a_disk_that_fails_and_its_last_good_one_loads(tiny_run, done, monkeypatch, capsys):
     """It fails from step 4 to step 11: those saves are told of, the one before stays, the next works."""
     settings = {"checkpoint.every": 3, "checkpoint.keep": 1, "checkpoint.background": False, "train.steps": 14}
-    undisturbed, config = tiny_run(settings, name="undisturbed"), tiny_run(settings, name="run")
+    undisturbed = tiny_run(settings, name="undisturbed")
     assert train(undisturbed) == 0
+    theirs = done(undisturbed).tensors()
+    for fault, (place, name, code) in FAULTS.items():
+        config = tiny_run(settings, name=fault.replace(" ", "-"))
+        left = train_where(place, name, code, config, monkeypatch)
+        assert left == {f"step-{step:08d}": good for step, good in ((3, 3), (6, 3), (9, 3), (12, 12), (14, 14))}, fault
+        told = capsys.readouterr().err
+        assert told.count(f"(rank 0: {os.strerror(code)})") == 2, fault
+        assert told.count("Training goes on without this checkpoint.") == 2, fault
+        ours = done(config).tensors()
+        assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items()), fault
+
+
+def train_where(place: Any, name: str, code: int, config: RunConfig, monkeypatch: Any) -> dict[str, int | None]:
+    """Train where this fails in the saves of steps 6 and 9; after each save, the newest good one."""
     real, save, left = getattr(place, name), keep.save, {}
 
     def fails(*_: Any, **__: Any) -> None:
@@ -127,13 +139,10 @@ def test_training_survives_a_disk_that_fails_and_its_last_good_one_loads(
                 patch.setattr(place, name, real)
                 left[folder.name] = find_latest(folder.parent).step
 
-    monkeypatch.setattr(keep, "save", failing)
-    assert train(config) == 0
-    assert left == {f"step-{step:08d}": good for step, good in ((3, 3), (6, 3), (9, 3), (12, 12), (14, 14))}
-    said = capsys.readouterr().err
-    assert said.count(f"(rank 0: {os.strerror(code)})") == said.count("Training goes on without this checkpoint.") == 2
-    ours, theirs = done(config).tensors(), done(undisturbed).tensors()
-    assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+    with monkeypatch.context() as patch:
+        patch.setattr(keep, "save", failing)
+        assert train(config) == 0
+    return left
 
 
 FILE_LAYER = """
@@ -160,10 +169,11 @@ os.fsync = fsync
 @pytest.mark.parametrize("fault", ["slow", "broken"])
 def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tmp_path, capsys):
     """From step 5 to step 11 it does not return, or fails: training goes on meanwhile, and step 3 can be loaded."""
-    settings = {"checkpoint.every": 3, "checkpoint.keep": 99, "checkpoint.when_busy": "skip"}
+    settings = {"checkpoint.every": 3, "checkpoint.keep": 99, "checkpoint.when_busy": "skip", "train.steps": 14}
     undisturbed = tiny_run({**settings, "checkpoint.background": False}, name="undisturbed")
     config = tiny_run(settings, name="run")
     assert train(undisturbed) == 0
+    expected = checkpoints(undisturbed)
     marks = {name: tmp_path / "layer" / name for name in ("slow", "broken")}
     marks["slow"].parent.mkdir()
     (tmp_path / "layer/sitecustomize.py").write_text(FILE_LAYER.format(**{k: str(v) for k, v in marks.items()}))
@@ -180,8 +190,8 @@ def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tm
         if begins == 11:
             found = find_latest(done(config).folder / "checkpoints")
             assert found.step == 3 and found.folder is not None
-            for name, tensor in checkpoints(undisturbed)[3].items():
-                assert name == "progress" or torch.equal(read_tensor(found.folder, name), tensor)
+            reader = Reader(found.folder)
+            assert all(torch.equal(reader.read(name), expected[3][name]) for name in reader.manifest.tensors)
             if fault == "slow":
                 assert savers[0].busy
                 with marks["slow"].open("w"):
@@ -201,7 +211,7 @@ def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tm
     said = capsys.readouterr().err
     assert said.count("Training goes on.") == said.count(os.strerror(errno.EIO)) == (2 if fault == "broken" else 0)
     assert ("No checkpoint at step 9: the one before it is still being written." in said) == (fault == "slow")
-    found, expected = checkpoints(config), checkpoints(undisturbed)
+    found = checkpoints(config)
     assert {*expected} - {*found} == ({9} if fault == "slow" else {6, 9})
     for number, tensors in found.items():
         assert all(name == "progress" or torch.equal(expected[number][name], tensors[name]) for name in tensors)
