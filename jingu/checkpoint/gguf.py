@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.hub import OpenModel, Shapes, Weights, open_described
-from jingu.checkpoint.stream import ELEMENTS, read_at
+from jingu.checkpoint.stream import ELEMENTS, Header, read_at
 from jingu.errors import JinguError
 from jingu.text.gguf import write_tokenizer
 
@@ -61,16 +61,6 @@ _ARCHITECTURES = {
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
     "gpt2": _Architecture("GPT2LMHeadModel", transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
 }
-
-
-@dataclass(frozen=True)
-class _Info:
-    """A tensor in the file: its shape with the slowest dim first, type by name, and place."""
-
-    shape: torch.Size
-    type: str
-    begin: int
-    bytes: int
 
 
 def open_gguf(path: Path) -> OpenModel:
@@ -110,7 +100,7 @@ def _package() -> ModuleType:
 
 
 def _weights(
-    path: Path, package: ModuleType, infos: Mapping[str, _Info], name: str, config: Metadata, expected: Shapes
+    path: Path, package: ModuleType, infos: Mapping[str, Header], name: str, config: Metadata, expected: Shapes
 ) -> Weights:
     """The file's tensors by the names that are expected; what nobody expects keeps its own.
 
@@ -144,14 +134,14 @@ def _weights(
         return tensor
 
     largest = max(infos.values(), key=lambda info: info.bytes)
-    return Weights(shapes, read, _PLAIN.get(largest.type, torch.float32))
+    return Weights(shapes, read, largest.dtype if isinstance(largest.dtype, torch.dtype) else torch.float32)
 
 
-def _read(path: Path, package: ModuleType, info: _Info) -> Tensor:
+def _read(path: Path, package: ModuleType, info: Header) -> Tensor:
     """A tensor as it lies in the file, dequantised a few rows at a time."""
-    if info.type in _PLAIN:
-        return read_at(path, info.begin, info.shape, _PLAIN[info.type])
-    kind = package.GGMLQuantizationType[info.type]
+    if isinstance(info.dtype, torch.dtype):
+        return read_at(path, info.begin, info.shape, info.dtype)
+    kind = package.GGMLQuantizationType[info.dtype]
     whole = torch.empty(info.shape)
     rows = whole.view(-1, info.shape[-1])
     width = info.bytes // max(1, len(rows))
@@ -163,10 +153,10 @@ def _read(path: Path, package: ModuleType, info: _Info) -> Tensor:
     return whole
 
 
-def _slice(info: _Info, number: int) -> _Info:
+def _slice(info: Header, number: int) -> Header:
     """One expert's matrix of those that the file keeps in one tensor."""
     size = info.bytes // info.shape[0]
-    return _Info(info.shape[1:], info.type, info.begin + number * size, size)
+    return Header(info.shape[1:], info.dtype, info.begin + number * size, size)
 
 
 # The header
@@ -214,7 +204,7 @@ class _Cursor:
             raise ValueError("a value reaches beyond the end")
 
 
-def _read_header(path: Path, package: ModuleType) -> tuple[dict[str, Any], dict[str, _Info]]:
+def _read_header(path: Path, package: ModuleType) -> tuple[dict[str, Any], dict[str, Header]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor, size = _Cursor(data), len(data)
         if data[:4] != b"GGUF":
@@ -234,13 +224,14 @@ def _read_header(path: Path, package: ModuleType) -> tuple[dict[str, Any], dict[
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"alignment {alignment}")
     start += -start % alignment
-    infos: dict[str, _Info] = {}
+    infos: dict[str, Header] = {}
     for name, shape, number, offset in found:
         kind = package.GGMLQuantizationType(number)
         block, width = package.GGML_QUANT_SIZES[kind]
         if name in infos or shape[-1] % block:
             raise ValueError(f"tensor {name} appears twice, or its rows are no whole blocks")
-        infos[name] = _Info(shape, kind.name, start + offset, prod(shape) // block * width)
+        dtype = _PLAIN.get(kind.name, kind.name)
+        infos[name] = Header(shape, dtype, start + offset, prod(shape) // block * width)
         if infos[name].begin + infos[name].bytes > size:
             raise ValueError(f"tensor {name} reaches beyond the end")
     _check_types(path, package, infos)
@@ -258,10 +249,10 @@ def _read_info(cursor: _Cursor) -> tuple[torch.Size, int, int]:
     return torch.Size(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q")
 
 
-def _check_types(path: Path, package: ModuleType, infos: Mapping[str, _Info]) -> None:
+def _check_types(path: Path, package: ModuleType, infos: Mapping[str, Header]) -> None:
     """Refuse quantisations that the package cannot undo."""
     unknown = []
-    for name in sorted({info.type for info in infos.values()} - set(_PLAIN)):
+    for name in sorted({info.dtype for info in infos.values() if isinstance(info.dtype, str)}):
         kind = package.GGMLQuantizationType[name]
         try:
             package.quants.dequantize(np.zeros((1, package.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
@@ -278,7 +269,7 @@ def _check_types(path: Path, package: ModuleType, infos: Mapping[str, _Info]) ->
 # The model
 
 
-def _hf_config(metadata: Metadata, infos: Mapping[str, _Info], path: Path) -> dict[str, Any]:
+def _hf_config(metadata: Metadata, infos: Mapping[str, Header], path: Path) -> dict[str, Any]:
     """The config that Hugging Face would have of this model."""
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
@@ -341,7 +332,7 @@ def _layers(config: Metadata) -> Any:
     return config.get("num_hidden_layers", config.get("n_layer"))
 
 
-def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, _Info], path: Path) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, Header], path: Path) -> dict[str, Any] | None:
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if "rope_freqs.weight" in infos:
         return _llama3_scaling(path, infos["rope_freqs.weight"], float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
@@ -355,7 +346,7 @@ def _rope_scaling(metadata: Metadata, name: str, infos: Mapping[str, _Info], pat
     return {key: value for key, value in scaling.items() if value is not None}
 
 
-def _llama3_scaling(path: Path, info: _Info, base: float) -> dict[str, Any]:
+def _llama3_scaling(path: Path, info: Header, base: float) -> dict[str, Any]:
     """The scaling of Llama 3.1 and later, of which the file holds only what each frequency is divided by."""
     found = read_at(path, info.begin, info.shape, _PLAIN["F32"]).double()
     low, high, context, factor = 1.0, 4.0, 8192, float(found.max())

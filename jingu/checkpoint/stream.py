@@ -25,7 +25,7 @@ ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Header:
-    """A tensor in a safetensors file. A dtype that torch has no name for here is given as text."""
+    """A tensor in a file. A dtype that torch has no name for here, as of quantised numbers, is given as text."""
 
     shape: torch.Size
     dtype: torch.dtype | str

@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from jingu.checkpoint.gguf import _Info, _llama3_scaling
+from jingu.checkpoint.gguf import _llama3_scaling
 from jingu.checkpoint.hub import load_model, open_model
+from jingu.checkpoint.stream import Header
 from jingu.cli import main
 from jingu.errors import JinguError
 from jingu.text.sentencepiece import _message
@@ -208,7 +209,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
             factors.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else between)
         for change in (1, 1.01):
             (np.asarray(factors, dtype=np.float32) * np.float32(change)).tofile(path)
-            info = _Info(torch.Size([64]), "F32", 0, 256)
+            info = Header(torch.Size([64]), torch.float32, 0, 256)
             if change == 1:
                 assert _llama3_scaling(path, info, 5e5) == {
                     "rope_type": "llama3",
