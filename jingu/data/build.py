@@ -38,7 +38,7 @@ from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
 from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
 from jingu.text.readers import Document, Span, Tally, read_documents
-from jingu.text.record import differences
+from jingu.text.record import refuse_changes
 from jingu.text.storage import CorpusFile
 from jingu.text.tokenizer import Tokenizer
 
@@ -159,12 +159,8 @@ def _build(job: Job, units: list[Unit], *, whole: bool) -> Manifest:
 
 def refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
     """JinguError unless the data set in `path` is whole and the one that the settings would make."""
-    if changes := differences(old.settings, settings):
-        raise JinguError(
-            f"the data set here was built otherwise: {'; '.join(changes)}.",
-            where=path,
-            fix="Delete the folder to build it anew, or set data.path to another folder.",
-        )
+    fix = "Delete the folder to build it anew, or set data.path to another folder."
+    refuse_changes(old.settings, settings, "the data set here was built", path, fix)
     check_sizes(path, old.train, old.held_out)
 
 

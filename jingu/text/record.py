@@ -34,6 +34,12 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
+def refuse_changes(then: dict[str, Any], now: dict[str, Any], what: str, where: Path, fix: str) -> None:
+    """JinguError where two records differ: it tells in what."""
+    if changes := differences(then, now):
+        raise JinguError(f"{what} otherwise: {'; '.join(changes)}.", where=where, fix=fix)
+
+
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed between two records, in words for people."""
 

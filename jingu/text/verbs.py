@@ -14,7 +14,7 @@ from jingu.errors import JinguError
 from jingu.runtime.files import new_folder, unreadable
 from jingu.text.corpus import describe_files, find_files, sample_texts
 from jingu.text.extend import extend_tokenizer
-from jingu.text.record import differences, read_record, write_record
+from jingu.text.record import read_record, refuse_changes, write_record
 from jingu.text.storage import CorpusFile
 from jingu.text.tokenizer import Tokenizer, sentinels
 from jingu.text.training import train_tokenizer
@@ -65,13 +65,8 @@ def _make(config: RunConfig, made: Callable[[Iterator[str]], Tokenizer]) -> None
     record = _settings(config, files)
     old = read_record(path, RECORD, "jingu tokenizer train")
     if old is not None:
-        if changes := differences(old, record):
-            raise JinguError(
-                f"the tokenizer here was trained otherwise: {'; '.join(changes)}.",
-                where=path,
-                fix="Delete the folder to train anew (data sets built with it must be built anew too), "
-                "or set tokenizer.path to another folder.",
-            )
+        fix = "Delete the folder to train anew (data sets built with it must be built anew too), or set tokenizer.path"
+        refuse_changes(old, record, "the tokenizer here was trained", path, f"{fix} to another folder.")
         print(f"tokenizer: already trained in {path} ({Tokenizer.load(path).vocabulary:,} entries).")
         return
     if sum(file.size for file in files) == 0:
