@@ -32,7 +32,7 @@ CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 # The quickstart in small: seconds instead of minutes.
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "batch.sequence_length=128", "batch.global_size=4"]
 SMALL += ["tokenizer.vocabulary=400", "train.log_every=2", "evaluation.sequences=2", "evaluation.sequences_at_end=4"]
-SMALL += ["data.held_out=0.2", "train.compile=false"]
+SMALL += ["data.held_out=0.2", "train.compile=false", "evaluation.prompt_tokens=8"]
 MODULES = ["shelve", "bisect", "textwrap", "heapq", "queue", "sched", "fnmatch", "glob", "stat", "string", "timeit"]
 
 
