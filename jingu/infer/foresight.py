@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 
 _PRIOR = 4.0
 """Tokens that the first guess (every expert alike) counts for."""
@@ -34,14 +35,16 @@ class Foresight:
         self._share_LE = np.full((layers, experts), active / experts)
         self._seen_L = np.full(layers, _PRIOR)
         self._tokens_L = np.zeros(layers)  # logarithm of tokens a visit
-        self._right_LK = np.full((layers, active), _GUESS)
+        self._right_LK = np.full((layers, active), _GUESS)  # of first guesses, of second ones, and so on
+        self._guess: tuple[int, Numbers] | None = None
         self._after = [*range(1, layers), 0]
         self._last: int | None = None
         self.distance_LE: Floats = np.zeros((layers, experts))
         """Visits until each expert is likely to be needed; of those in use now, until they are needed again."""
 
-    def visit(self, layer: int, chosen_E: NDArray[np.int64], tokens: int) -> None:
-        """A layer is being visited by so many tokens, so many of which chose each expert."""
+    def visit(self, layer: int, chosen_NK: Numbers) -> None:
+        """A layer is being visited by tokens that chose these experts."""
+        tokens, chosen_E = len(chosen_NK), self._count(chosen_NK)
         if self._last is not None:
             self._after[self._last] = layer
         self._last = layer
@@ -51,23 +54,27 @@ class Foresight:
         self._tokens_L[layer] += (np.log(tokens) - self._tokens_L[layer]) / 4
         ahead_L, cycle = self._ahead(layer)
         self.distance_LE = ahead_L[:, None] + cycle * (1 / self._likely() - 1)
+        if self._guess is not None and self._guess[0] == layer and self._guess[1].shape == chosen_NK.shape:
+            right_K = (self._guess[1][:, :, None] == chosen_NK[:, None]).any(2).mean(0)
+            self._right_LK[layer] += (right_K - self._right_LK[layer]) * (1 - 0.5 ** (tokens / _HALF_LIFE))
+        self._guess = None
 
-    def guessed(self, layer: int, right_K: Floats, tokens: int) -> None:
-        """Of the guesses about a layer, the share that was right: of first choices, of second ones, and so on."""
-        self._right_LK[layer] += (right_K - self._right_LK[layer]) * (1 - 0.5 ** (tokens / _HALF_LIFE))
-
-    def foresee(self, layer: int, guesses_KE: NDArray[np.int64]) -> Floats:
-        """How likely each expert [E] of the layer that follows is needed, where so many tokens are guessed to choose
-        it first, second and so on."""
+    def foresee(self, layer: int, guess_NK: Numbers) -> Floats:
+        """How likely each expert [E] of the layer that follows is needed, where tokens are guessed to choose these
+        first, second and so on."""
+        self._guess = layer, guess_NK
+        guesses_KE = np.stack([self._count(guess_N) for guess_N in guess_NK.T])
         right_K = np.clip(self._right_LK[layer], 0.0, 0.99)
-        tokens = guesses_KE.sum() / self._active
         others = min(0.99, (self._active - right_K.sum()) / max(1, self._experts - self._active))
         # Of the tokens that are not guessed to choose an expert, each still may.
-        silent_E = np.log1p(-right_K) @ guesses_KE + np.log1p(-others) * (tokens - guesses_KE.sum(0))
+        silent_E = np.log1p(-right_K) @ guesses_KE + np.log1p(-others) * (len(guess_NK) - guesses_KE.sum(0))
         likely_E = -np.expm1(silent_E)
         cycle = self._ahead(layer)[1]
         self.distance_LE[layer] = 1 + (1 - likely_E) * cycle / self._likely()[layer]
         return likely_E
+
+    def _count(self, experts: Numbers) -> Numbers:
+        return np.bincount(experts.ravel(), minlength=self._experts)
 
     def _likely(self) -> Floats:
         """How likely each expert [L, E] is needed in a visit of its layer."""

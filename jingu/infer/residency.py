@@ -25,12 +25,11 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from jingu.checkpoint.hub import OpenModel
 from jingu.errors import JinguError
-from jingu.infer.foresight import Foresight
+from jingu.infer.foresight import Floats, Foresight, Numbers
 from jingu.model.decoder import Block, Decoder, all_blocks
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.packed import Arranged, packs
@@ -133,10 +132,9 @@ class Residency:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blocks: list[tuple[str, Block, ExpertsLayer]] = []
         self._states: Tensor | None = None
-        self._chosen_NK: Tensor | None = None
-        self._guess: tuple[int, Tensor] | None = None
+        self._chosen_NK: Numbers | None = None
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
-        """Set to a list, it is told of every visit of a layer: the experts that it needed, in the order of use."""
+        """Set to a list, it is told of every visit of a layer: the experts that it needed."""
 
     def take_over(self, model: Decoder) -> None:
         """Take the experts' matrices away from a model on the meta device, and let it compute with those here."""
@@ -177,9 +175,9 @@ class Residency:
         self._states = inputs[0]
 
     def _route(self, original: Callable[[Tensor], Routed], logits_BTE: Tensor) -> Routed:
-        """`ExpertsLayer.route`; what it chose is compared with what was guessed."""
+        """`ExpertsLayer.route`; what it chose is remembered."""
         routed = original(logits_BTE)
-        self._chosen_NK = routed[0].flatten(0, -2)
+        self._chosen_NK = routed[0].flatten(0, -2).cpu().numpy()
         return routed
 
     def _compute(self, layer: int, x_MD: Tensor, count_E: Tensor) -> Tensor:
@@ -187,12 +185,14 @@ class Residency:
         counts = count_E.tolist()
         ends = list(accumulate(counts))
         needed = {expert for expert, count in enumerate(counts) if count}
-        self._note(layer, np.array(counts))
+        if self.trace is not None:
+            self.trace.append((layer, tuple(needed)))
+        self._note(layer, needed)
         absent = [expert for expert in needed if (layer, expert) not in self._where]
         self._stats.hits += len(needed) - len(absent)
         self._stats.misses += len(absent)
         foreseen = self._foresee(layer + 1)
-        absent, order = self._fetch(layer, absent, needed), list[int]()
+        absent = self._fetch(layer, absent, needed)
         self._read_ahead(layer, foreseen, needed)
         y_MD = torch.empty_like(x_MD)
         while needed:
@@ -203,23 +203,17 @@ class Residency:
             rows = slice(ends[expert] - counts[expert], ends[expert])
             y_MD[rows] = self._say(layer, self._where[layer, expert], x_MD[rows])
             needed.remove(expert)
-            order.append(expert)
             absent = self._fetch(layer, absent, needed)
-        if self.trace is not None:
-            self.trace.append((layer, tuple(order)))
         return y_MD
 
-    def _note(self, layer: int, counts_E: NDArray[np.int64]) -> None:
+    def _note(self, layer: int, needed: set[int]) -> None:
         """Learn from a visit; see what was read meanwhile; forget what was to be read for it, has not begun, and is not
         needed."""
         assert self._chosen_NK is not None
-        self._foresight.visit(layer, counts_E, len(self._chosen_NK))
-        if self._guess is not None and self._guess[0] == layer and self._guess[1].shape == self._chosen_NK.shape:
-            right_NK = (self._guess[1].unsqueeze(-1) == self._chosen_NK.unsqueeze(-2)).any(-1)
-            self._foresight.guessed(layer, right_NK.double().mean(0).cpu().numpy(), len(right_NK))
+        self._foresight.visit(layer, self._chosen_NK)
         self._settle(layer, set())
         for key, slot in list(self._where.items()):
-            if key[0] == layer and not counts_E[key[1]] and slot.filling is not None and slot.filling.cancel():
+            if key[0] == layer and key[1] not in needed and slot.filling is not None and slot.filling.cancel():
                 self._vacate(slot)
                 self._stats.bytes_moved -= self._expert_bytes
                 self._stats.read_ahead -= 1
@@ -316,9 +310,8 @@ class Residency:
 
     # What comes next
 
-    def _foresee(self, layer: int) -> NDArray[np.float64] | None:
+    def _foresee(self, layer: int) -> Floats | None:
         """How likely each expert of the next layer is needed, by what its router says of the present states."""
-        self._guess = None
         # From an encoder to a decoder nothing can be foreseen.
         if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
             return None
@@ -329,12 +322,9 @@ class Residency:
         x_ND = block.feed_forward_norm.forward(states_ND)
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = linear(x_ND.to(wide), mixture.router.weight.to(x_ND.dtype))
-        guess_NK = logits_NE.topk(mixture.spec.active, dim=-1).indices
-        self._guess = layer, guess_NK
-        guesses_KE = nn.functional.one_hot(guess_NK, mixture.spec.number).sum(0).cpu().numpy()
-        return self._foresight.foresee(layer, guesses_KE)
+        return self._foresight.foresee(layer, logits_NE.topk(mixture.spec.active, dim=-1).indices.cpu().numpy())
 
-    def _read_ahead(self, layer: int, foreseen_E: NDArray[np.float64] | None, needed: set[int]) -> None:
+    def _read_ahead(self, layer: int, foreseen_E: Floats | None, needed: set[int]) -> None:
         """Read what the next layer is almost sure to need."""
         for expert in () if foreseen_E is None else (-foreseen_E).argsort(kind="stable").tolist():
             key = (layer + 1, expert)

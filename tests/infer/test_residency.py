@@ -181,25 +181,37 @@ def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: 
 def test_a_round_of_layers_keeps_what_comes_first() -> None:
     """Where every expert is needed in every visit, those of the layer just visited are needed last."""
     foresight = Foresight(layers=4, experts=3, active=3)
+    every = np.array([[0, 1, 2]] * 5)
     for _ in range(40):
         for layer in (1, 2, 3):  # as decoders after an encoder, whose layer 0 was seen once
-            foresight.visit(layer, np.array([5, 5, 5]), 5)
+            foresight.visit(layer, every)
     order = foresight.distance_LE.mean(1).argsort()
     assert order.tolist() == [1, 2, 3, 0]
-    foresight.visit(1, np.array([5, 5, 0]), 5)
+    foresight.visit(1, every[:, [0, 1, 1]])
     assert foresight.distance_LE[1].argmax() == 2
 
 
 def test_routers_are_believed_as_far_as_they_were_right() -> None:
     foresight = Foresight(layers=2, experts=8, active=2)
-    guesses_KE = np.eye(8, dtype=np.int64)[[3, 5]]
-    for _ in range(900):
-        foresight.visit(0, np.eye(8, dtype=np.int64)[0] * 2, 1)
-        likely_E = foresight.foresee(1, guesses_KE)
-        foresight.guessed(1, np.array([1.0, 0.25]), 1)
+    guess_NK = np.array([[3, 5]])
+    for number in range(900):
+        foresight.visit(0, np.array([[0, 1]]))
+        likely_E = foresight.foresee(1, guess_NK)
+        foresight.visit(1, np.array([[3, 5 if number % 4 == 0 else 6]]))  # the first guess is right, the second rarely
     assert likely_E[3] == pytest.approx(0.99, abs=1e-6) and likely_E[5] == pytest.approx(0.25, abs=0.01)
     assert likely_E[[0, 1, 2, 4, 6, 7]] == pytest.approx((2 - 0.99 - 0.25) / 6, abs=0.02)
-    assert foresight.foresee(1, 9 * guesses_KE)[5] == pytest.approx(1 - 0.75**9, abs=0.05)
+    assert foresight.foresee(1, np.repeat(guess_NK, 9, 0))[5] == pytest.approx(1 - 0.75**9, abs=0.05)
+
+
+def test_needs_come_in_bursts() -> None:
+    """What was needed lately counts for more than what was needed often, and a long prompt for one visit."""
+    foresight = Foresight(layers=1, experts=6, active=1)
+    foresight.visit(0, np.full((500, 1), 0))
+    for _ in range(40):
+        foresight.visit(0, np.array([[1]]))
+    for _ in range(12):
+        foresight.visit(0, np.array([[2]]))
+    assert foresight.distance_LE[0].argsort()[:2].tolist() == [2, 1]
 
 
 def test_sizes() -> None:
