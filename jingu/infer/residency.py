@@ -12,9 +12,10 @@ M = N·K choices.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -83,12 +84,10 @@ class ResidencyStats:
 
 
 class _Slot:
-    """Room for one expert: its matrices, and what is under way with them."""
+    """Room for one expert: its matrices."""
 
-    def __init__(self, parts: Mapping[str, Tensor | Arranged]) -> None:
+    def __init__(self, parts: dict[str, Tensor | Arranged]) -> None:
         self.parts = parts
-        self.key: Key | None = None
-        self.filling: Future[None] | None = None
         self.used: torch.cuda.Event | None = None
         """When the device has done what was last asked of these matrices."""
 
@@ -121,11 +120,12 @@ class Residency:
         self._expert_bytes = sum(held.nbytes for held in one.values())
         total = layers * mixture.number * self._expert_bytes
         self._free = [
-            _Slot({part: _like(held) for part, held in one.items()})
+            _Slot({part: _like(held, device) for part, held in one.items()})
             for _ in range(_slots(resident, total, self._expert_bytes))
         ]
         self._stats = ResidencyStats(len(self._free) * self._expert_bytes, total)
         self._where: dict[Key, _Slot] = {}
+        self._coming: dict[Key, Future[None]] = {}  # of these, what is being read
         self._settled_LE = np.zeros((layers, mixture.number), dtype=bool)
         self._foresight = Foresight(layers, mixture.number, mixture.active)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="experts")
@@ -212,9 +212,9 @@ class Residency:
         assert self._chosen_NK is not None
         self._foresight.visit(layer, self._chosen_NK)
         self._settle(layer, set())
-        for key, slot in list(self._where.items()):
-            if key[0] == layer and key[1] not in needed and slot.filling is not None and slot.filling.cancel():
-                self._vacate(slot)
+        for key in [key for key in self._coming if key[0] == layer and key[1] not in needed]:
+            if self._coming[key].cancel():
+                self._vacate(key)
                 self._stats.bytes_moved -= self._expert_bytes
                 self._stats.read_ahead -= 1
 
@@ -233,10 +233,9 @@ class Residency:
         here = [expert for expert in needed if self._settled_LE[layer, expert]]
         if here:
             return min(here)
-        coming = {key: slot.filling for key, slot in self._where.items() if slot.filling is not None}
-        mine = [coming[layer, expert] for expert in needed if (layer, expert) in coming]
+        mine = [self._coming[layer, expert] for expert in needed if (layer, expert) in self._coming]
         start = perf_counter()
-        wait(mine or coming.values(), return_when=FIRST_COMPLETED)
+        wait(mine or self._coming.values(), return_when=FIRST_COMPLETED)
         self._stats.waited_seconds += perf_counter() - start
         self._settle(layer, needed)
         return min((expert for expert in needed if self._settled_LE[layer, expert]), default=None)
@@ -262,34 +261,30 @@ class Residency:
             last, expert = np.unravel_index(distance_LE.argmax(), distance_LE.shape)
             if distance_LE[last, expert] <= least:
                 return None
-            self._vacate(self._where[int(last), int(expert)])
+            self._vacate((int(last), int(expert)))
         return self._free.pop()
 
     def _settle(self, layer: int, needed: set[int]) -> None:
         """See which experts have come. Where one could not be read, raise why if it is needed; else let it be."""
-        for key, slot in list(self._where.items()):
-            if slot.filling is None or not slot.filling.done():
-                continue
-            wrong = slot.filling.exception()
+        for key in [key for key, future in self._coming.items() if future.done()]:
+            wrong = self._coming[key].exception()
             if wrong is None:
-                slot.filling = None
+                del self._coming[key]
                 self._settled_LE[key] = True
                 continue
-            self._vacate(slot)
+            self._vacate(key)
             if key[0] == layer and key[1] in needed:
                 raise wrong
 
-    def _vacate(self, slot: _Slot) -> None:
-        assert slot.key is not None
-        del self._where[slot.key]
-        self._settled_LE[slot.key] = False
-        slot.key = slot.filling = None
-        self._free.append(slot)
+    def _vacate(self, key: Key) -> None:
+        self._free.append(self._where.pop(key))
+        self._coming.pop(key, None)
+        self._settled_LE[key] = False
 
     def _fill(self, slot: _Slot, key: Key) -> None:
-        slot.key, self._where[key] = key, slot
+        self._where[key] = slot
         self._stats.bytes_moved += self._expert_bytes
-        slot.filling = self._loaders.submit(self._load, slot, key)
+        self._coming[key] = self._loaders.submit(self._load, slot, key)
 
     def _load(self, slot: _Slot, key: Key) -> None:
         """Read an expert into its slot; on a thread of its own."""
@@ -303,8 +298,10 @@ class Residency:
                     values, scales = self._rounded[name]
                     held.values.copy_(values[key[1]])
                     held.scales.copy_(scales[key[1]])
-                else:
+                elif self._side is not None:
                     held.copy_(self._opened.read_expert(name, key[1]))
+                else:
+                    slot.parts[part] = _in_memory(self._opened.read_expert(name, key[1]).to(self._dtype))
             if self._side is not None:
                 self._side.synchronize()
 
@@ -341,17 +338,25 @@ class Residency:
 
 
 def _room_for(shape: tuple[int, int], kind: Kind | None, dtype: torch.dtype, device: torch.device) -> Tensor | Arranged:
-    """Memory for a matrix; for a rounded one where it is to be, and can be."""
+    """A rounded matrix of zeros, where it is to be rounded and can be; else one without memory."""
     if kind is None or not packs(*shape, kind):
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device="meta")
     return Arranged.rounded(torch.zeros(shape, device=device), kind, dtype)
 
 
-def _like(held: Tensor | Arranged) -> Tensor | Arranged:
-    """Memory for another such matrix."""
+def _like(held: Tensor | Arranged, device: torch.device) -> Tensor | Arranged:
+    """Memory for another such matrix; but in main memory one of full width is held as it is read."""
     if isinstance(held, Arranged):
         return replace(held, values=torch.empty_like(held.values), scales=torch.empty_like(held.scales))
-    return torch.empty_like(held)
+    return held if device.type == "cpu" else torch.empty_like(held, device=device)
+
+
+def _in_memory(weight: Tensor) -> Tensor:
+    """A matrix that may lie mapped from its file, as it is there: all of it is read, and nothing beside it held."""
+    part_of_more = weight.untyped_storage().nbytes() >= weight.nbytes + 2 * mmap.PAGESIZE
+    weight = weight.clone() if part_of_more else weight.contiguous()
+    weight.flatten().view(torch.uint8)[:: mmap.PAGESIZE].max()  # of each page one byte
+    return weight
 
 
 def _times(weight_OI: Tensor | Arranged, x_MI: Tensor) -> Tensor:
