@@ -47,8 +47,8 @@ from jingu.runtime.device import one_thread
 
 T = TypeVar("T")
 Agree = Callable[[bool], bool]
-READERS = 4
-"""Threads that read side by side: more than there may be cores, since they wait for the storage in turn."""
+READERS, ASKERS = 2, 4
+"""Threads that read files of a disk side by side; and requests to a store that are under way."""
 
 
 class MismatchError(CheckpointError):
@@ -267,9 +267,8 @@ def needed_pieces(manifest: Manifest, blocks: Iterable[Held]) -> dict[str, list[
 def load_blocks(
     folder: Place, manifest: Manifest, blocks: Iterable[Held], checked: MutableSet[str] | None = None
 ) -> None:
-    """Read every stored piece that a block held here overlaps, several files side by side.
-
-    A disk is fastest where a file is read from front to back; what a store is asked for it looks up each time.
+    """Read every stored piece that a block held here overlaps; a few threads, each from front to back, which is how a
+    disk is fastest.
 
     Args:
         checked: files whose header need not be checked; those that were are added.
@@ -291,11 +290,20 @@ def load_blocks(
             for piece, block in pairs:
                 source.fill(piece, block)
 
-    jobs: list[tuple[str, list[tuple[Piece, Held]]]] = []
-    for name in sorted(work):
-        pairs = sorted(work[name], key=lambda pair: pair[0].bytes)
-        jobs += [(name, pairs)] if isinstance(folder, Path) else [(name, [pair]) for pair in pairs]
-    with one_thread(), ThreadPoolExecutor(READERS) as pool:
+    threads = READERS if isinstance(folder, Path) else ASKERS
+    jobs = [(name, run) for name in sorted(work) for run in _runs(work[name], -(-threads // len(work)))]
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
         list(pool.map(look, inside))
         checked |= set(inside)
         list(pool.map(lambda job: read(*job), jobs))
+
+
+def _runs(pairs: Iterable[tuple[Piece, Held]], count: int) -> list[list[tuple[Piece, Held]]]:
+    """Pieces of a file, in its order, in runs of about as many bytes each."""
+    ordered = sorted(pairs, key=lambda pair: pair[0].bytes)
+    size, begin = sum(piece.bytes[1] - piece.bytes[0] for piece, _ in ordered), 0
+    runs: list[list[tuple[Piece, Held]]] = [[] for _ in range(count)]
+    for piece, block in ordered:
+        runs[begin * count // size].append((piece, block))
+        begin += piece.bytes[1] - piece.bytes[0]
+    return [run for run in runs if run]
