@@ -87,9 +87,10 @@ class Gate:
         sent = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
         # All keys are compared, so that time tells nothing.
         if not sum(hmac.compare_digest(sent, each) for each in self._keys):
+            what = "this is none of the server's API keys" if key else "an API key is needed"
             raise ServeError(
                 401,
-                "an API key is needed: send `Authorization: Bearer KEY`",
+                f"{what}: send `Authorization: Bearer KEY`",
                 kind="authentication",
                 headers={"www-authenticate": "Bearer"},
             )

@@ -231,6 +231,7 @@ def test_keys_are_asked_for(serve: Serve, loaded: Loaded) -> None:
     for key in (None, "Bearer two", "one", "Bearer ", "Basic one", "Bearer one two"):
         status, answer, headers = server.call("/v1/models", headers={} if key is None else {"Authorization": key})
         assert (status, headers["www-authenticate"]) == (401, "Bearer") and answer["error"]["code"] == "invalid_api_key"
+        assert ("is needed" in answer["error"]["message"]) is (key in (None, "one", "Bearer "))
     assert server.call("/generate", LONG)[0] == server.call("/metrics")[0] == server.call("/openapi.json")[0] == 401
     for key in ("one", "钥匙".encode().decode("latin-1")):
         assert server.call("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
