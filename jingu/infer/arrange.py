@@ -29,23 +29,24 @@ def arrange(model: Decoder) -> None:
     head: Any = model.head or model.embedding
     if head is not None and isinstance(head.weight, Packed):
         model.arranged_head = Arranged.of(head.weight.kind, head.weight.values, head.weight.scales, dtype)
+    missing = dtype in (torch.bfloat16, torch.float16) and product_dtype(dtype, parameter.device) != dtype
+    ordered = not missing and bool(torch.backends.mkldnn.is_available())
+    for part in list(model.modules()):
+        if isinstance(part, SelfAttention):
+            part.qkv = _joined((part.q, part.k, part.v), dtype, ordered)
+        elif isinstance(part, FeedForwardLayer) and part.gate is not None:
+            part.gate_up = _joined((part.gate, part.up), dtype, ordered)
     for part in list(model.modules()):
         packed = part._modules.get("weight")
         if isinstance(packed, Packed) and not isinstance(part, Embedding):
             _replace(part, _of_packed(packed, dtype))
-    missing = dtype in (torch.bfloat16, torch.float16) and product_dtype(dtype, parameter.device) != dtype
-    if missing or not _has_onednn():
+    if not ordered:
         return
     if head is not None and isinstance(head.weight, Tensor):
         weight = normalize(head.weight) if model.spec.normalised_head else head.weight
         model.arranged_head = Reordered.of(weight)
         if model.head is not None:
             _forget(model.head)
-    for part in list(model.modules()):
-        if isinstance(part, SelfAttention):
-            part.qkv = _joined((part.q, part.k, part.v))
-        elif isinstance(part, FeedForwardLayer) and part.gate is not None:
-            part.gate_up = _joined((part.gate, part.up))
     routers = {part.router for part in model.modules() if isinstance(part, ExpertsLayer)}  # multiplied in fp32
     for part in model.modules():
         if part in routers:
@@ -53,7 +54,7 @@ def arrange(model: Decoder) -> None:
         if type(part) is Linear and isinstance(part.weight, Tensor) and not part.weight.is_meta:
             _replace(part, Reordered.of(part.weight))
     arranged = [model.arranged_head, *(part.weight for part in model.modules() if isinstance(part, Linear))]
-    gather_in_large_pages(each.block for each in arranged if isinstance(each, Reordered))
+    gather_in_large_pages(each.block for each in arranged if isinstance(each, Arranged | Reordered))
 
 
 def _of_packed(packed: Packed, dtype: torch.dtype) -> Arranged | tuple[Arranged, ...]:
@@ -64,21 +65,26 @@ def _of_packed(packed: Packed, dtype: torch.dtype) -> Arranged | tuple[Arranged,
     return tuple(Arranged.of(packed.kind, values, scales, dtype) for values, scales in pairs)
 
 
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())
-
-
-def _joined(parts: Sequence[Linear]) -> Linear | None:
-    """One matrix of several with the same input, whose own go; None where they are of another kind."""
-    if any(type(part) is not Linear or not isinstance(part.weight, Tensor) for part in parts):
+def _joined(parts: Sequence[Linear], dtype: torch.dtype, ordered: bool) -> Linear | None:
+    """One matrix of several with the same input, whose own go; None where they are of another kind, or there is no
+    kernel for it."""
+    weights: list[Any] = [part.weight for part in parts]
+    if any(type(part) is not Linear for part in parts):
+        return None
+    joined: Reordered | Arranged
+    if all(isinstance(weight, Packed) and weight.kind == weights[0].kind for weight in weights):
+        values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
+        joined = Arranged.of(weights[0].kind, values, scales, dtype)
+    elif ordered and all(isinstance(weight, Tensor) for weight in weights):
+        joined = Reordered.of(torch.cat([weight.detach() for weight in weights]))
+    else:
         return None
     whole = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
-    whole.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]), requires_grad=False)
     if parts[0].bias is not None:
         whole.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
     for part in parts:
         _forget(part)
-    _replace(whole, Reordered.of(whole.weight))
+    _replace(whole, joined)
     return whole
 
 

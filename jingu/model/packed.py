@@ -102,6 +102,11 @@ class Arranged:
         """Its size in memory."""
         return self.values.nbytes + self.scales.nbytes
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Where its values lie in memory: address and bytes."""
+        return self.values.data_ptr(), self.values.nbytes
+
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ self.T + bias`."""
         if self.values.device.type != "cpu":
