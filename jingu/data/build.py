@@ -32,7 +32,7 @@ from jingu.data.cluster import in_order, on_ray
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
 from jingu.data.parts import join_parts, part_folder
-from jingu.data.writing import PROGRESS, Assembly, Encoded, EncodedUnit
+from jingu.data.writing import PROGRESS, Assembled, Assembly, Encoded, EncodedUnit
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder
@@ -103,10 +103,7 @@ def build_source(
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
     if beginning := tokenizer.beginning if data.beginning else []:
         settings["beginning"] = beginning
-    if (old := Manifest.load(path)) is not None:
-        refuse_other(path, old, settings)
-        print(f"data: already built in {path}.")
-        print_summary(old)
+    if already_made(path, settings):
         return
     units, job = plan_units(files), Job(data, path, files, settings, tokenizer_path, tokenizer, executor)
     if part is None:
@@ -135,20 +132,7 @@ def _build(job: Job, units: list[Unit], *, whole: bool) -> Manifest:
             print(f"data: going on in {path} after {assembly.units:,} of {len(units):,} units of work.")
         encode = partial(_encode, job.tokenizer_path.absolute(), tokenizer.fingerprint(), data, place)
         done = assembly.write(partial(_encode_all, encode, units, workers, job.executor), whole=whole)
-        manifest = Manifest(
-            tokenizer=tokenizer.fingerprint(),
-            vocabulary=tokenizer.vocabulary,
-            end_id=tokenizer.end_id,
-            dtype=dtype,
-            settings=job.settings,
-            train=done.train,
-            held_out=done.held_out,
-            empty=done.tally.empty,
-            invalid=done.tally.invalid,
-            replaced=done.tally.replaced,
-            skipped=len(done.tally.skipped),
-            duplicates=done.duplicates,
-        )
+        manifest = manifest_of(done, job.settings, tokenizer, data)
         names = [file.path for file in job.files]
         (place / FILES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
         manifest.save(place)
@@ -157,11 +141,35 @@ def _build(job: Job, units: list[Unit], *, whole: bool) -> Manifest:
     return manifest
 
 
-def refuse_other(path: Path, old: Manifest, settings: dict[str, Any]) -> None:
-    """JinguError unless the data set in `path` is whole and the one that the settings would make."""
+def manifest_of(done: Assembled, settings: dict[str, Any], tokenizer: Tokenizer, data: DataSettings) -> Manifest:
+    """What tells of a data set that was written."""
+    return Manifest(
+        tokenizer=tokenizer.fingerprint(),
+        vocabulary=tokenizer.vocabulary,
+        end_id=tokenizer.end_id,
+        dtype=best_dtype(tokenizer.vocabulary),
+        settings=settings,
+        train=done.train,
+        held_out=done.held_out,
+        empty=done.tally.empty,
+        invalid=done.tally.invalid,
+        replaced=done.tally.replaced,
+        skipped=len(done.tally.skipped),
+        duplicates=done.duplicates if data.duplicates == "drop" else 0,
+    )
+
+
+def already_made(path: Path, settings: dict[str, Any]) -> bool:
+    """Whether the very data set that the settings would make is in `path`, which is told. JinguError where what is
+    there is another one, or not whole."""
+    if (old := Manifest.load(path)) is None:
+        return False
     fix = "Delete the folder to build it anew, or set data.path to another folder."
     refuse_changes(old.settings, settings, "the data set here was built", path, fix)
     check_sizes(path, old.train, old.held_out)
+    print(f"data: already built in {path}.")
+    print_summary(old)
+    return True
 
 
 def _encode_all(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jingu.config.sections.data import DataSettings
+from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.indexed import IndexedWriter, Written
 from jingu.data.manifest import Split, SplitName
 from jingu.errors import JinguError
@@ -272,6 +272,8 @@ class Assembly:
 
 
 def _refuse_empty(tally: Tally, one: bool, data: DataSettings) -> None:
+    if tally.documents == 0 and isinstance(data.objective, SupervisedSettings):
+        raise JinguError("no row is left to train on.", where="data.input", fix="`jingu tune preview` tells why.")
     if tally.documents == 0:
         what = f"the corpus has no text: {tally.empty} documents are empty, {tally.invalid} are not UTF-8."
         raise JinguError(what, where="data.input", fix="Name files with text in them.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,9 +13,8 @@ from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.build import NOT_OF_THE_BUILD, hash_of, in_processes, load_once, refuse_other
+from jingu.data.build import NOT_OF_THE_BUILD, already_made, hash_of, in_processes, load_once, manifest_of
 from jingu.data.indexed import best_dtype
-from jingu.data.manifest import Manifest, print_summary
 from jingu.data.supervised import NOT_MADE, open_supervised
 from jingu.data.writing import PROGRESS, Assembly, Encoded, EncodedUnit
 from jingu.errors import JinguError
@@ -189,12 +187,8 @@ def prepare(config: RunConfig) -> None:
             "tokenizer": maker.tokenizer.fingerprint(),
             "sequence_length": config.batch.sequence_length,
         }
-        if (old := Manifest.load(path)) is not None:
-            refuse_other(path, old, settings)
-            print(f"tune: already prepared in {path}.")
-            print_summary(old)
-            continue
-        _prepare(config, maker, settings)
+        if not already_made(path, settings):
+            _prepare(config, maker, settings)
 
 
 def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> None:
@@ -202,26 +196,11 @@ def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> No
     encode, workers = encoder(config, maker)
     began = time.monotonic()
     with new_folder(path, PROGRESS) as place:
-        dtype = best_dtype(tokenizer.vocabulary)
-        done = Assembly(place, settings, dtype, data).write(partial(_some, encode), whole=True)
-        drops = data.duplicates == "drop"
-        manifest = Manifest(
-            tokenizer=tokenizer.fingerprint(),
-            vocabulary=tokenizer.vocabulary,
-            end_id=tokenizer.end_id,
-            dtype=dtype,
-            settings=settings,
-            train=done.train,
-            held_out=done.held_out,
-            empty=0,
-            invalid=0,
-            replaced=0,
-            skipped=len(done.tally.skipped),
-            duplicates=done.duplicates if drops else 0,
-        )
+        done = Assembly(place, settings, best_dtype(tokenizer.vocabulary), data).write(encode, whole=True)
+        manifest = manifest_of(done, settings, tokenizer, data)
         manifest.save(place)
     print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
-    for line in told(done.tally, done.duplicates, drops=drops):
+    for line in told(done.tally, done.duplicates, drops=data.duplicates == "drop"):
         print(f"  {line}")
     length = config.batch.sequence_length
     sequences = open_supervised(path, "train", maker.objective, config.batch, config.seed)
@@ -246,19 +225,6 @@ def encoder(config: RunConfig, maker: Maker) -> tuple[Callable[[int], Generator[
                 yield made
 
     return encode, workers
-
-
-def _some(
-    encode: Callable[[int], Generator[EncodedUnit, None, None]], first: int
-) -> Generator[EncodedUnit, None, None]:
-    """What `encode` gives; JinguError where that is no row at all."""
-    rows = first
-    with closing(encode(first)) as units:
-        for unit in units:
-            rows += unit.tally.documents
-            yield unit
-    if not rows:
-        raise JinguError("no row is left to train on.", where="data.input", fix="`jingu tune preview` tells why.")
 
 
 @lru_cache(maxsize=1)
