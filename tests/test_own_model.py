@@ -17,7 +17,6 @@ from tests.train import test_verify
 GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "own-model.md").read_text(encoding="utf-8")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero": {"parallel.zero": 3},
-    "selective": {"parallel.tensor": 2, "train.activation_checkpointing.type": "selective"},
     "tensor": {"parallel.tensor": 2},
     "context": {"parallel.context": 2, "parallel.zero": 2},
     "pipeline": {"parallel.pipeline": 2, "parallel.zero": 0},
