@@ -9,14 +9,20 @@ Shapes: O outputs, I inputs, E experts, G groups of a row, N rows.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from jingu.errors import JinguError
 from jingu.model.spec import Kind
 
 Read = Callable[[str], Tensor]
@@ -46,6 +52,8 @@ class Packed(nn.Module):
         super().__init__()
         self.kind: Kind = kind
         self.unit_rows = unit_rows
+        if kind == "nf4":
+            load_bitsandbytes()
         *before, inputs = shape
         groups = inputs // GROUPS[kind]
         sizes = {"int8": (inputs, 1), "int4": (inputs // 2, 2 * groups), "nf4": (inputs // 2, groups)}[kind]
@@ -149,6 +157,33 @@ class Reordered:
             return y_NO[:rows].view(*x.shape[:-1], -1)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.values, bias, "none", [], "")
         return y
+
+
+def need_bitsandbytes(what: str, where: str, other: str) -> None:
+    """JinguError where the package is missing, which `what` (as the setting `where` asks) needs."""
+    if find_spec("bitsandbytes") is None:
+        raise JinguError(
+            f"{what} by the bitsandbytes package, which is not installed.",
+            where=where,
+            fix=f"Install it (`pip install bitsandbytes`), or set it to {other}.",
+        )
+
+
+def load_bitsandbytes() -> None:
+    """Import the package. On some CPUs it would then run code that the package `kernels` fetches from elsewhere, where
+    there is that: it shall not find it."""
+    if "bitsandbytes" in sys.modules:
+        return
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # which says that it is missing
+    modules: dict[str, Any] = sys.modules
+    before = modules.get("kernels")
+    modules["kernels"] = None
+    try:
+        import_module("bitsandbytes")
+    finally:
+        del modules["kernels"]
+        if before is not None:
+            modules["kernels"] = before
 
 
 def packs(outputs: int, inputs: int, kind: Kind) -> bool:

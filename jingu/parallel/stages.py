@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,7 +14,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.count import layer_costs
 from jingu.model.decoder import make_model
-from jingu.model.packed import GROUPS, Packed
+from jingu.model.packed import GROUPS, Packed, need_bitsandbytes
 from jingu.model.sharding import styled
 from jingu.model.spec import Kind, ModelSpec
 from jingu.parallel.mesh import AxisSizes, axis_sizes
@@ -136,12 +135,8 @@ def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec) -> tuple[AxisSiz
 
 def _check_packed(spec: ModelSpec, kind: Kind, sizes: AxisSizes) -> None:
     """JinguError where matrices cannot be packed, or ranks of `tensor` would share what is packed together."""
-    if kind == "nf4" and find_spec("bitsandbytes") is None:
-        raise JinguError(
-            "nf4 needs the bitsandbytes package, which is not installed.",
-            where="tune.base",
-            fix="Install it (`pip install bitsandbytes`), or set it to int4.",
-        )
+    if kind == "nf4":
+        need_bitsandbytes("matrices are rounded to nf4", "tune.base", "int4")
     if sizes.data * sizes.context > 1 and torch.__version__ < "2.12":
         raise JinguError(
             "PyTorch before 2.12 casts what ranks share of a model, and so cannot share matrices of few bits.",

@@ -6,7 +6,6 @@ Each 256 elements of a row share a scale: ranks that divide a matrix by rows com
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from jingu.config.schema import RunConfig
 from jingu.config.sections.train import AdamWSettings
 from jingu.errors import JinguError
+from jingu.model.packed import load_bitsandbytes, need_bitsandbytes
 from jingu.parallel.sharing import Part, local
 
 BLOCK = 256
@@ -27,12 +27,7 @@ def check_moments(config: RunConfig) -> None:
     """JinguError where a run's moments cannot have 8 bits."""
     if not isinstance(config.optimizer, AdamWSettings) or config.optimizer.moments == "fp32":
         return
-    if find_spec("bitsandbytes") is None:
-        raise JinguError(
-            "moments of 8 bits need the bitsandbytes package, which is not installed.",
-            where="optimizer.moments",
-            fix="Install it (`pip install bitsandbytes`), or set it to fp32.",
-        )
+    need_bitsandbytes("moments are kept in 8 bits", "optimizer.moments", "fp32")
     if config.precision.type == "fp64":
         raise JinguError(
             "moments of 8 bits are for weights in fp32, and precision.type=fp64 keeps them in fp64.",
@@ -73,6 +68,7 @@ class AdamW8bit(torch.optim.AdamW):
     """AdamW, of which some parameters have such moments."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        load_bitsandbytes()
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self._steps: dict[nn.Parameter, int] = {}
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -84,6 +84,6 @@ def test_a_run_goes_on_with_them_in_another_layout(
 def test_mistakes(run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(JinguError, match="for weights in fp32"):
         open_run(run({"precision.type": "fp64"}))
-    monkeypatch.setattr("jingu.train.eight_bits.find_spec", lambda name: None)
-    with pytest.raises(JinguError, match="need the bitsandbytes package"):
+    monkeypatch.setattr("jingu.model.packed.find_spec", lambda name: None)
+    with pytest.raises(JinguError, match="kept in 8 bits by the bitsandbytes package"):
         open_run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_products_and_gradients_are_those_of_the_matrix_that_is_stood_for(kind: 
 def test_it_is_lora_beside_the_rounded_matrices(
     kind: Kind, runs: Path, adapted: Callable[..., RunConfig], train_on: Train, done: Read, tmp_path: Path
 ) -> None:
-    """With recomputed blocks, several micro-batches and magnitudes; and its adapters answer so everywhere."""
+    """With recomputed blocks, micro-batches and magnitudes, and gone on with; and its adapters answer so everywhere."""
     changes = {"tune.dora": kind == "int4", "train.activation_checkpointing.type": "full"}
     config = adapted({**changes, "tune.base": kind})
     plain = adapted(changes, name="plain", base=kind)
@@ -125,6 +126,9 @@ def test_it_is_lora_beside_the_rounded_matrices(
     assert tensors.keys() == expected.keys() and all("lora" in name for name in tensors)
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
+    shutil.rmtree(step_folder(run / "checkpoints", 8))
+    train_on(1, config)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in done(config).tensors().items())
     apart = logits(beside(run))
     torch.testing.assert_close(logits(open_model(run)), apart, rtol=1e-9, atol=1e-9)
     merge(run, tmp_path / "merged", dtype="fp32")
@@ -165,6 +169,6 @@ def test_mistakes(adapted: Callable[..., RunConfig], monkeypatch: pytest.MonkeyP
     narrow = replaced(small("llama"), base="int4", adapter=Lora(rank=2, alpha=4.0, targets=("*",)))
     with pytest.raises(JinguError, match="none of the blocks' matrices has a multiple of 16 rows"):
         plan_layout(RunConfig(), 1, narrow)
-    monkeypatch.setattr("jingu.parallel.stages.find_spec", lambda name: None)
-    with pytest.raises(JinguError, match="nf4 needs the bitsandbytes package"):
+    monkeypatch.setattr("jingu.model.packed.find_spec", lambda name: None)
+    with pytest.raises(JinguError, match="rounded to nf4 by the bitsandbytes package"):
         open_with_plan(adapted({"tune.base": "nf4"}), 1)
