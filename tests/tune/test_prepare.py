@@ -15,12 +15,15 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import SupervisedSettings
 from jingu.data.batch import IGNORED
 from jingu.data.indexed import IndexedReader
+from jingu.data.loader import Loader
 from jingu.data.manifest import Manifest
 from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
+from jingu.train.loss import chunk_loss
 from jingu.train.run import open_run
+from jingu.train.task import Pretraining
 from jingu.tune.prepare import makers, prepare, row_files
 from jingu.tune.rows import plan_units
 from tests.conftest import Done, MakeRun
@@ -263,3 +266,25 @@ def test_rows_of_a_pack_do_not_see_each_other(tuning: Callable[..., RunConfig]) 
     for document in range(int(batch.documents.max()) + 1):
         there = batch.documents[0] == document
         torch.testing.assert_close(model(batch.tokens[:, there]), together[:, there], rtol=1e-9, atol=1e-12)
+
+
+def test_a_row_alone_needs_no_mask(tuning: Callable[..., RunConfig]) -> None:
+    """What fills up a sequence changes nothing, although nothing hides it."""
+    from jingu.model.decoder import Decoder
+    from jingu.model.initialise import initialise
+
+    config = tuning(data__objective={"type": "supervised", "template": "plain", "sequences": "padded"})
+    prepare(config)
+    run = open_run(config)
+    model = Decoder(run.spec).double()
+    initialise(model, run.spec, 3)
+    found = []
+    for alone in (True, False):
+        task = Pretraining(Loader(run.source.batch, pinned=False), None, chunk_loss, alone=alone)
+        batch = task.batch(0, 0, 4)
+        assert (batch.documents is None) == alone
+        found.append(task.loss(model, batch))
+        found += torch.autograd.grad(found[-1], list(model.parameters()))
+    half = len(found) // 2
+    for mine, other in zip(found[:half], found[half:], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
