@@ -16,8 +16,7 @@ from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import SplitName
 from jingu.data.order import Permutation
 from jingu.data.packing import Numbers, PackedRows, Rows, apart, pack
-from jingu.errors import JinguError
-from jingu.text.record import differences
+from jingu.text.record import refuse_changes
 
 NOT_MADE = {"sequences"}
 """What of the objective does not change a data set's content."""
@@ -89,12 +88,8 @@ def open_supervised(
     made = dataset.manifest.settings
     now = {**objective.model_dump(mode="json", exclude=NOT_MADE), "sequence_length": batch.sequence_length}
     then = {**made.get("objective", {"type": "causal"}), "sequence_length": made.get("sequence_length")}
-    if changes := differences(then, now):
-        raise JinguError(
-            f"the data set here was made otherwise: {'; '.join(changes)}.",
-            where=path,
-            fix="Delete the folder and run `jingu tune prepare`, or set data.path to another folder.",
-        )
+    fix = "Delete the folder and run `jingu tune prepare`, or set data.path to another folder."
+    refuse_changes(then, now, "the data set here was made", path, fix)
     beside = [IndexedReader(path / shard.name).storage for shard in dataset.manifest.split(split).beside]
     packs = objective.sequences == "packed" or split == "held_out"
     together = batch.global_size if objective.sequences == "by_length" and not packs else None

@@ -143,8 +143,10 @@ def test_calls_of_tools(tokenizer: Tokenizer) -> None:
         '<tool_call>\n{"name": "weather", "arguments": {"城": "北京"}}\n</tool_call><|im_end|>',
         "三度<|im_end|>",
     ]
-    with pytest.raises(RowError, match="no place for tools"):
-        find_template("chatml", tokenizer).render(row)
+    named = NAMED["qwen"]
+    for source in (NAMED["chatml"], named.replace("tools %}", "false %}"), named.replace("message.tool_calls or", "")):
+        with pytest.raises(RowError, match="no place for tools"):
+            Template(source, tokenizer, "leaves out tools, or calls").render(row)
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
