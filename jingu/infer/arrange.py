@@ -68,9 +68,9 @@ def _of_packed(packed: Packed, dtype: torch.dtype) -> Arranged | tuple[Arranged,
 def _joined(parts: Sequence[Linear], dtype: torch.dtype, ordered: bool) -> Linear | None:
     """One matrix of several with the same input, whose own go; None where they are of another kind, or there is no
     kernel for it."""
-    weights: list[Any] = [part.weight for part in parts]
     if any(type(part) is not Linear for part in parts):
         return None
+    weights: list[Any] = [part.weight for part in parts]
     joined: Reordered | Arranged
     if all(isinstance(weight, Packed) and weight.kind == weights[0].kind for weight in weights):
         values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
