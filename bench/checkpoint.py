@@ -28,6 +28,8 @@ SEQUENCE, BATCH = 256, 4
 LAYERS, WIDTH = 6, 480
 SHORT_SEQUENCE = 128
 ROUNDS = 5
+READS = 5
+"""In each round: the rate of one differs from the next by a fifth."""
 STALLS = 40
 
 
@@ -238,11 +240,13 @@ def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
             forget(saved, other)
             read_plainly(other)  # what is read right after all this was written waits for the disk
             forget(other)
-            note("plain read", seconds(lambda saved=saved: read_plainly(saved)))
-            forget(saved)
-            note("load", seconds(lambda saved=saved: load(saved, tensors)))
-            forget(saved)
-            note("other layout", seconds(lambda other=other: load(other, tensors)))
+            for _ in range(READS):
+                note("plain read", seconds(lambda saved=saved: read_plainly(saved)))
+                forget(saved)
+                note("load", seconds(lambda saved=saved: load(saved, tensors)))
+                forget(saved)
+                note("other layout", seconds(lambda other=other: load(other, tensors)))
+                forget(other)
             for name, ranks in (("peak of a load", "1"), ("peak of a load by half", "2")):
                 child = [sys.executable, "-m", "bench.checkpoint", str(saved), ranks]
                 note(name, float(subprocess.run(child, check=True, capture_output=True, text=True).stdout))

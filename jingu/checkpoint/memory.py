@@ -142,8 +142,8 @@ class MemoryCopies:
     def steps(self) -> list[int]:
         """Steps of which every part is in the memory of some node, in order; the same on all ranks."""
         here: dict[str, list[str]] = {}
-        for path in self._root.glob("rank-*/step-*/*"):
-            here.setdefault(path.parent.name, []).append(path.name)
+        for copy in (copy for own in _inside(self._root, "rank-") for copy in _inside(own, "step-")):
+            here.setdefault(copy.name, []).extend(path.name for path in _inside(copy))
         held: dict[str, set[str]] = {}
         for table in from_all(here):
             for key, names in table.items():
@@ -223,6 +223,14 @@ class MemoryCopies:
             elif self._rank == sender != leader:
                 dist.send(_mapped(here[name]), leader)
         return everywhere
+
+
+def _inside(folder: Path, prefix: str = "") -> list[Path]:
+    """What is in a folder; nothing where it is gone, as a copy that another rank deletes meanwhile."""
+    try:
+        return [path for path in folder.iterdir() if path.name.startswith(prefix)]
+    except FileNotFoundError:
+        return []
 
 
 def id_of(checkpoints: Place, first: bool) -> int:

@@ -112,6 +112,29 @@ def test_parts_of_two_attempts_at_a_step_are_not_mixed(four, ranks):
     assert ranks.run(find, 4, four) == [([], None)] * 4
 
 
+def find_while_one_goes(rank: int, world: int, folder: Path) -> list[int]:
+    """The steps, where each rank's earlier copy is deleted after it was seen to be there."""
+    gone = folder / f"node-{rank}" / f"jingu-{ID:016x}" / f"rank-{rank:05d}" / "step-00000003-0"
+    gone.mkdir()
+    plain = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        found = list(plain(path))
+        if gone in found:
+            gone.rmdir()
+        return iter(found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "iterdir", iterdir)
+        steps = nodes(folder, rank, laid_out(world, filled=False)).steps()
+    assert not gone.exists()
+    return steps
+
+
+def test_a_copy_that_is_deleted_meanwhile_is_passed_over(four, ranks):
+    assert ranks.run(find_while_one_goes, 4, four) == [[6]] * 4
+
+
 def test_a_copied_folder_of_checkpoints_is_another_run(tmp_path):
     with joined("cpu", 1):
         (tmp_path / "a").mkdir()
