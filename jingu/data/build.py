@@ -1,26 +1,23 @@
 """`jingu data build`: the corpus to shards of ids.
 
 Units of work are fixed by the corpus and written in its order, so that the number of workers changes nothing
-but the time.
+but the time, nor does it matter how often a build is killed or how many jobs divide it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-import signal
-import threading
+import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,18 +25,17 @@ from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.cluster import in_order, on_ray
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
-from jingu.data.parts import join_parts, part_folder
-from jingu.data.writing import PROGRESS, Assembled, Assembly, Encoded, EncodedUnit
+from jingu.data.units import Encode, Encoded, UnitFile, encode_unit
+from jingu.data.workers import Executor, spread
+from jingu.data.writing import assemble
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
-from jingu.runtime.files import new_folder
+from jingu.runtime.files import new_folder, replace_text
 from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
 from jingu.text.readers import Document, Span, Tally, read_documents
 from jingu.text.record import refuse_changes
-from jingu.text.storage import CorpusFile
 from jingu.text.tokenizer import Tokenizer
 
 _OTHER = (
@@ -50,8 +46,32 @@ NOT_OF_THE_BUILD = set(_OTHER.split())
 """Settings of `data` that do not change a data set's content."""
 PART_IDS = 1 << 22
 """Ids that are held in memory at a time, but for a document's."""
-Executor = Literal["processes", "ray"]
-Unit = tuple[Span, ...]
+PROGRESS, UNITS, SKIPPED = "progress.json", "units", "skipped.txt"
+KEPT_SECONDS = 10.0
+"""What a build has done is kept, should it fail, when it has taken so long."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A data set to make in `data.path`, and what decides its content."""
+
+    data: DataSettings
+    tokenizer: Tokenizer
+    settings: dict[str, Any]
+    """What the manifest tells of it."""
+    encode: Encode
+    units: Sequence[Any]
+    sizes: Sequence[int]
+    """Bytes of each unit."""
+    workers: int
+    """Processes, of this machine."""
+    files: tuple[str, ...] = ()
+    """Names, where documents tell the file that they come from by its number."""
+    executor: Executor = "processes"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.data.path)
 
 
 def build(
@@ -63,7 +83,7 @@ def build(
     """Build the data set of each source of the run in its `path`, unless the very same is there already.
 
     Args:
-        part: (i, n) builds the i-th of n parts (from 1), as a job of its own; the last to be done joins them.
+        part: (i, n) encodes the i-th of n parts (from 1), as a job of its own; the last to be done makes the data set.
         on_error: in place of `data.on_error`.
         executor: processes of this machine, or tasks on a Ray cluster.
     """
@@ -78,85 +98,36 @@ def build(
             build_source(data.of(source), Path(config.tokenizer.path), part, executor)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A data set to build, and what decides its content."""
-
-    data: DataSettings
-    path: Path
-    files: list[CorpusFile]
-    settings: dict[str, Any]
-    """What the manifest tells of it."""
-    tokenizer_path: Path
-    tokenizer: Tokenizer
-    executor: Executor
-
-
 def build_source(
     data: DataSettings, tokenizer_path: Path, part: tuple[int, int] | None, executor: Executor = "processes"
 ) -> None:
     """Build one data set, or a part of it."""
-    path = Path(data.path)
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
     settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
     if beginning := tokenizer.beginning if data.beginning else []:
         settings["beginning"] = beginning
-    if already_made(path, settings):
+    if already_made(Path(data.path), settings):
         return
-    units, job = plan_units(files), Job(data, path, files, settings, tokenizer_path, tokenizer, executor)
-    if part is None:
-        manifest = _build(job, units, whole=True)
-    else:
-        number, parts = part
-        some = units[len(units) * (number - 1) // parts : len(units) * number // parts]
-        place = part_folder(path, number, parts)
-        if (done := Manifest.load(place)) is None or done.settings != settings:
-            _build(replace(job, path=place), some, whole=False)
-        joined = join_parts(path, parts, settings)
-        if joined is None:
-            return
-        manifest = joined
-    print_summary(manifest)
-
-
-def _build(job: Job, units: list[Unit], *, whole: bool) -> Manifest:
-    data, path, tokenizer = job.data, job.path, job.tokenizer
-    workers = min(usable_cores() if data.workers == "auto" else data.workers, max(len(units), 1))
-    began = time.monotonic()
-    with new_folder(path, PROGRESS) as place:
-        dtype = best_dtype(tokenizer.vocabulary)
-        assembly = Assembly(place, job.settings, dtype, data)
-        if assembly.units:
-            print(f"data: going on in {path} after {assembly.units:,} of {len(units):,} units of work.")
-        encode = partial(_encode, job.tokenizer_path.absolute(), tokenizer.fingerprint(), data, place)
-        done = assembly.write(partial(_encode_all, encode, units, workers, job.executor), whole=whole)
-        manifest = manifest_of(done, job.settings, tokenizer, data)
-        names = [file.path for file in job.files]
-        (place / FILES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
-        manifest.save(place)
-    by = "a Ray cluster" if job.executor == "ray" else f"{workers} process(es)"
-    print(f"data: built in {path} in {time.monotonic() - began:.1f} s by {by}.")
-    return manifest
-
-
-def manifest_of(done: Assembled, settings: dict[str, Any], tokenizer: Tokenizer, data: DataSettings) -> Manifest:
-    """What tells of a data set that was written."""
-    return Manifest(
-        tokenizer=tokenizer.fingerprint(),
-        vocabulary=tokenizer.vocabulary,
-        end_id=tokenizer.end_id,
-        dtype=best_dtype(tokenizer.vocabulary),
-        settings=settings,
-        train=done.train,
-        held_out=done.held_out,
-        empty=done.tally.empty,
-        invalid=done.tally.invalid,
-        replaced=done.tally.replaced,
-        skipped=len(done.tally.skipped),
-        duplicates=done.duplicates if data.duplicates == "drop" else 0,
+    units = plan_units(files)
+    work = Work(
+        data,
+        tokenizer,
+        settings,
+        partial(_encode, tokenizer_path.absolute(), tokenizer.fingerprint(), data),
+        units,
+        [sum(span.end - span.start for span in unit) for unit in units],
+        min(usable_cores() if data.workers == "auto" else data.workers, max(len(units), 1)),
+        tuple(file.path for file in files),
+        executor,
     )
+    began = time.monotonic()
+    made = make(work) if part is None else _make_part(work, *part)
+    if made is not None:
+        by = "a Ray cluster" if executor == "ray" else f"{work.workers} process(es)"
+        print(f"data: built in {data.path} in {time.monotonic() - began:.1f} s by {by}.")
+        print_summary(made[0])
 
 
 def already_made(path: Path, settings: dict[str, Any]) -> bool:
@@ -172,52 +143,104 @@ def already_made(path: Path, settings: dict[str, Any]) -> bool:
     return True
 
 
-def _encode_all(
-    job: Callable[[Unit], EncodedUnit], units: list[Unit], workers: int, executor: Executor, first: int
-) -> Generator[EncodedUnit, None, None]:
-    """The units from `first` on encoded, in order, by so many processes (1: this one), with a progress bar."""
-    sizes = [sum(span.end - span.start for span in unit) for unit in units]
-    left = units[first:]
-    if executor == "ray":
-        results = on_ray(job, left)
-    else:
-        results = (job(unit) for unit in left) if workers == 1 else in_processes(job, left, workers)
-    bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, desc="data", disable=None)
-    with bar, closing(results):
-        for size, result in zip(sizes[first:], results, strict=True):
-            yield result
-            bar.update(size)
+def make(work: Work) -> tuple[Manifest, Tally]:
+    """Make a data set, going on with what an earlier process did with the same settings; its manifest, and what became
+    of the documents."""
+    with new_folder(work.path, PROGRESS) as place:
+        progress, units = place / PROGRESS, place / UNITS
+        if progress.is_file() and json.loads(progress.read_text(encoding="utf-8")) != work.settings:
+            progress.unlink()
+            shutil.rmtree(units, ignore_errors=True)
+        units.mkdir(exist_ok=True)
+        began = time.monotonic()
+        for _ in _encoded(work, units, range(len(work.units))):
+            if time.monotonic() - began >= KEPT_SECONDS and not progress.is_file():
+                replace_text(progress, json.dumps(work.settings))
+        for left in {*place.iterdir()} - {progress, units}:
+            left.unlink()  # of a process that was killed as it wrote them
+        made = _assembled(work, units, place)
+        shutil.rmtree(units)
+        progress.unlink(missing_ok=True)
+    return made
 
 
-def in_processes(
-    job: Callable[[Any], EncodedUnit], units: Sequence[Any], workers: int
-) -> Generator[EncodedUnit, None, None]:
-    """Results in the order of the units; only a few units are under way or waiting at a time."""
-    # spawn: a forked child would inherit the threads of the tokenizer and of torch.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent)
+def _make_part(work: Work, number: int, parts: int) -> tuple[Manifest, Tally] | None:
+    """Encode one of the parts; where that was the last to be done, make the data set."""
+    units = work.path.with_name(f"{work.path.name}.parts")
+    units.mkdir(parents=True, exist_ok=True)
+    progress, count = units / PROGRESS, len(work.units)
+    with _locked(units):
+        if progress.is_file():
+            what, fix = "other parts here were built", "Delete the folder, and build all parts anew."
+            refuse_changes(json.loads(progress.read_text(encoding="utf-8")), work.settings, what, units, fix)
+        else:
+            replace_text(progress, json.dumps(work.settings))
+    for _ in _encoded(work, units, range(count * (number - 1) // parts, count * number // parts)):
+        pass
+    with _locked(units):  # another job may find all there at the same time
+        if already_made(work.path, work.settings):
+            return None
+        if missing := sum(not UnitFile.place(units, each).is_file() for each in range(count)):
+            print(f"data: part {number} of {parts} is encoded; {missing:,} of {count:,} units of work are left.")
+            return None
+        with new_folder(work.path) as place:
+            made = _assembled(work, units, place)
+        shutil.rmtree(units)
+    return made
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other job holds the folder, and hold it."""
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        yield from in_order(lambda unit: pool.submit(job, unit), Future.result, units, 2 * workers)
-    except BrokenProcessPool as error:
-        raise JinguError(
-            "a building process was killed, most likely because memory ran out.",
-            where="data build",
-            fix="Set data.workers to a smaller number.",
-        ) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
+        os.close(lock)
 
 
-def _follow_parent() -> None:
-    """In a worker: leave Ctrl-C to the parent, and end when the parent ends, however it does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
+def _encoded(work: Work, folder: Path, numbers: range) -> Iterator[None]:
+    """Encode those of these units that are not in the folder, with a progress bar; a moment after each."""
+    left = [number for number in numbers if not UnitFile.place(folder, number).is_file()]
+    if len(left) < len(numbers):
+        done = len(numbers) - len(left)
+        print(f"data: going on in {work.path} after {done:,} of {len(numbers):,} units of work.")
+    tasks = [(number, work.units[number]) for number in left]
+    results = spread(partial(encode_unit, folder, work.encode), tasks, work.workers, work.executor)
+    total, rest = (sum(work.sizes[number] for number in some) for some in (numbers, left))
+    bar = tqdm(total=total, initial=total - rest, unit="B", unit_scale=True, desc="data", disable=None)
+    with bar, closing(results):
+        for number, _ in zip(left, results, strict=True):
+            bar.update(work.sizes[number])
+            yield
 
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+def _assembled(work: Work, units: Path, place: Path) -> tuple[Manifest, Tally]:
+    """Everything of the data set, in `place`."""
+    found = [UnitFile(UnitFile.place(units, number)) for number in range(len(work.units))]
+    dtype, tokenizer = best_dtype(work.tokenizer.vocabulary), work.tokenizer
+    train, held_out, tally = assemble(found, place, dtype, work.data)
+    manifest = Manifest(
+        tokenizer=tokenizer.fingerprint(),
+        vocabulary=tokenizer.vocabulary,
+        end_id=tokenizer.end_id,
+        dtype=dtype,
+        settings=work.settings,
+        train=train,
+        held_out=held_out,
+        empty=tally.empty,
+        invalid=tally.invalid,
+        replaced=tally.replaced,
+        skipped=len(tally.skipped),
+        duplicates=tally.copies if work.data.duplicates == "drop" else 0,
+    )
+    if tally.skipped:
+        (place / SKIPPED).write_text("".join(f"{line}\n" for line in tally.skipped), encoding="utf-8")
+    if work.files:
+        (place / FILES).write_text(json.dumps(work.files, ensure_ascii=False), encoding="utf-8")
+    manifest.save(place)
+    return manifest, tally
 
 
 @lru_cache(maxsize=1)
@@ -229,12 +252,11 @@ def load_once(path: Path, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _encode(path: Path, fingerprint: str, data: DataSettings, place: Path, unit: Unit) -> EncodedUnit:
-    """Read and encode the documents of one unit with the tokenizer in `path`. What does not fit into memory goes to a
-    file in `place`."""
-    tally, name = Tally(), hash_of(f"{unit[0].file.path}:{unit[0].start}".encode())
-    parts = _parts(read_documents(unit, data, tally), load_once(path, fingerprint), begins=data.beginning)
-    return EncodedUnit.gathered(parts, tally, place / f"{name:016x}.spill")
+def _encode(
+    path: Path, fingerprint: str, data: DataSettings, unit: tuple[Span, ...], tally: Tally
+) -> Iterator[Encoded]:
+    """The documents of a unit, with the tokenizer in `path`."""
+    return _parts(read_documents(unit, data, tally), load_once(path, fingerprint), begins=data.beginning)
 
 
 def _parts(documents: Iterator[Document], tokenizer: Tokenizer, *, begins: bool) -> Iterator[Encoded]:

@@ -9,11 +9,10 @@ writes one sequence a document.
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,38 +37,15 @@ def best_dtype(vocabulary: int) -> str:
     return "uint16" if vocabulary < 65_500 else "int32"
 
 
-@dataclass(frozen=True)
-class Written:
-    """How far a shard was brought to the disk, so that a later process can go on from there."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-
-
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx, and from the first `sync` on PREFIX.lengths, with which a later process can
+    """Writes PREFIX.bin and PREFIX.idx; memory grows by 4 bytes a document."""
 
-    go on; memory grows by 4 bytes a document.
-    """
-
-    def __init__(self, prefix: Path, dtype: str, done: Written | None = None) -> None:
-        """`done`: go on with a shard that an earlier process brought so far."""
-        self._prefix = prefix
-        self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
+    def __init__(self, prefix: Path, dtype: str) -> None:
+        self._prefix, self._dtype = prefix, np.dtype(dtype).newbyteorder("<")
+        self._stream = prefix.with_name(f"{prefix.name}.bin").open("wb")
         self._hash = xxhash.xxh3_128()
-        done = done or Written()
-        self._text_bytes, self.tokens = done.text_bytes, done.tokens
-        mode = "r+b" if done.documents else "wb"
-        self.stream = cast(BinaryIO, prefix.with_name(f"{prefix.name}.bin").open(mode))
-        self._kept = prefix.with_name(f"{prefix.name}.lengths")
-        self._lengths: list[npt.NDArray[np.int32]] = []
-        self._synced = done.documents
-        if done.documents:
-            self._lengths = [np.fromfile(self._kept, "<i4", done.documents)]
-            self.stream.truncate(done.tokens * self._dtype.itemsize)
-            while piece := self.stream.read(1 << 24):
-                self._hash.update(piece)
+        self._lengths = [np.zeros(0, "<i4")]
+        self._text_bytes = self.tokens = 0
 
     def add(self, ids: Ids, lengths: npt.NDArray[Any], text_bytes: int = 0) -> None:
         """Append documents: their `ids` one after another, the `lengths` that part them, their size as text."""
@@ -78,29 +54,16 @@ class IndexedWriter:
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise JinguError("a document is longer than 2,147,483,647 tokens, the most the format can hold.")
         data = np.ascontiguousarray(ids, dtype=self._dtype).data.cast("B") if len(ids) else b""
-        self.stream.write(data)
+        self._stream.write(data)
         self._hash.update(data)
         self._lengths.append(lengths.astype("<i4"))
         self._text_bytes += text_bytes
         self.tokens += len(ids)
 
-    def sync(self) -> Written:
-        """Bring to the disk what was written so far."""
-        lengths = self._together()
-        with self._kept.open("r+b" if self._synced else "wb") as kept:
-            kept.truncate(4 * self._synced)  # what a killed process wrote after its last sync
-            kept.seek(0, os.SEEK_END)
-            kept.write(lengths[self._synced :].tobytes())
-            self._synced = len(lengths)
-            for stream in (self.stream, kept):
-                stream.flush()
-                os.fsync(stream.fileno())
-        return Written(len(lengths), self.tokens, self._text_bytes)
-
     def close(self) -> Shard:
         """Write the index, and tell what both files hold."""
-        self.stream.close()
-        lengths = self._together()
+        self._stream.close()
+        lengths = np.concatenate(self._lengths)
         ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
         pointers = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
         code = next(code for code, name in DTYPES.items() if name == self._dtype.name)
@@ -121,10 +84,6 @@ class IndexedWriter:
             bin_xxh3=self._hash.hexdigest(),
             idx_xxh3=idx_hash.hexdigest(),
         )
-
-    def _together(self) -> npt.NDArray[np.int32]:
-        self._lengths = [np.concatenate([np.zeros(0, "<i4"), *self._lengths])]
-        return self._lengths[0]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from jingu.text.readers import Span, Tally, read_documents
 from jingu.text.storage import CorpusFile, filesystem, is_address, plain_name
 
 UNIT_BYTES = 1 << 20
-"""A unit of work holds about this many bytes: several small files, or a piece of a large .jsonl."""
+"""A unit of work holds at least about this many bytes: several small files, or a piece of a large .jsonl."""
+MOST_UNITS = 4096
+"""Units of a large corpus, but for those of files that cannot be divided."""
 SAMPLE_BYTES = 256 << 10
 """Pieces in which a corpus is sampled."""
 
@@ -71,8 +73,9 @@ def describe_files(files: list[CorpusFile]) -> dict[str, Any]:
     return {"files": len(files), "bytes": sum(file.size for file in files), "listing": digest.hexdigest()}
 
 
-def plan_units(files: list[CorpusFile], unit_bytes: int = UNIT_BYTES) -> list[tuple[Span, ...]]:
-    """Cut the corpus into units of about `unit_bytes`; they depend on the files alone."""
+def plan_units(files: list[CorpusFile], unit_bytes: int | None = None) -> list[tuple[Span, ...]]:
+    """Cut the corpus into units of about `unit_bytes` (None: as suits its size); they depend on the files alone."""
+    unit_bytes = unit_bytes or max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[tuple[Span, ...]] = []
     unit: list[Span] = []
     size = 0

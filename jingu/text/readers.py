@@ -58,6 +58,8 @@ class Tally:
     """Left out: not UTF-8."""
     replaced: int = 0
     """Taken, with U+FFFD for what was not UTF-8."""
+    copies: int = 0
+    """Of earlier ones, left out or not; where they are kept, counted of supervised data only."""
     skipped: list[str] = field(default_factory=list)
     """Mistakes for which something was left out, in words, where `data.on_error` is `skip`."""
     rows: dict[str, int] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Tally:
         self.empty += other.empty
         self.invalid += other.invalid
         self.replaced += other.replaced
+        self.copies += other.copies
         self.skipped += other.skipped
         for what, number in other.rows.items():
             self.count(what, number)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.build import NOT_OF_THE_BUILD, already_made, hash_of, in_processes, load_once, manifest_of
+from jingu.data.build import NOT_OF_THE_BUILD, Work, already_made, hash_of, load_once, make
 from jingu.data.indexed import best_dtype
 from jingu.data.supervised import NOT_MADE, open_supervised
-from jingu.data.writing import PROGRESS, Assembly, Encoded, EncodedUnit
+from jingu.data.units import Encode, Encoded
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
-from jingu.runtime.files import new_folder
 from jingu.text.corpus import checked_corpora, describe_files, find_files
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
@@ -116,8 +114,9 @@ class Maker:
             rest = rest[end:]
 
 
-def told(tally: Tally, copies: int, *, drops: bool) -> list[str]:
+def told(tally: Tally, *, drops: bool) -> list[str]:
     """What became of the rows, for people."""
+    copies = tally.copies
 
     def several(start: str) -> str:
         found = {what.removeprefix(start): n for what, n in tally.rows.items() if what.startswith(start)}
@@ -192,15 +191,13 @@ def prepare(config: RunConfig) -> None:
 
 
 def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> None:
-    data, path, tokenizer = maker.data, Path(maker.data.path), maker.tokenizer
-    encode, workers = encoder(config, maker)
+    data, path = maker.data, Path(maker.data.path)
+    encode, units, workers = encoder(config, maker)
+    sizes = [unit.file.stat().st_size // unit.parts for unit in units]
     began = time.monotonic()
-    with new_folder(path, PROGRESS) as place:
-        done = Assembly(place, settings, best_dtype(tokenizer.vocabulary), data).write(encode, whole=True)
-        manifest = manifest_of(done, settings, tokenizer, data)
-        manifest.save(place)
+    manifest, tally = make(Work(data, maker.tokenizer, settings, encode, units, sizes, workers))
     print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
-    for line in told(done.tally, done.duplicates, drops=data.duplicates == "drop"):
+    for line in told(tally, drops=data.duplicates == "drop"):
         print(f"  {line}")
     length = config.batch.sequence_length
     sequences = open_supervised(path, "train", maker.objective, config.batch, config.seed)
@@ -209,22 +206,14 @@ def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> No
     print(f"  {manifest.held_out.documents:,} rows are held out")
 
 
-def encoder(config: RunConfig, maker: Maker) -> tuple[Callable[[int], Generator[EncodedUnit, None, None]], int]:
-    """What gives a corpus's units from the n-th on encoded, in order; and how many processes work at it."""
+def encoder(config: RunConfig, maker: Maker) -> tuple[Encode, list[Unit], int]:
+    """What encodes a unit of a corpus; the units; and how many processes should work at them."""
     data, tokenizer = maker.data, maker.tokenizer
     units = plan_units(row_files(data))
     most = usable_cores() if data.workers == "auto" else data.workers
     workers = max(1, min(most, len(units) // UNITS_A_WORKER))
-    job = partial(_encode, Path(config.tokenizer.path), tokenizer.fingerprint(), data, maker.length)
-
-    def encode(first: int) -> Generator[EncodedUnit, None, None]:
-        left = units[first:]
-        with tqdm(unit=" rows", unit_scale=True, desc="tune", disable=None) as bar:
-            for made in map(job, left) if workers == 1 else in_processes(job, left, workers):
-                bar.update(made.tally.documents)
-                yield made
-
-    return encode, workers
+    encode = partial(_encode, Path(config.tokenizer.path), tokenizer.fingerprint(), data, maker.length)
+    return encode, units, workers
 
 
 @lru_cache(maxsize=1)
@@ -233,21 +222,23 @@ def _maker(tokenizer: Path, fingerprint: str, data: str, length: int) -> Maker:
     return make_maker(DataSettings.model_validate_json(data), load_once(tokenizer, fingerprint), length)
 
 
-def _encode(tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit) -> EncodedUnit:
+def _encode(
+    tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit, tally: Tally
+) -> Iterator[Encoded]:
     """The rows of a unit as ids and weights."""
-    maker, tally = _maker(tokenizer, fingerprint, data.model_dump_json(), length), Tally()
+    maker = _maker(tokenizer, fingerprint, data.model_dump_json(), length)
     dtype = best_dtype(maker.tokenizer.vocabulary)
-    ids, weights, hashes = [np.zeros(0, dtype)], [np.zeros(0, np.uint8)], []
+    ids, weights, hashes = [], [], []
     for _, row in maker.rows(unit, tally):  # lists of numbers are large, and let go of at once
         ids.append(np.array(row.ids, dtype))
         weights.append(row.weights)
         hashes.append(hash_of(ids[-1].tobytes()))
-    tally.documents = len(hashes)
-    encoded = Encoded(
-        ids=np.concatenate(ids),
-        lengths=np.array([len(each) for each in ids[1:]], np.int64),
-        text_bytes=np.zeros(len(hashes), np.int64),
-        hashes=np.array(hashes, np.uint64),
-        beside=np.concatenate(weights),
-    )
-    return EncodedUnit(tally, [encoded])
+    tally.documents = len(ids)
+    if ids:
+        yield Encoded(
+            ids=np.concatenate(ids),
+            lengths=np.array([len(each) for each in ids]),
+            text_bytes=np.zeros(len(ids), np.int64),
+            hashes=np.array(hashes, np.uint64),
+            beside=np.concatenate(weights),
+        )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
+from jingu.data.units import Encode
+from jingu.data.workers import spread
 from jingu.runtime.files import cannot_write, replace_text
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.prepare import Maker, encoder, makers, row_files, told
-from jingu.tune.rows import plan_units
+from jingu.tune.rows import Unit, plan_units
 from jingu.tune.supervise import Supervised
 
 MOST_BAD = 5
@@ -64,16 +67,22 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
 
 def _totals(config: RunConfig, maker: Maker) -> list[str]:
     """What becomes of all rows of a corpus, and the first bad ones."""
-    tally, seen, copies = Tally(), set[int](), 0
-    for unit in encoder(config, maker)[0](0):
-        tally.add(unit.tally)
-        for part in unit.documents():
-            copies += len(part.hashes)
-            seen.update(part.hashes.tolist())
-    lines = told(tally, copies - len(seen), drops=maker.data.duplicates == "drop")
+    tally, seen = Tally(), set[int]()
+    encode, units, workers = encoder(config, maker)
+    for of_unit, hashes in spread(partial(_counted, encode), units, workers):
+        tally.add(of_unit)
+        tally.copies += len(hashes) - len(set(hashes) - seen)
+        seen.update(hashes)
+    lines = told(tally, drops=maker.data.duplicates == "drop")
     more = len(tally.skipped) - MOST_BAD
     lines += [f"  bad: {line}" for line in tally.skipped[:MOST_BAD]]
     return lines + ([f"  and {more:,} more; data.on_error=skip lists all when they are prepared"] if more > 0 else [])
+
+
+def _counted(encode: Encode, unit: Unit) -> tuple[Tally, list[int]]:
+    """What becomes of the rows of a unit, and the hashes of those that are made."""
+    tally = Tally()
+    return tally, [hash_ for part in encode(unit, tally) for hash_ in part.hashes.tolist()]
 
 
 def _row(row: Supervised, tokenizer: Tokenizer, marked: Marked) -> str:
