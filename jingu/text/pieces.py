@@ -22,5 +22,7 @@ def sources(new: Tokenizer, old: Tokenizer) -> list[list[int]]:
         elif piece is None or id_ in new.special_tokens.values():
             found.append([])
         else:
-            found.append(old.parts_of(piece) if new.kind == old.kind else old.encode(new.text_of(piece)))
+            found.append(
+                old.parts_of(piece) if new.kind == old.kind else old.encode(new.spelled(piece).decode(errors="ignore"))
+            )
     return found

@@ -41,6 +41,7 @@ class Tokenizer:
         # Text is data: "<|endoftext|>" written in a document must not end it.
         self._inner.encode_special_tokens = True
         self._added: list[dict[str, Any]] = self._spec.get("added_tokens") or []
+        self._written = {token["content"] for token in self._added}
         self._special = {token["content"]: token["id"] for token in self._added if token.get("special")}
         self.end_id = self._find_end()
         self.kind = _kind(self._spec)
@@ -198,13 +199,17 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """What one token adds to a text, also where that is part of a character; nothing for an unknown id."""
-        piece = self._inner.id_to_token(token)
-        if piece is None or piece in self._special or self.kind == "plain":
-            return (piece or "").encode()
-        if self.kind == "bytes":
-            known = all(letter in BYTES for letter in piece)
-            return bytes(BYTES[letter] for letter in piece) if known else piece.encode()
-        return bytes([int(piece[1:5], 16)]) if _BYTE.fullmatch(piece) else piece.replace("▁", " ").encode()
+        piece = self._inner.id_to_token(token) or ""
+        return piece.encode() if piece in self._written else self.spelled(piece)
+
+    def spelled(self, piece: str) -> bytes:
+        """The bytes that an entry of the vocabulary stands for."""
+        piece = piece.removeprefix(self._prefix)
+        if self.kind == "bytes" and BYTES.keys() >= set(piece):
+            return bytes(BYTES[letter] for letter in piece)
+        if self.kind == "metaspace" and _BYTE.fullmatch(piece):
+            return bytes([int(piece[1:5], 16)])
+        return (piece.replace("▁", " ") if self.kind == "metaspace" else piece).encode()
 
     def byte_lengths(self) -> npt.NDArray[np.int32]:
         """[vocabulary] bytes of UTF-8 that each id stands for; 0 for special tokens.
@@ -212,8 +217,8 @@ class Tokenizer:
         Exact for byte-level BPE; sentencepiece-like ones count the space that they put before a text.
         """
         lengths = np.zeros(self.vocabulary, dtype=np.int32)
-        for token, id_ in self._inner.get_vocab(with_added_tokens=False).items():
-            lengths[id_] = _byte_length(token.removeprefix(self._prefix), self.kind)
+        for piece, id_ in self._inner.get_vocab(with_added_tokens=False).items():
+            lengths[id_] = len(self.spelled(piece))
         for added in self._added:
             lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
         return lengths
@@ -234,14 +239,6 @@ class Tokenizer:
         """Ids of the entries that an unknown one, spelled as the vocabulary would, is made of."""
         unknown = self._spec["model"].get("unk_token")
         return [token.id for token in self._inner.model.tokenize(piece) if token.value != unknown]
-
-    def text_of(self, piece: str) -> str:
-        """The text that an entry stands for, as far as it is whole characters."""
-        if self.kind == "bytes":
-            return bytes(BYTES[letter] for letter in piece.removeprefix(self._prefix)).decode("utf-8", "ignore")
-        if self.kind == "metaspace":
-            return "" if _BYTE.fullmatch(piece) else piece.replace("▁", " ")
-        return piece.removeprefix(self._prefix)
 
     @property
     def algorithm(self) -> str:
@@ -361,12 +358,3 @@ def _splits_words(spec: dict[str, Any]) -> bool:
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
     splits = any(step.get("type") == "Split" for step in steps) or any(step.get("use_regex") for step in levels)
     return bool(levels) and splits and not any(step.get("add_prefix_space") for step in levels)
-
-
-def _byte_length(token: str, kind: Kind) -> int:
-    """Bytes of UTF-8 that one entry of the vocabulary stands for."""
-    if kind == "bytes":
-        return len(token)  # a letter a byte
-    if kind == "metaspace":
-        return 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
-    return len(token.encode())

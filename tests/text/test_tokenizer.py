@@ -242,6 +242,7 @@ def test_other_algorithms_write_every_text_as_bytes(algorithm: Any, tmp_path: Pa
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert int(tokenizer.byte_lengths()[ids].sum()) == len(text.encode())
+        assert b"".join(map(tokenizer.bytes_of, ids)) == text.encode()
         assert not {0, 1} & set(ids)
     assert len(tokenizer.encode(texts[-1])) < 0.6 * len(texts[-1])
     tokenizer.save(tmp_path)
