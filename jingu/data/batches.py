@@ -96,7 +96,7 @@ class BatchSource:
 
         of its first token there; all [global_size].
         """
-        return self._locate(np.arange(step * self.global_size, (step + 1) * self.global_size, dtype=np.int64))
+        return self.locate_samples(np.arange(step * self.global_size, (step + 1) * self.global_size, dtype=np.int64))
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Rows [first, first + count) of the global batch of step `step` (0-based)."""
@@ -104,7 +104,7 @@ class BatchSource:
             raise ValueError(f"rows {first} to {first + count} of a global batch of {self.global_size}")
         start = step * self.global_size + first
         samples = np.arange(start, start + count, dtype=np.int64)
-        which, _, starts = self._locate(samples)
+        which, _, starts = self.locate_samples(samples)
         shape = count, self.sources[0].sequence_length
         tokens, labels, documents = (np.empty(shape, dtype=np.int64) for _ in range(3))
         weights = None
@@ -135,7 +135,8 @@ class BatchSource:
         used = -(-int((documents >= 0).sum(1).max(initial=1)) // eighth) * eighth
         return changed(batch, lambda each: each[:, :used].contiguous())
 
-    def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    def locate_samples(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """`locate` for any samples of the run."""
         which, numbers = self.mixture.locate(samples)
         starts = np.empty_like(numbers)
         for source, inside in groups(which):

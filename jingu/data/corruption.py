@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from jingu.config.sections.data import SpanCorruptionSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
@@ -56,18 +55,11 @@ class SpanCorruption:
         return self.removed + len(self.sentinel_ids) + 1
 
     def of(self, batch: Batch, first: int) -> Batch:
-        """What becomes of rows that are the samples `first`, `first` + 1 and so on. A text of which a part is left out
-
-        is not trained."""
-        corrupted = self.batch(batch.tokens, first)
-        corrupted.labels[(batch.labels < 0).any(1)] = IGNORED
-        return corrupted
-
-    def batch(self, texts_BL: Tensor, first: int) -> Batch:
-        """The batch of texts that are the samples `first`, `first` + 1 and so on."""
-        rows = [self.corrupted(text, first + number) for number, text in enumerate(texts_BL.numpy())]
+        rows = [self.corrupted(text, first + number) for number, text in enumerate(batch.tokens.numpy())]
         sources_BS, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-        return written(Source(sources_BS), labels_BT, self.start_id)
+        made = written(Source(sources_BS), labels_BT, self.start_id)
+        made.labels[(batch.labels < 0).any(1)] = IGNORED  # a part of the text is left out
+        return made
 
     def corrupted(self, text_L: Ids, sample: int) -> tuple[Ids, Ids]:
         """Source [S] and target [T] of one text."""

@@ -6,14 +6,13 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import FILES, Manifest, Shard, Split, SplitName, check_sizes, damaged
-from jingu.data.reading import Numbers, Reading, inferred
+from jingu.data.reading import Numbers, Reading
 from jingu.errors import JinguError
 from jingu.text.readers import place_in_words
 from jingu.text.tokenizer import Tokenizer
@@ -101,13 +100,13 @@ def _names(path: Path) -> list[str]:
     return found
 
 
-def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer"] = "mmap") -> TokenDataset:
-    """Open a split of the data set that `jingu data build` made in `path`, or files of Megatron's format (a prefix).
+def open_dataset(path: Path, split: SplitName, reading: Reading = "mmap", end_id: int = 0) -> TokenDataset:
+    """Open a split of the data set that `jingu data build` made in `path`, or files of Megatron's format (a prefix),
+    which do not say that `end_id` ends their documents.
 
     Raises JinguError where there is none, where nothing was held out, and where a file is missing or cut.
     """
-    way = inferred(path.parent) if reading == "infer" else reading
-    foreign = _foreign(path, way) if path.with_name(f"{path.name}.idx").is_file() else None
+    foreign = _foreign(path, reading, end_id) if path.with_name(f"{path.name}.idx").is_file() else None
     manifest = Manifest.load(path) if foreign is None else foreign.manifest
     if manifest is None:
         raise JinguError("there is no data set here.", where=path, fix="Run `jingu data build` first.")
@@ -123,7 +122,7 @@ def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer
     check_sizes(path, content)
     readers = []
     for shard in content.shards:
-        reader = IndexedReader(path / shard.name, way)
+        reader = IndexedReader(path / shard.name, reading)
         if reader.dtype != manifest.dtype or reader.tokens != shard.tokens:
             raise damaged(path / f"{shard.name}.idx", "the index is of another data set than the manifest.")
         readers.append(reader)
@@ -131,9 +130,9 @@ def open_dataset(path: Path, split: SplitName, reading: Reading | Literal["infer
     return TokenDataset(path, split, manifest, [reader.storage for reader in readers], starts, readers)
 
 
-def _foreign(prefix: Path, way: Reading) -> TokenDataset:
+def _foreign(prefix: Path, reading: Reading, end_id: int) -> TokenDataset:
     """Files of Megatron's format that others wrote: PREFIX.bin and PREFIX.idx, all of it for training."""
-    reader = IndexedReader(prefix, way)
+    reader = IndexedReader(prefix, reading)
     size = reader.tokens * np.dtype(reader.dtype).itemsize
     shard = Shard(
         name=prefix.name,
@@ -148,7 +147,7 @@ def _foreign(prefix: Path, way: Reading) -> TokenDataset:
     manifest = Manifest(
         tokenizer=UNKNOWN,
         vocabulary=0,
-        end_id=0,
+        end_id=end_id,
         dtype=reader.dtype,
         settings={},
         train=Split(shards=[shard]),

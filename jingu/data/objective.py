@@ -15,6 +15,7 @@ from jingu.config.sections.data import ContinuationSettings, PrefixSettings, Spa
 from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.batches import BatchSource
 from jingu.data.corruption import plan_corruption
+from jingu.data.target_files import plan_restoring
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
@@ -127,26 +128,15 @@ class Continuation:
         return written(Source(source_BS, None if low == high else documents_BS), labels_BT, self.start_id)
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Rows that are read and written already."""
-
-    source_length: int
-    target_length: int
-
-    def of(self, batch: Batch, first: int) -> Batch:
-        return batch
-
-
-def plan_objective(config: RunConfig, tokenizer: Tokenizer) -> Objective | None:
-    """How the run's rows are trained on; None: as they come.
+def plan_objective(config: RunConfig, source: BatchSource, tokenizer: Tokenizer) -> Objective | None:
+    """How the rows of the run's source are trained on; None: as they come.
 
     Raises:
         JinguError: the objective does not fit the rows, the packing or the tokenizer.
     """
     settings, length = config.data.objective, config.batch.sequence_length
     if isinstance(settings, TargetFilesSettings):
-        return Pairs(length, settings.target_length)
+        return plan_restoring(settings, source, tokenizer)
     if not isinstance(settings, PrefixSettings | ContinuationSettings | SpanCorruptionSettings):
         return None
     if length < 2:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[Any]
-Reading = Literal["mmap", "lazy", "cached"]
+Reading = Literal["mmap", "lazy", "cached", "infer"]
+"""infer: as suits the file system."""
 BLOCK_BYTES = 4 << 20
 """What is read at once where blocks are kept."""
 KEPT_BLOCKS = 16
@@ -93,22 +93,19 @@ class CachedFile:
         return together[start - first * self._size : max(stop, start) - first * self._size]
 
 
-_KINDS: dict[Reading, Callable[[Path, str, int], Numbers]] = {
-    "mmap": MappedFile,
-    "lazy": ReadFile,
-    "cached": CachedFile,
-}
+_KINDS = {"mmap": MappedFile, "lazy": ReadFile, "cached": CachedFile}
 
 
 def open_numbers(path: Path, dtype: str, count: int, reading: Reading) -> Numbers:
     """The first `count` numbers of type `dtype` (little-endian) in a file."""
-    return _KINDS[reading](path, dtype, count)
+    kind = inferred(path) if reading == "infer" else _KINDS[reading]
+    return kind(path, dtype, count)
 
 
-def inferred(path: Path) -> Reading:
-    """The way that suits the file system of `path`: mapped, or over a network by kept blocks."""
+def inferred(path: Path) -> type[MappedFile] | type[CachedFile]:
+    """What suits the file system of `path`: mapped, or over a network by kept blocks."""
     kind = _file_system(path)
-    return "cached" if kind in SLOW or kind.startswith("fuse") else "mmap"
+    return CachedFile if kind in SLOW or kind.startswith("fuse") else MappedFile
 
 
 def _file_system(path: Path) -> str:

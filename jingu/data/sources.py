@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
@@ -16,13 +15,13 @@ from jingu.config.sections.data import (
     TargetFilesSettings,
 )
 from jingu.data.batches import BatchSource, Windows
-from jingu.data.dataset import UNKNOWN, check_tokenizer, open_dataset
+from jingu.data.dataset import check_tokenizer, open_dataset
 from jingu.data.drop import read_drop
 from jingu.data.fill import plan_fill
 from jingu.data.mixture import Mixture, plan_mixture
 from jingu.data.packing import PackedRows
 from jingu.data.supervised import open_supervised
-from jingu.data.target_files import open_target_files, target_files_source
+from jingu.data.target_files import open_target_files
 from jingu.errors import JinguError
 from jingu.text.corpus import checked_corpora
 from jingu.text.tokenizer import Tokenizer
@@ -47,11 +46,8 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
             of_run = batch.sequence_length, config.seed + number, data.reading, data.objective, tokenizer
             windows.append(open_target_files(Path(settings.path), *of_run))
             continue
-        dataset = open_dataset(Path(settings.path), "train", data.reading)
+        dataset = open_dataset(Path(settings.path), "train", data.reading, tokenizer.end_id)
         check_tokenizer(dataset, tokenizer)
-        if dataset.manifest.tokenizer == UNKNOWN:
-            known = dataset.manifest.model_copy(update={"end_id": tokenizer.end_id})
-            dataset = replace(dataset, manifest=known)
         if isinstance(data.objective, SupervisedSettings):
             place, seed = Path(settings.path), config.seed + number
             windows.append(open_supervised(place, "train", data.objective, batch, seed))
@@ -64,8 +60,6 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     fill = plan_fill(data.objective, tokenizer, config.seed) if data.objective.type == "fill_in_the_middle" else None
     short = data.rows_alone and config.parallel.pipeline == 1  # the schedules know one shape
     source = BatchSource(tuple(windows), mixture, batch.global_size, data.keeps_apart, dropped, fill, short)
-    if isinstance(data.objective, TargetFilesSettings):
-        source = target_files_source(source, data.objective, tokenizer)
     samples = config.train.steps * batch.global_size
     if source.mixture.end is not None and source.mixture.end < samples:
         raise JinguError(

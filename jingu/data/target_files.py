@@ -11,9 +11,8 @@ Shapes: B rows, S tokens of a source, T tokens of a target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,11 +20,11 @@ import torch
 from jingu.config.sections.data import TargetFilesSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
 from jingu.data.batches import BatchSource, Windows
-from jingu.data.dataset import TokenDataset, open_dataset
+from jingu.data.dataset import open_dataset
 from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import damaged
 from jingu.data.packing import Numbers
-from jingu.data.reading import Reading, inferred
+from jingu.data.reading import Reading
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
@@ -41,21 +40,19 @@ class TargetFiles(Windows):
     first_sentinel: int
     """V."""
 
-    def pairs(self, starts: Numbers) -> list[tuple[Numbers, list[Numbers]]]:
-        """Of each window its ids, with V + n as they are, and the removed spans without them."""
-        return [self._pair(ids, int(start)) for ids, start in zip(self.read(starts).tokens, starts, strict=True)]
-
-    def _pair(self, ids_S: Numbers, start: int) -> tuple[Numbers, list[Numbers]]:
-        spans: list[Numbers] = []
+    def spans(self, ids_S: Numbers, start: int) -> list[Numbers]:
+        """What was removed from the window of these ids that begins at a place, without the V + n."""
+        found: list[Numbers] = []
         at = 0
         while at < len(ids_S):
-            shard, number = self.dataset.find((start + at) % self.dataset.tokens)
+            place = (start + at) % self.dataset.tokens
+            shard, number = self.dataset.find(place)
             first, length = self.dataset.document(shard, number)
-            end = min(at + first + length - (start + at) % self.dataset.tokens, len(ids_S))
+            end = min(at + first + length - place, len(ids_S))
             marks = ids_S[at:end]
-            spans += self._spans(number, marks[marks >= self.first_sentinel])
+            found += self._spans(number, marks[marks >= self.first_sentinel])
             at = end
-        return ids_S, spans
+        return found
 
     def _spans(self, document: int, marks: Numbers) -> list[Numbers]:
         """The spans of a document that these ids stand for."""
@@ -72,79 +69,67 @@ class TargetFiles(Windows):
 
 
 @dataclass(frozen=True)
-class TargetFilesSource(BatchSource):
-    """Batches of such data sets."""
+class Restoring:
+    """An encoder reads windows of contexts, and the decoder writes what was removed from them."""
 
-    target_length: int = 0
+    source: BatchSource
+    target_length: int
     """T; what is longer is cut."""
-    sentinel_ids: tuple[int, ...] = ()
-    start_id: int = 0
+    sentinel_ids: tuple[int, ...]
+    start_id: int
 
-    def batch(self, step: int, first: int, count: int) -> Batch:
-        which, _, starts = (part[first : first + count] for part in self.locate(step))
-        sources_BS = torch.empty((count, self.sources[0].sequence_length), dtype=torch.int64)
-        labels_BT = torch.full((count, self.target_length), IGNORED)
-        for row, (number, start) in enumerate(zip(which.tolist(), starts, strict=True)):
-            windows = self.sources[number]
+    @property
+    def source_length(self) -> int:
+        return self.source.sources[0].sequence_length
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        which, _, starts = self.source.locate_samples(np.arange(first, first + len(batch.tokens)))
+        sources_BS = batch.tokens.numpy().copy()
+        labels_BT = np.full((len(sources_BS), self.target_length), IGNORED)
+        for row, (number, start) in enumerate(zip(which.tolist(), starts.tolist(), strict=True)):
+            windows, ids_S = self.source.sources[number], batch.tokens[row].numpy()
             assert isinstance(windows, TargetFiles)
-            [(ids_S, spans)] = windows.pairs(start[None])
-            if len(spans) >= len(self.sentinel_ids):
-                raise _too_few(len(spans) + 1, len(self.sentinel_ids))
-            marks = np.array(self.sentinel_ids[: len(spans) + 1])
-            source, removed = ids_S.copy(), ids_S >= windows.first_sentinel
-            source[removed] = marks[:-1]
-            sources_BS[row] = torch.from_numpy(source)
-            parts = [part for mark, span in zip(marks, spans, strict=False) for part in ([mark], span)]
-            target = np.concatenate([*parts, marks[-1:]])[: self.target_length]
-            if self.dropped is None or step not in self.dropped or not self._drops(number, start):
-                labels_BT[row, : len(target)] = torch.from_numpy(target)
-        return written(Source(sources_BS), labels_BT, self.start_id)
-
-    def _drops(self, number: int, start: Numbers) -> bool:
-        """Whether a part of a window is left out: then none of it is trained."""
-        assert self.dropped is not None
-        return bool(self.dropped.has(number, self.sources[number].places(start[None])).any())
+            removed_S = ids_S >= windows.first_sentinel
+            count = int(removed_S.sum())
+            if count >= len(self.sentinel_ids):
+                raise _too_few(count + 1, len(self.sentinel_ids))
+            marks = np.array(self.sentinel_ids[: count + 1])
+            sources_BS[row, removed_S] = marks[:-1]
+            if not (batch.labels[row] < 0).any():  # else a part is left out
+                spans = zip(marks, windows.spans(ids_S, start), strict=False)
+                target = np.concatenate([*(part for mark, span in spans for part in ([mark], span)), marks[-1:]])
+                labels_BT[row, : len(target)] = target[: self.target_length]
+        return written(Source(torch.from_numpy(sources_BS)), torch.from_numpy(labels_BT), self.start_id)
 
 
 def open_target_files(
     prefix: Path,
     sequence_length: int,
     seed: int,
-    reading: Reading | Literal["infer"],
+    reading: Reading,
     settings: TargetFilesSettings,
     tokenizer: Tokenizer,
 ) -> TargetFiles:
     """Open the three data sets of a prefix. Raises JinguError where they are not of the same documents."""
     context, target, offset = (prefix.with_name(prefix.name + kind) for kind in (CONTEXT, TARGET, OFFSET))
-    way = inferred(prefix.parent) if reading == "infer" else reading
-    dataset: TokenDataset = open_dataset(context, "train", way)
-    known = dataset.manifest.model_copy(update={"end_id": tokenizer.end_id})
-    readers = IndexedReader(target, way), IndexedReader(offset, way)
+    dataset = open_dataset(context, "train", reading, tokenizer.end_id)
+    readers = IndexedReader(target, reading), IndexedReader(offset, reading)
     for reader in readers:
         if len(reader) != len(dataset.readers[0]):
             what = f"it has {len(reader):,} documents, and {context.name} has {len(dataset.readers[0]):,}."
             raise damaged(reader.path, what)
     first = tokenizer.vocabulary if settings.first_sentinel is None else settings.first_sentinel
-    made = replace(dataset, manifest=known)
-    return TargetFiles(made, sequence_length, seed, target=readers[0], offset=readers[1], first_sentinel=first)
+    return TargetFiles(dataset, sequence_length, seed, target=readers[0], offset=readers[1], first_sentinel=first)
 
 
-def target_files_source(source: BatchSource, settings: TargetFilesSettings, tokenizer: Tokenizer) -> TargetFilesSource:
-    """The source of pairs, with the tokenizer's sentinels. JinguError where it has none."""
+def plan_restoring(settings: TargetFilesSettings, source: BatchSource, tokenizer: Tokenizer) -> Restoring:
+    """With the tokenizer's sentinels. JinguError where it has none."""
     known, found = tokenizer.special_tokens, list[int]()
     while (name := settings.sentinel.replace("N", str(len(found)))) in known:
         found.append(known[name])
     if not found:
         raise _too_few(1, 0)
-    return TargetFilesSource(
-        source.sources,
-        source.mixture,
-        source.global_size,
-        dropped=source.dropped,
-        target_length=settings.target_length,
-        sentinel_ids=tuple(found),
-        start_id=tokenizer.start_id,
-    )
+    return Restoring(source, settings.target_length, tuple(found), tokenizer.start_id)
 
 
 def _too_few(needed: int, there: int) -> JinguError:

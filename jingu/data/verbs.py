@@ -63,7 +63,7 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
         much = f"; more than {MANY_EPOCHS} teach little more" if epochs > MANY_EPOCHS else ""
         print(f"  {name}: {share:.2%} of the sequences, {epochs:.2f} epochs{much}")
     which, numbers, starts = source.locate(step)
-    batch = batches(source, plan_objective(config, tokenizer))(step, 0, min(rows, source.global_size))
+    batch = batches(source, plan_objective(config, source, tokenizer))(step, 0, min(rows, source.global_size))
     for row, tokens in enumerate(batch.tokens.tolist()):
         windows = source.sources[int(which[row])]
         epoch, number = divmod(int(numbers[row]), len(windows))

@@ -105,7 +105,7 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
             where="train.noise",
             fix="Set it to 0.",
         )
-    made = _objective(config, spec, tokenizer, held_out)
+    made = _objective(config, spec, source, tokenizer, held_out)
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
@@ -118,7 +118,7 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
 
 
 def _objective(
-    config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, held_out: TokenDataset | None
+    config: RunConfig, spec: ModelSpec, source: BatchSource, tokenizer: Tokenizer, held_out: TokenDataset | None
 ) -> Objective | None:
     """What the text is made into; None: it is trained on as it is. JinguError where the model cannot be."""
     settings, length = config.data.objective, config.batch.sequence_length
@@ -137,7 +137,7 @@ def _objective(
             where=config.data.path,
             fix="Build it with a larger data.held_out, set batch.sequence_length lower, or evaluation.every to 0.",
         )
-    return plan_objective(config, tokenizer)
+    return plan_objective(config, source, tokenizer)
 
 
 def _changes(folder: Path, config: RunConfig, allowed: Collection[str]) -> list[str]:

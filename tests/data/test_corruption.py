@@ -101,14 +101,14 @@ def test_a_sample_is_a_pure_function_of_seed_and_number(tokenizer):
 def test_a_batch_is_its_rows_shifted(tokenizer):
     plan = planned(tokenizer, 20)
     texts = torch.arange(200, 260).view(3, 20)
-    batch = plan.batch(texts, 5)
+    batch = plan.of(Batch(texts, texts), 5)
     assert batch.source is not None and batch.documents is None
     for row in range(3):
         source, target = plan.corrupted(texts[row].numpy(), 5 + row)
         assert batch.source.tokens[row].tolist() == source.tolist()
         assert batch.labels[row].tolist() == target.tolist()
         assert batch.tokens[row].tolist() == [plan.start_id, *target[:-1].tolist()]
-    assert torch.equal(plan.batch(texts[1:], 6).labels, batch.labels[1:])
+    assert torch.equal(plan.of(Batch(texts[1:], texts[1:]), 6).labels, batch.labels[1:])
 
 
 def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_leaves_out(tokenizer):
@@ -123,7 +123,8 @@ def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_lea
 
     plan = planned(tokenizer, 20)
     batch = batches(Source(), plan)(3, 1, 3)
-    expected = plan.batch(Source().batch(3, 1, 3).tokens, 13)
+    texts = Source().batch(3, 1, 3).tokens
+    expected = plan.of(Batch(texts, texts), 13)
     assert (batch.labels[1] == -100).all()
     assert torch.equal(batch.labels[::2], expected.labels[::2]) and torch.equal(batch.tokens, expected.tokens)
     assert batch.source is not None and torch.equal(batch.source.tokens, expected.source.tokens)

@@ -106,9 +106,10 @@ def config_of(tokenizer_folder: Path, length: int = 20, **objective: Any) -> Run
 
 @pytest.mark.parametrize("kind", ["prefix", "continuation", "span_corruption"])
 def test_what_does_not_fit_is_told(tokenizer_folder: Path, data_tokenizer: Tokenizer, kind: str) -> None:
+    source: Any = None  # what it is of does not matter
     with pytest.raises(JinguError, match=r"batch\.sequence_length: a text of one token cannot be divided\. Take 2"):
-        plan_objective(config_of(tokenizer_folder, 1, type=kind), data_tokenizer)
+        plan_objective(config_of(tokenizer_folder, 1, type=kind), source, data_tokenizer)
     if kind != "span_corruption":
         wrong = config_of(tokenizer_folder, type=kind, shortest=0.5, longest=0.4)
         with pytest.raises(JinguError, match=r"the shortest beginning \(0\.5\) is longer than the longest \(0\.4\)"):
-            plan_objective(wrong, data_tokenizer)
+            plan_objective(wrong, source, data_tokenizer)

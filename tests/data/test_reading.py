@@ -22,7 +22,7 @@ from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.loader import Loader, copy_in_background
 from jingu.data.mixture import plan_mixture
-from jingu.data.reading import Reading, inferred, open_numbers
+from jingu.data.reading import CachedFile, MappedFile, Reading, inferred, open_numbers
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
@@ -84,15 +84,15 @@ def test_the_way_is_inferred_from_the_file_system(tmp_path: Path, monkeypatch: p
     table.write_text("".join(f"36 35 98:0 / {at} rw,noatime master:1 - {kind} /dev/x rw\n" for at, kind in rows))
     monkeypatch.setattr(reading_module, "MOUNTS", table)
     ways = {
-        "/home/x": "mmap",
-        "/shared/x": "cached",
-        "/shared/fast/x": "mmap",
-        "/scratch": "cached",
-        "/a b/x": "cached",
+        "/home/x": MappedFile,
+        "/shared/x": CachedFile,
+        "/shared/fast/x": MappedFile,
+        "/scratch": CachedFile,
+        "/a b/x": CachedFile,
     }
     assert {path: inferred(Path(path)) for path in ways} == ways
     monkeypatch.setattr(reading_module, "MOUNTS", tmp_path / "none")
-    assert inferred(Path("/shared/x")) == "mmap"
+    assert inferred(Path("/shared/x")) is MappedFile
 
 
 def test_a_file_cut_while_it_is_read_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from jingu.config.schema import RunConfig
+from jingu.data.batch import Batch
+from jingu.data.batches import BatchSource
+from jingu.data.objective import batches, plan_objective
 from jingu.data.sources import open_sources
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
@@ -75,8 +79,13 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(iter(["some text"]), 300, ["<|endoftext|>", *(f"<s_{n}>" for n in range(20)), *sentinels(3)])
 
 
+def opened(config: RunConfig, tokenizer: Tokenizer) -> tuple[BatchSource, Callable[[int, int, int], Batch]]:
+    source = open_sources(config, tokenizer)
+    return source, batches(source, plan_objective(config, source, tokenizer))
+
+
 def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Document], tokenizer: Tokenizer) -> None:
-    source = open_sources(config_of(files, sentinel="<s_N>"), tokenizer)
+    source, batch_of = opened(config_of(files, sentinel="<s_N>"), tokenizer)
     marks = [tokenizer.special_tokens[f"<s_{n}>"] for n in range(20)]
     stream: list[tuple[int | None, Span | None]] = []
     for document in documents:
@@ -84,7 +93,7 @@ def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Do
             stream += [*((id_, None) for id_ in kept), (None, span)]
     seen = set()
     for step in range(len(stream) // 31 // 4):
-        batch = source.batch(step, 0, 4)
+        batch = batch_of(step, 0, 4)
         assert batch.source is not None
         _, _, starts = source.locate(step)
         for number, start in enumerate(starts.tolist()):
@@ -103,7 +112,7 @@ def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Do
             assert batch.tokens[number, : len(target)].tolist() == [tokenizer.start_id, *target[:39]][: len(target)]
             seen.update((start + place) % len(stream) for place in range(31))
     assert len(seen) > 0.8 * len(stream)
-    assert batch.tokens[1:3].equal(source.batch(step, 1, 2).tokens)
+    assert batch.tokens[1:3].equal(batch_of(step, 1, 2).tokens)
 
 
 def test_offsets_that_did_not_fit_their_type(files: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -111,9 +120,9 @@ def test_offsets_that_did_not_fit_their_type(files: Path, tokenizer: Tokenizer, 
     write(tmp_path / "long_context", [[id_ for n in range(400) for id_ in (7, MARKED + n)]])
     write(tmp_path / "long_target", [[id_ for span in spans for id_ in span]])
     write(tmp_path / "long_target_offset", [[x for n in range(400) for x in (201 * n, 201)]])
-    source = open_sources(config_of(tmp_path / "long", sentinel="<s_N>", target_length=5000), tokenizer)
+    _, batch_of = opened(config_of(tmp_path / "long", sentinel="<s_N>", target_length=5000), tokenizer)
     for step in range(6):
-        spans_there = (source.batch(step, 0, 4).labels >= 0).sum(1)
+        spans_there = (batch_of(step, 0, 4).labels >= 0).sum(1)
         assert set(spans_there.tolist()) <= {15 * 201 + 1, 16 * 201 + 1}
 
 
@@ -121,11 +130,11 @@ def test_what_does_not_fit_is_told(files: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
         JinguError, match=r"objective\.sentinel: a sample needs \d+ sentinels, and the tokenizer has 3 by"
     ):
-        open_sources(config_of(files), tokenizer).batch(0, 0, 4)
+        opened(config_of(files), tokenizer)[1](0, 0, 4)
     with pytest.raises(
         JinguError, match=r"a sample needs 1 sentinels, and the tokenizer has 0 by that name\. Take short"
     ):
-        open_sources(config_of(files, sentinel="<x_N>"), tokenizer)
+        opened(config_of(files, sentinel="<x_N>"), tokenizer)
     write(files.with_name("story_document_target_offset"), [[0, 4]])
     with pytest.raises(
         JinguError, match=r"target_offset\.idx: it has 1 documents, and story_document_context has 40\."
@@ -135,7 +144,7 @@ def test_what_does_not_fit_is_told(files: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
         JinguError, match=r"target\.idx: document \d+ has no target for its id 30\d\. Copy the file anew"
     ):
-        open_sources(config_of(files, sentinel="<s_N>"), tokenizer).batch(0, 0, 4)
+        opened(config_of(files, sentinel="<s_N>"), tokenizer)[1](0, 0, 4)
     files.with_name("story_document_target.bin").unlink()
     with pytest.raises(JinguError, match=r"story_document_target\.bin: the file cannot be read"):
         open_sources(config_of(files, sentinel="<s_N>"), tokenizer)
