@@ -88,13 +88,11 @@ class IndexedWriter:
 
 @dataclass(frozen=True)
 class Layout:
-    """What an index says of itself: the type of the ids, and where its three arrays are (type, byte, numbers)."""
+    """What an index says of itself: the type of the ids, and where its arrays are (type, byte, numbers)."""
 
     dtype: str
     lengths: tuple[str, int, int]
     pointers: tuple[str, int, int]
-    documents: tuple[str, int, int] | None
-    """None: each sequence is a document."""
     pointer_size: int
     """Bytes that a pointer counts."""
 
@@ -137,12 +135,6 @@ class IndexedReader:
         """[sequences] tokens of each."""
         return self._read(self._layout.lengths, 0, len(self))
 
-    @property
-    def documents(self) -> Ids:
-        """[documents + 1] the sequence at which each begins."""
-        marks = self._layout.documents
-        return np.arange(len(self) + 1) if marks is None else self._read(marks, 0, marks[2])
-
     def __len__(self) -> int:
         """Number of sequences."""
         return self._layout.lengths[2]
@@ -181,7 +173,6 @@ def _layout(path: Path, index: Numbers) -> Layout:
         dtype=_dtype(path, version, code),
         lengths=("int32", start, sequences),
         pointers=("int64", start + 4 * sequences, sequences),
-        documents=("int64", start + 12 * sequences, indices),
         pointer_size=1,
     )
     if size < need:
@@ -211,7 +202,6 @@ def _legacy_layout(path: Path, head: bytes, size: int) -> Layout:
         dtype=dtype,
         lengths=("int64", start + 16 * (sequences + 1), dims),
         pointers=("int64", offsets, sequences),
-        documents=None if plain else ("int64", start + arrays, marks),
         pointer_size=id_size,
     )
 

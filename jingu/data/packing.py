@@ -7,6 +7,7 @@ document, is made from the lengths alone when the data set is opened.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,25 +95,27 @@ class PackedRows:
         shape = len(rows), self.sequence_length
         tokens, labels = np.full(shape, self.dataset.end_id), np.full(shape, IGNORED)
         documents = np.full(shape, -1)
-        for row, pieces in enumerate(map(self._pieces, rows.tolist())):
-            at = 0
-            for number, (start, size) in enumerate(pieces.tolist()):
-                ids = self.dataset.gather(np.array([start]), size + 1)[0]
-                part = slice(at, at + size)
-                tokens[row, part], labels[row, part], documents[row, part] = ids[:-1], ids[1:], number
-                at += size
+        for there, start, number in self.parts(rows):
+            size = there[1].stop - there[1].start
+            ids = self.dataset.gather(np.array([start]), size + 1)[0]
+            tokens[there], labels[there], documents[there] = ids[:-1], ids[1:], number
         return Rows(tokens, labels, documents)
 
     def places(self, rows: Numbers) -> Numbers:
         """[rows, sequence] the place of each token in the data set; -2 where a row is empty."""
         places = np.full((len(rows), self.sequence_length), -2)
-        for row, pieces in enumerate(map(self._pieces, rows.tolist())):
-            there = np.concatenate([np.arange(start, start + size) for start, size in pieces.tolist()])
-            places[row, : len(there)] = there
+        for there, start, _ in self.parts(rows):
+            places[there] = np.arange(start, start + there[1].stop - there[1].start)
         return places
 
-    def _pieces(self, row: int) -> Numbers:
-        return self.pieces[self.ends[row - 1] if row else 0 : self.ends[row]]
+    def parts(self, rows: Numbers) -> Iterator[tuple[tuple[int, slice], int, int]]:
+        """Of every piece in these rows its row and places there, where it begins in the data set, and its number."""
+        for row, which in enumerate(rows.tolist()):
+            at = 0
+            pieces = self.pieces[self.ends[which - 1] if which else 0 : self.ends[which]]
+            for number, (start, size) in enumerate(pieces.tolist()):
+                yield (row, slice(at, at + size)), start, number
+                at += size
 
 
 def cut_documents(lengths: Numbers, sequence_length: int) -> Numbers:

@@ -93,7 +93,11 @@ class CachedFile:
         return together[start - first * self._size : max(stop, start) - first * self._size]
 
 
-_KINDS = {"mmap": MappedFile, "lazy": ReadFile, "cached": CachedFile}
+_KINDS: dict[Reading, type[MappedFile | ReadFile | CachedFile]] = {
+    "mmap": MappedFile,
+    "lazy": ReadFile,
+    "cached": CachedFile,
+}
 
 
 def open_numbers(path: Path, dtype: str, count: int, reading: Reading) -> Numbers:
@@ -102,7 +106,7 @@ def open_numbers(path: Path, dtype: str, count: int, reading: Reading) -> Number
     return kind(path, dtype, count)
 
 
-def inferred(path: Path) -> type[MappedFile] | type[CachedFile]:
+def inferred(path: Path) -> type[MappedFile | CachedFile]:
     """What suits the file system of `path`: mapped, or over a network by kept blocks."""
     kind = _file_system(path)
     return CachedFile if kind in SLOW or kind.startswith("fuse") else MappedFile

@@ -68,9 +68,9 @@ class SupervisedRows(PackedRows):
         """Rows by their number; what has no weight has no label."""
         found = super().read(rows)
         weights = np.zeros(found.labels.shape, np.float32)
-        for row, pieces in enumerate(map(self._pieces, rows.tolist())):
-            held = [self.weights.gather(np.array([start + 1]), size)[0] for start, size in pieces.tolist()]
-            weights[row, : sum(map(len, held))] = np.concatenate(held) / np.float32(WHOLE)
+        for there, start, _ in self.parts(rows):
+            size = there[1].stop - there[1].start
+            weights[there] = self.weights.gather(np.array([start + 1]), size)[0] / np.float32(WHOLE)
         return replace(found, labels=np.where(weights > 0, found.labels, IGNORED), weights=weights)
 
     def batch(self, first: int, count: int) -> Batch:

@@ -96,29 +96,23 @@ def _parse(line: str) -> Row | None:
 
 
 def _read_metrics(path: Path, record: Record) -> None:
-    unreadable: list[int] = []
-    ends_whole, line_number = True, 0
+    damaged: list[int] = []
     with path.open("rb") as file:
-        for line_number, raw in enumerate(file, 1):
-            ends_whole = raw.endswith(b"\n")
+        for number, raw in enumerate(file, 1):
             line = raw.decode("utf-8", errors="replace").strip()
-            if not line:
-                continue
-            row = _parse(line)
-            if row is None:
-                unreadable.append(line_number)
-            else:
+            if (row := _parse(line)) is not None:
                 _take(row, record)
-    if unreadable and unreadable[-1] == line_number and not ends_whole:
-        unreadable.pop()
-        record.notes.append(
-            "The last line of metrics.jsonl is torn (the run is still writing, or was killed while it wrote); "
-            "it is left out."
-        )
-    if unreadable:
-        where = ", ".join(map(str, unreadable[:5])) + (" …" if len(unreadable) > 5 else "")
-        lines = "line" if len(unreadable) == 1 else "lines"
-        record.notes.append(f"{len(unreadable)} {lines} of metrics.jsonl could not be read and are left out: {where}.")
+            elif line and raw.endswith(b"\n"):
+                damaged.append(number)
+            elif line:
+                record.notes.append(
+                    "The last line of metrics.jsonl is torn (the run is still writing, or was killed while it wrote); "
+                    "it is left out."
+                )
+    if damaged:
+        where = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        lines = "line" if len(damaged) == 1 else "lines"
+        record.notes.append(f"{len(damaged)} {lines} of metrics.jsonl could not be read and are left out: {where}.")
 
 
 def _take(row: Row, record: Record) -> None:

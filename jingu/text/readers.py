@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import IO, Any
 
 from jingu.config.sections.data import DataSettings
@@ -161,42 +162,43 @@ class _Reader:
     def _lines(self, stream: IO[bytes], span: Span) -> Iterator[tuple[str | None, int]]:
         """The lines that begin in the span, each a document, or a JSON object with one; blank lines are nothing."""
         read = self._object if self.file.kind == "lines" else self._plain
-        most, position = self.settings.largest_document, _first_line(stream, span)
-        while position < span.end or not self.file.splits:
-            line = stream.readline(most + 1)
-            if not line:
+        for position, line in self._numbered(stream, _first_line(stream, span)):
+            if self._beyond(position, span):
                 return
-            if line.strip() or len(line) > most:
+            if not _blank(line) or len(line) > self.settings.largest_document:
                 yield read(line, position), position
-            while len(line) > most and not line.endswith(b"\n"):  # the rest of one that is too long
-                position += len(line)
-                line = stream.readline(most + 1)
-            position += len(line)
 
     def _blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[str | None, int]]:
         """The stretches of lines between blank ones that begin in the span."""
-        most, position = self.settings.largest_document, _first_line(stream, span)
-        begins = position == 0 or not _previous_line(stream, position).strip()
+        position = _first_line(stream, span)
+        begins = position == 0 or _blank(_previous_line(stream, position))
         stream.seek(position) if position else None
-        block, size, start = list[bytes](), 0, position
-        while line := stream.readline(most + 1):
-            if not line.strip():
-                if block:
-                    yield self._plain(b"".join(block), start), start
-                block, size, begins = [], 0, True
-            elif block or begins:
-                if not block:
-                    if self.file.splits and position >= span.end:
-                        return
-                    start = position
-                if size <= most:
+        for blank, lines in groupby(self._numbered(stream, position), key=lambda each: _blank(each[1])):
+            start, block, size = position, list[bytes](), 0
+            for position, line in lines:
+                if self._beyond(position, span) and (not block or not begins):
+                    return
+                start = start if block else position
+                if size <= self.settings.largest_document:
                     block.append(line)
                 size += len(line)
+            if not blank and begins:
+                yield self._plain(b"".join(block), start), start
+            begins = True
+
+    def _numbered(self, stream: IO[bytes], position: int) -> Iterator[tuple[int, bytes]]:
+        """The lines from a byte on, each with its own; of one that is longer than a document may be, its beginning."""
+        most = self.settings.largest_document
+        while line := stream.readline(most + 1):
+            yield position, line
             position += len(line)
-            if not block and self.file.splits and position >= span.end:
-                return
-        if block:
-            yield self._plain(b"".join(block), start), start
+            while len(line) > most and not line.endswith(b"\n"):
+                line = stream.readline(most + 1)
+                position += len(line)
+
+    def _beyond(self, position: int, span: Span) -> bool:
+        """Whether what begins there belongs to a later part of the file."""
+        return self.file.splits and position >= span.end
 
     def _rows(self, span: Span) -> Iterator[tuple[str | None, int]]:
         """The rows of a .parquet's row groups, or of an .arrow file as `datasets` saves it."""
@@ -290,6 +292,10 @@ class _Reader:
                 line += chunk.count(b"\n")
                 place -= len(chunk)
         return f"{self.file.path}:{line}"
+
+
+def _blank(line: bytes) -> bool:
+    return not line.strip()
 
 
 def _first_line(stream: IO[bytes], span: Span) -> int:

@@ -93,7 +93,6 @@ def test_we_read_what_the_description_writes(
     assert reader.dtype == dtype
     assert [reader[index].tolist() for index in range(len(reader))] == documents
     assert reader.ids.tolist() == [id_ for ids in documents for id_ in ids]
-    assert reader.documents.tolist() == list(range(len(documents) + 1))
     assert not reader.ids.flags.writeable
     for index in (len(documents), -1):
         with pytest.raises(
@@ -130,7 +129,6 @@ def test_the_older_format_is_read(
     assert [reader[index].tolist() for index in range(len(reader))] == documents
     assert reader.ids.tolist() == [id_ for ids in documents for id_ in ids]
     assert reader.lengths.tolist() == [len(ids) for ids in documents]
-    assert reader.documents.tolist() == (marks or list(range(len(documents) + 1)))
 
 
 def test_a_damaged_older_index_is_named(tmp_path: Path) -> None:
