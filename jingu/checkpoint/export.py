@@ -16,7 +16,6 @@ from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, parameter_shapes
 from jingu.checkpoint.stream import SafetensorsWriter
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
-from jingu.model.families.family import exported_config
 from jingu.model.families.names import SAME, Entry, entries, their_shape, to_theirs
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import one_thread
@@ -79,7 +78,7 @@ def export_hf(
             special_ids |= {"pad_token_id": tokenizer.start_id, "decoder_start_token_id": tokenizer.start_id}
     config = {
         "architectures": [family.architectures[0]],
-        **exported_config(family, spec),
+        **family.hf_config(spec),
         **special_ids,
         # Releases of transformers before 5 know the first name, later ones the second.
         "torch_dtype": str(dtype).removeprefix("torch."),

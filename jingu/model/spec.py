@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -174,7 +174,7 @@ Router = Annotated[TopK | Balanced | RandomProjection, Field(discriminator="type
 
 
 class Experts(Component):
-    """A mixture of experts: feed-forwards without biases, of which a router gives each token a few."""
+    """A mixture of experts: gated feed-forwards without biases, of which a router gives each token a few."""
 
     type: Literal["experts"] = "experts"
     number: Size
@@ -183,7 +183,7 @@ class Experts(Component):
     size: Size
     """Inner size of one expert."""
     activation: Activation = "silu"
-    gated: bool = True
+    gated: Literal[True] = True
     bias: Literal[False] = False
     router: Router = TopK()
     shared: Size | None = None
@@ -389,6 +389,19 @@ def replaced(spec: ModelSpec, **changes: Any) -> ModelSpec:
             within = within[part]
         within[last] = value.model_dump() if isinstance(value, Component) else value
     return ModelSpec.model_validate(values)
+
+
+def places(spec: ModelSpec) -> dict[str, Any]:
+    """All values by their places, as `replaced` takes them."""
+
+    def of(values: dict[str, Any], within: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from of(value, f"{within}{name}.")
+            else:
+                yield f"{within}{name}", value
+
+    return dict(of(spec.model_dump(), ""))
 
 
 def _divisors(number: int) -> str:

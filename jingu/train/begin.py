@@ -27,7 +27,7 @@ from jingu.model.adapters import check_targets, is_adapter, matches
 from jingu.model.build import spec_from_settings
 from jingu.model.initialise import generator_for
 from jingu.model.packed import packed_reader
-from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, places
 from jingu.parallel.sharing import sharing_of
 from jingu.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def spec_of_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelS
         _check_pieces(tokenizer, Tokenizer.load(other.tokenizer_folder), config)
     spec = spec_from_settings(settings, tokenizer.vocabulary, length, other.spec)
     if parameter_shapes(spec) != parameter_shapes(other.spec):
-        here, there = _flat(spec), _flat(other.spec)
+        here, there = places(spec), places(other.spec)
         differing = [
             f"{key} is {value}, there {there.get(key)}" for key, value in here.items() if there.get(key) != value
         ]
@@ -141,11 +141,6 @@ def _partly_frozen(spec: ModelSpec, settings: FullSettings) -> ModelSpec:
     if all(matches(name, frozen) for name in names):
         raise JinguError("nothing of the model is left to be trained.", where="tune.freeze", fix="Freeze less.")
     return spec.model_copy(update={"frozen": tuple(frozen)})
-
-
-def _flat(spec: ModelSpec) -> dict[str, object]:
-    parts = {key: value if isinstance(value, dict) else {"": value} for key, value in spec.model_dump().items()}
-    return {f"{key}.{name}".rstrip("."): value for key, part in parts.items() for name, value in part.items()}
 
 
 def _check_pieces(ours: Tokenizer, theirs: Tokenizer, config: RunConfig) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import Config, Keys, Values, sized, unsupported, written
-from jingu.model.families.llama import LLAMA, SHARED_KEYS
-from jingu.model.families.names import rule
+from jingu.model.families.family import Config, Keys, Values, sized, unsupported
+from jingu.model.families.llama import LLAMA, NAMES, SHARED_KEYS
+from jingu.model.families.names import rules
 from jingu.model.spec import AlibiPositions, ModelSpec, RmsNorm, RotaryPositions, replaced
 
 
-def _read_positions(config: Config, _: Values) -> Values:
+def _read_positions(config: Config) -> Values:
     """Their code has one base, and no scaling, whatever the config says."""
     if config.get("vocab_size") == 64000:
         raise unsupported("vocab_size", 64000, "that of the first Baichuan, whose head is another")
@@ -26,21 +26,21 @@ def _write_positions(spec: ModelSpec) -> dict[str, Any]:
     return dict.fromkeys(names, spec.context)
 
 
-_LAYER, _BLOCK = "model.layers.{layer}.self_attn.", "blocks.{layer}.attention."
-_APART = tuple(f"{_LAYER}{part}_proj." for part in "qkv")
+_NAMES = {
+    **{theirs: ours for theirs, ours in NAMES.items() if "{q,k,v" not in ours},
+    "model.layers.*.self_attn.W_pack": "blocks.*.attention.{q,k,v}",
+    "model.layers.*.self_attn.o_proj": "blocks.*.attention.output",
+}
 _TEMPLATE = replaced(LLAMA.template, family="baichuan2", norm=RmsNorm(epsilon=1e-6), normalised_head=True)
 _ALL: dict[str, Any] = {"vocabulary": 125696, "context": 4096}
 
 BAICHUAN2 = replace(
     LLAMA,
-    name="baichuan2",
     architectures=("BaichuanForCausalLM",),
+    model_type="baichuan",
     template=_TEMPLATE,
-    keys=(*SHARED_KEYS, Keys(_read_positions, _write_positions), written(model_type="baichuan")),
-    rules=(
-        *(each for each in LLAMA.rules if not each.theirs.startswith(_APART)),
-        rule(f"{_LAYER}W_pack.weight", *(f"{_BLOCK}{part}.weight" for part in "qkv")),
-    ),
+    keys=(*SHARED_KEYS, Keys(_read_positions, _write_positions)),
+    rules=rules(_NAMES),
     presets={
         "baichuan2-7b": sized(_TEMPLATE, 32, 4096, 32, 11008, **_ALL),
         "baichuan2-13b": sized(_TEMPLATE, 40, 5120, 40, 13696, position=AlibiPositions(), **_ALL),

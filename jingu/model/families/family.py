@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from pydantic import BaseModel
 
 from jingu.errors import JinguError
 from jingu.model.families.names import Rule
-from jingu.model.spec import Activation, Experts, ModelSpec, replaced
+from jingu.model.spec import Activation, Experts, ModelSpec, places, replaced
 
 Config = Mapping[str, Any]
 Values = dict[str, Any]
@@ -22,42 +20,51 @@ class Keys:
     """Keys of a `config.json`, and what they say of a spec, in both directions.
 
     Attributes:
-        read: the values that they give, of the config and the values before; raises JinguError on an option that would
-            change the numbers.
+        read: the values that they give; raises JinguError on an option that would change the numbers.
         write: the keys of a spec.
     """
 
-    read: Callable[[Config, Values], Values] = lambda config, values: {}
+    read: Callable[[Config], Values] = lambda config: {}
     write: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
 
 
-@dataclass(frozen=True)
+def four_widths(width: int) -> int:
+    """The usual size of a plain feed-forward."""
+    return 4 * width
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A family of models.
 
     Attributes:
-        name: as in `model.family`.
         architectures: Hugging Face class names that load it; the first one is written on export.
         template: a spec that holds the family's habits; dimensions are replaced.
-        feed_forward_size: the family's rule, from the width.
         keys: of `config.json`, without the special token ids.
         rules: the name map.
+        presets: models that were published, by name.
+        feed_forward_size: the family's rule, from the width.
+        model_type: Hugging Face's name of the family, where it is another.
         base: prefix of their names that some checkpoints leave out.
         ignored: ends of their names that hold no parameters (masks, tables).
-        presets: models that were published, by name.
         replaces_code: whether the family stands in for code that comes with the models (`auto_map`) and is never run.
     """
 
-    name: str
     architectures: tuple[str, ...]
     template: ModelSpec
-    feed_forward_size: Callable[[int], int]
     keys: tuple[Keys, ...]
     rules: tuple[Rule, ...]
+    presets: Mapping[str, ModelSpec]
+    feed_forward_size: Callable[[int], int] = four_widths
+    model_type: str | None = None
     base: str = ""
     ignored: tuple[str, ...] = ()
-    presets: Mapping[str, ModelSpec] = field(default_factory=dict)
     replaces_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in `model.family`."""
+        return self.template.family
 
     @property
     def experts(self) -> Experts | None:
@@ -67,48 +74,56 @@ class Family:
 
     def spec_from_hf(self, config: Config) -> ModelSpec:
         """The spec of a `config.json`. Raises JinguError on an option that would change the numbers."""
+        if config.get("quantization_config") is not None:
+            raise unsupported("quantization_config", config["quantization_config"], "expected None")
         values: Values = {}
         for keys in self.keys:
-            values |= keys.read(config, values)
-        return replaced(self.template, **values)
+            values |= keys.read(config)
+        follow = {
+            "attention.kv_heads": values["attention.heads"],
+            "attention.head_size": values["width"] // values["attention.heads"],
+            "feed_forward.size": self.feed_forward_size(values["width"]),
+        }
+        return replaced(self.template, **{**follow, **values})
 
     def hf_config(self, spec: ModelSpec) -> dict[str, Any]:
-        """`config.json` of a spec, as far as its keys can say it."""
-        config: dict[str, Any] = {}
+        """`config.json` of a spec. Raises JinguError where it cannot say all that the spec does."""
+        config: dict[str, Any] = {"model_type": self.model_type or self.name}
         for keys in self.keys:
             config |= keys.write(spec)
+        said = places(self.spec_from_hf(config))
+        lost = [place for place, value in places(spec).items() if said.get(place) != value]
+        if lost:
+            raise JinguError(
+                f"Hugging Face's {self.architectures[0]} has no way to say this model's {', '.join(lost)}.",
+                where="model",
+                fix="Leave out of the run's file what is not a habit of the family, or choose another family. As a run "
+                "the model is used all the same.",
+            )
         return config
 
 
-_REQUIRED = object()
+REQUIRED, FOLLOWS = object(), object()
+"""In place of a key's default: there must be one; or the value follows from others, as `spec_from_hf` knows."""
 
 
-def key(place: str, *names: str, default: Any = _REQUIRED) -> Keys:
-    """One key, of several names for it the first that a config has; the first of all is written.
+def key(place: str, *names: str, default: Any = REQUIRED) -> Keys:
+    """One key, of several names for it the first that a config has; the first of all is written."""
 
-    Args:
-        place: of its value in the spec.
-        names: of the key; none: the value follows from others.
-        default: the value where the config has none, or a function that makes it of the values before.
-    """
-
-    def read(config: Config, values: Values) -> Values:
+    def read(config: Config) -> Values:
         found = next((config[name] for name in names if config.get(name) is not None), default)
-        if found is _REQUIRED:
+        if found is REQUIRED:
             raise JinguError(
                 f"the model's config lacks {names[0]!r}.", where="config.json", fix="Restore the original file."
             )
-        return {place: found(values) if callable(found) else found}
+        return {} if found is FOLLOWS else {place: found}
 
-    return Keys(read, lambda spec: {name: at(spec, place) for name in names[:1]})
+    return Keys(read, lambda spec: {names[0]: at(spec, place)})
 
 
 def at(spec: ModelSpec, place: str) -> Any:
     """The value at a place; None where there is no such."""
-    found: Any = spec
-    for part in place.split("."):
-        found = getattr(found, part, None)
-    return found
+    return places(spec).get(place)
 
 
 def written(**values: Any) -> Keys:
@@ -117,15 +132,15 @@ def written(**values: Any) -> Keys:
 
 
 def only(**values: Sequence[Any]) -> Keys:
-    """Options that would change the numbers: each must be absent or have one of the values. They are not written."""
+    """Options that would change the numbers: each must be absent or have one of the values. The first is written."""
 
-    def read(config: Config, _: Values) -> Values:
+    def read(config: Config) -> Values:
         for name, choices in values.items():
             if name in config and config[name] not in choices:
                 raise unsupported(name, config[name], f"expected {' or '.join(repr(choice) for choice in choices)}")
         return {}
 
-    return Keys(read)
+    return Keys(read, lambda spec: {name: choices[0] for name, choices in values.items()})
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -143,7 +158,7 @@ HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_t
 def activation_key(name: str, default: str) -> Keys:
     """The key that names the activation."""
     return Keys(
-        lambda config, _: {"feed_forward.activation": activation(name, config.get(name) or default)},
+        lambda config: {"feed_forward.activation": activation(name, config.get(name) or default)},
         lambda spec: {name: HF_ACTIVATIONS[spec.feed_forward.activation]},
     )
 
@@ -164,30 +179,6 @@ def unsupported(key: str, value: Any, detail: str) -> JinguError:
     )
 
 
-def exported_config(family: Family, spec: ModelSpec) -> dict[str, Any]:
-    """The family's config of a spec. Raises JinguError where it cannot say all that the spec does."""
-    config = family.hf_config(spec)
-    lost = list(_differing(spec, family.spec_from_hf(config)))
-    if lost:
-        raise JinguError(
-            f"Hugging Face's {family.architectures[0]} has no way to say this model's {', '.join(lost)}.",
-            where="model",
-            fix="Leave out of the run's file what is not a habit of the family, or choose another family. As a run the "
-            "model is used all the same.",
-        )
-    return config
-
-
-def _differing(spec: BaseModel, other: BaseModel, within: str = "") -> Iterator[str]:
-    """Places at which two specs differ."""
-    for name in type(spec).model_fields:
-        ours, theirs = getattr(spec, name), getattr(other, name)
-        if isinstance(ours, BaseModel) and type(ours) is type(theirs):
-            yield from _differing(ours, theirs, f"{within}{name}.")
-        elif ours != theirs:
-            yield f"{within}{name}"
-
-
 def sized(
     template: ModelSpec,
     layers: int,
@@ -197,34 +188,16 @@ def sized(
     *,
     kv_heads: int | None = None,
     head_size: int | None = None,
-    window: int | None = None,
     **changes: Any,
 ) -> ModelSpec:
     """A published model: the family's habits at these dimensions."""
     sizes = {
         "layers": layers,
+        "encoder_layers": template.encoder_layers and layers,
         "width": width,
         "attention.heads": heads,
         "attention.kv_heads": kv_heads or heads,
         "attention.head_size": head_size or width // heads,
-        "attention.window": window,
         "feed_forward.size": feed_forward,
     }
     return replaced(template, **sizes, **changes)
-
-
-def four_widths(width: int) -> int:
-    """The usual size of a plain feed-forward."""
-    return 4 * width
-
-
-def as_many_heads(values: Values) -> int:
-    """Key-value heads: as many as there are heads."""
-    heads: int = values["attention.heads"]
-    return heads
-
-
-def shared_width(values: Values) -> int:
-    """Size of a head: the width, shared by the heads."""
-    size: int = values["width"] // values["attention.heads"]
-    return size

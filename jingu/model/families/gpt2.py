@@ -5,57 +5,37 @@ Hugging Face keeps its matrices input-first (Conv1D), and q, k, v in one.
 
 from __future__ import annotations
 
-from jingu.model.families.family import (
-    Family,
-    Keys,
-    activation_key,
-    as_many_heads,
-    four_widths,
-    key,
-    only,
-    shared_width,
-    sized,
-    written,
-)
-from jingu.model.families.names import TRANSPOSED, Rule, rule
+from jingu.model.families.family import FOLLOWS, Family, Keys, activation_key, key, only, sized, written
+from jingu.model.families.names import TRANSPOSED, rules
 from jingu.model.spec import Attention, LayerNorm, LearnedPositions, ModelSpec, PlainFeedForward
 
 _KEYS = (
-    only(
-        scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,),
-        add_cross_attention=(False,),
-        quantization_config=(None,),
-    ),
+    only(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
     key("vocabulary", "vocab_size"),
     key("context", "n_positions"),
     key("width", "n_embd"),
     key("layers", "n_layer"),
     key("attention.heads", "n_head"),
-    key("attention.kv_heads", default=as_many_heads),
-    key("attention.head_size", default=shared_width),
-    key("feed_forward.size", "n_inner", default=lambda values: four_widths(values["width"])),
+    key("feed_forward.size", "n_inner", default=FOLLOWS),
     activation_key("activation_function", "gelu_new"),
     key("norm.epsilon", "layer_norm_epsilon", default=1e-5),
     key("tied_embeddings", "tie_word_embeddings", default=True),
     key("initial_std", "initializer_range", default=0.02),
     Keys(write=lambda spec: {"n_ctx": spec.context}),
-    written(
-        model_type="gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, scale_attn_weights=True, use_cache=True
-    ),
+    written(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=True),
 )
-
-
-def _pair(theirs: str, *ours: str) -> list[Rule]:
-    """Weight and bias of a Conv1D."""
-    return [
-        rule(f"{theirs}.weight", *(f"{name}.weight" for name in ours), transform=TRANSPOSED),
-        rule(f"{theirs}.bias", *(f"{name}.bias" for name in ours)),
-    ]
-
-
-_LAYER, _BLOCK = "transformer.h.{layer}.", "blocks.{layer}."
-
+_NAMES = {
+    "transformer.wte": "embedding",
+    "transformer.wpe": "positions",
+    "transformer.h.*.ln_{1,2}": "blocks.*.{attention,feed_forward}_norm",
+    "transformer.ln_f": "norm",
+    "lm_head": "head",
+}
+_CONV_NAMES = {
+    "transformer.h.*.attn.c_attn": "blocks.*.attention.{q,k,v}",
+    "transformer.h.*.attn.c_proj": "blocks.*.attention.output",
+    "transformer.h.*.mlp.c_{fc,proj}": "blocks.*.feed_forward.{up,down}",
+}
 _TEMPLATE = ModelSpec(
     family="gpt2",
     vocabulary=50257,
@@ -70,29 +50,10 @@ _TEMPLATE = ModelSpec(
 )
 
 GPT2 = Family(
-    name="gpt2",
     architectures=("GPT2LMHeadModel",),
     template=_TEMPLATE,
-    feed_forward_size=four_widths,
     keys=_KEYS,
-    rules=(
-        rule("transformer.wte.weight", "embedding.weight"),
-        rule("transformer.wpe.weight", "positions.weight"),
-        *(
-            rule(f"{theirs}.{kind}", f"{ours}.{kind}")
-            for theirs, ours in (
-                (f"{_LAYER}ln_1", f"{_BLOCK}attention_norm"),
-                (f"{_LAYER}ln_2", f"{_BLOCK}feed_forward_norm"),
-                ("transformer.ln_f", "norm"),
-            )
-            for kind in ("weight", "bias")
-        ),
-        *_pair(f"{_LAYER}attn.c_attn", *(f"{_BLOCK}attention.{part}" for part in "qkv")),
-        *_pair(f"{_LAYER}attn.c_proj", f"{_BLOCK}attention.output"),
-        *_pair(f"{_LAYER}mlp.c_fc", f"{_BLOCK}feed_forward.up"),
-        *_pair(f"{_LAYER}mlp.c_proj", f"{_BLOCK}feed_forward.down"),
-        rule("lm_head.weight", "head.weight"),
-    ),
+    rules=(*rules(_NAMES), *rules(_CONV_NAMES, TRANSPOSED)),
     base="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
     presets={

@@ -6,20 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.model.families.family import (
-    Config,
-    Family,
-    Keys,
-    Values,
-    activation_key,
-    as_many_heads,
-    key,
-    only,
-    shared_width,
-    sized,
-    written,
-)
-from jingu.model.families.names import rule
+from jingu.model.families.family import FOLLOWS, Family, Keys, activation_key, key, sized, written
+from jingu.model.families.names import rules
 from jingu.model.families.rope import ROPE
 from jingu.model.spec import Attention, GatedFeedForward, Llama3Scaling, ModelSpec, RmsNorm, RotaryPositions
 
@@ -29,7 +17,7 @@ def _feed_forward_size(width: int) -> int:
     return -(-8 * width // (3 * 64)) * 64
 
 
-def _divided_heads(spec: ModelSpec) -> Values:
+def _divided_heads(spec: ModelSpec) -> dict[str, Any]:
     if spec.width % spec.attention.heads:
         raise JinguError(
             f"Hugging Face's Llama wants a width that {spec.attention.heads} heads divide; it is {spec.width}.",
@@ -39,13 +27,12 @@ def _divided_heads(spec: ModelSpec) -> Values:
 
 
 SHARED_KEYS = (
-    only(pretraining_tp=(1, None), quantization_config=(None,)),
     key("vocabulary", "vocab_size"),
     key("width", "hidden_size"),
     key("layers", "num_hidden_layers"),
     key("attention.heads", "num_attention_heads"),
-    key("attention.kv_heads", "num_key_value_heads", default=as_many_heads),
-    key("attention.head_size", "head_dim", default=shared_width),
+    key("attention.kv_heads", "num_key_value_heads", default=FOLLOWS),
+    key("attention.head_size", "head_dim", default=FOLLOWS),
     key("feed_forward.size", "intermediate_size"),
     activation_key("hidden_act", "silu"),
     key("norm.epsilon", "rms_norm_eps", default=1e-6),
@@ -56,25 +43,19 @@ SHARED_KEYS = (
 """Of Llama and those after it, but for positions."""
 
 
-def _biases(config: Config, _: Values) -> Values:
-    return dict.fromkeys(("attention.qkv_bias", "attention.output_bias"), bool(config.get("attention_bias")))
-
-
-ATTENTION_BIAS = Keys(_biases, lambda spec: {"attention_bias": spec.attention.qkv_bias})
-
-_LAYER, _BLOCK = "model.layers.{layer}.", "blocks.{layer}."
-_PARTS = {
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.q",
-    "self_attn.k_proj": "attention.k",
-    "self_attn.v_proj": "attention.v",
-    "self_attn.o_proj": "attention.output",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "post_attention_layernorm": "feed_forward_norm",
-    "mlp.gate_proj": "feed_forward.gate",
-    "mlp.up_proj": "feed_forward.up",
-    "mlp.down_proj": "feed_forward.down",
+ATTENTION_BIAS = Keys(
+    lambda config: dict.fromkeys(("attention.qkv_bias", "attention.output_bias"), bool(config.get("attention_bias"))),
+    lambda spec: {"attention_bias": spec.attention.qkv_bias},
+)
+NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.layers.*.input_layernorm": "blocks.*.attention_norm",
+    "model.layers.*.self_attn.{q,k,v,o}_proj": "blocks.*.attention.{q,k,v,output}",
+    "model.layers.*.self_attn.{q,k}_norm": "blocks.*.attention.{q,k}_norm",
+    "model.layers.*.post_attention_layernorm": "blocks.*.feed_forward_norm",
+    "model.layers.*.mlp.{gate,up,down}_proj": "blocks.*.feed_forward.{gate,up,down}",
+    "model.norm": "norm",
+    "lm_head": "head",
 }
 
 _TEMPLATE = ModelSpec(
@@ -103,7 +84,6 @@ _V31: dict[str, Any] = {**_V3, "context": 131072, "position": _llama3(8.0)}
 _V32: dict[str, Any] = {**_V31, "position": _llama3(32.0), "tied_embeddings": True}
 
 LLAMA = Family(
-    name="llama",
     architectures=("LlamaForCausalLM",),
     template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
@@ -113,18 +93,8 @@ LLAMA = Family(
         ATTENTION_BIAS,
         key("feed_forward.bias", "mlp_bias", default=False),
         Keys(write=_divided_heads),
-        written(model_type="llama"),
     ),
-    rules=(
-        rule("model.embed_tokens.weight", "embedding.weight"),
-        *(
-            rule(f"{_LAYER}{theirs}.{kind}", f"{_BLOCK}{ours}.{kind}")
-            for theirs, ours in _PARTS.items()
-            for kind in ("weight", "bias")
-        ),
-        rule("model.norm.weight", "norm.weight"),
-        rule("lm_head.weight", "head.weight"),
-    ),
+    rules=rules(NAMES),
     ignored=(".rotary_emb.inv_freq",),
     # Layers, width, heads, feed-forward.
     presets={

@@ -6,13 +6,15 @@ when it loads. Qwen3-MoE also normalises queries and keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import Family, Keys, at, key, only, sized, written
-from jingu.model.families.llama import ATTENTION_BIAS, LLAMA, SHARED_KEYS
-from jingu.model.families.names import Rule, rule
+from jingu.model.families.family import Keys, key, only, sized, written
+from jingu.model.families.llama import ATTENTION_BIAS, LLAMA, NAMES, SHARED_KEYS
+from jingu.model.families.names import rules
+from jingu.model.families.qwen2 import WINDOW
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import Experts, ModelSpec, RmsNorm, RotaryPositions, replaced
+from jingu.model.spec import Experts, RmsNorm, RotaryPositions, replaced
 
 _KEYS = (
     *SHARED_KEYS,
@@ -27,83 +29,68 @@ _KEYS = (
     key("feed_forward.capacity", "expert_capacity_factor", default=None),
     written(output_router_logits=False),
 )
-
-
-def _rules(block: str, **parts: str) -> tuple[Rule, ...]:
-    """Llama's, with the experts (`gate`, `up`, `down`) in the place of its feed-forward."""
-    ours, theirs = "blocks.{layer}.feed_forward", f"model.layers.{{layer}}.{block}"
-    return (
-        *(known for known in LLAMA.rules if "feed_forward." not in known.ours[0]),
-        rule(f"{theirs}.gate.weight", f"{ours}.router.weight"),
-        *(rule(f"{theirs}.experts.{{expert}}.{parts[p]}.weight", f"{ours}.{p}.weight") for p in parts),
-    )
-
-
-def _sized(template: ModelSpec, number: int, active: int, *sizes: int, balance: float, **changes: Any) -> ModelSpec:
-    """A published model; `sizes` are layers, width, heads and the feed-forward of one expert."""
-    experts = {"feed_forward.number": number, "feed_forward.active": active, "feed_forward.balance": balance}
-    template = replaced(template, position=RotaryPositions(base=1e6), **experts)
-    return sized(template, *sizes, **changes)
-
-
-_EXPERTS = Experts(number=8, active=2, size=512, balance=0.001, balance_over="model")
-_MIXTRAL = replaced(LLAMA.template, family="mixtral", feed_forward=_EXPERTS)
+_MIXTRAL_NAMES = {
+    **NAMES,
+    "model.layers.*.block_sparse_moe.gate": "blocks.*.feed_forward.router",
+    "model.layers.*.block_sparse_moe.experts.*.{w1,w3,w2}": "blocks.*.feed_forward.{gate,up,down}",
+}
+_QWEN3_NAMES = {
+    **NAMES,
+    "model.layers.*.mlp.gate": "blocks.*.feed_forward.router",
+    "model.layers.*.mlp.experts.*.{gate,up,down}_proj": "blocks.*.feed_forward.{gate,up,down}",
+}
+_MIXTRAL = replaced(
+    LLAMA.template,
+    family="mixtral",
+    feed_forward=Experts(number=8, active=2, size=512, balance=0.001, balance_over="model"),
+)
 _QWEN3_MOE = replaced(_MIXTRAL, family="qwen3_moe", **{"attention.qk_norm": True})
-_QWEN3: dict[str, Any] = {
+_8X: dict[str, Any] = {"kv_heads": 8, "position": RotaryPositions(base=1e6)}
+_A8: dict[str, Any] = {
     "kv_heads": 4,
     "head_size": 128,
     "vocabulary": 151936,
     "context": 40960,
     "norm": RmsNorm(epsilon=1e-6),
-    "balance": 0.001,
+    "position": RotaryPositions(base=1e6),
+    "feed_forward.number": 128,
+    "feed_forward.active": 8,
 }
 
-MIXTRAL = Family(
-    name="mixtral",
+MIXTRAL = replace(
+    LLAMA,
     architectures=("MixtralForCausalLM",),
     template=_MIXTRAL,
-    feed_forward_size=LLAMA.feed_forward_size,
-    keys=(
-        *_KEYS,
-        only(router_jitter_noise=(0,)),
-        key("attention.window", "sliding_window", default=None),
-        written(model_type="mixtral", router_jitter_noise=0.0),
-    ),
-    rules=_rules("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    ignored=LLAMA.ignored,
+    keys=(*_KEYS, only(router_jitter_noise=(0.0,)), key("attention.window", "sliding_window", default=None)),
+    rules=rules(_MIXTRAL_NAMES),
+    # Layers, width, heads, feed-forward of one expert.
     presets={
-        "mixtral-8x7b": _sized(_MIXTRAL, 8, 2, 32, 4096, 32, 14336, balance=0.02, kv_heads=8, context=32768),
-        "mixtral-8x22b": _sized(_MIXTRAL, 8, 2, 56, 6144, 48, 16384, balance=0.001, kv_heads=8, context=65536),
+        "mixtral-8x7b": sized(_MIXTRAL, 32, 4096, 32, 14336, context=32768, **{**_8X, "feed_forward.balance": 0.02}),
+        "mixtral-8x22b": sized(_MIXTRAL, 56, 6144, 48, 16384, context=65536, **_8X),
     },
 )
 
-QWEN3_MOE = Family(
-    name="qwen3_moe",
+QWEN3_MOE = replace(
+    LLAMA,
     architectures=("Qwen3MoeForCausalLM",),
     template=_QWEN3_MOE,
-    feed_forward_size=LLAMA.feed_forward_size,
     keys=(
         *_KEYS,
-        only(decoder_sparse_step=(1,), mlp_only_layers=(None, [])),
+        only(decoder_sparse_step=(1,), mlp_only_layers=([], None)),
         ATTENTION_BIAS,
         Keys(
-            lambda config, _: {
+            lambda config: {
                 "attention.window": config.get("sliding_window") if config.get("use_sliding_window") else None
             },
-            lambda spec: {
-                "use_sliding_window": spec.attention.window is not None,
-                "sliding_window": spec.attention.window,
-            },
+            WINDOW.write,
         ),
         key("feed_forward.size", "moe_intermediate_size"),
         key("feed_forward.router.normalised", "norm_topk_prob", default=False),
-        Keys(write=lambda spec: {"num_experts": at(spec, "feed_forward.number")}),
-        written(model_type="qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[]),
+        key("feed_forward.number", "num_experts", "num_local_experts"),
     ),
-    rules=_rules("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    ignored=LLAMA.ignored,
+    rules=rules(_QWEN3_NAMES),
     presets={
-        "qwen3-30b-a3b": _sized(_QWEN3_MOE, 128, 8, 48, 2048, 32, 768, **_QWEN3),
-        "qwen3-235b-a22b": _sized(_QWEN3_MOE, 128, 8, 94, 4096, 64, 1536, **_QWEN3),
+        "qwen3-30b-a3b": sized(_QWEN3_MOE, 48, 2048, 32, 768, **_A8),
+        "qwen3-235b-a22b": sized(_QWEN3_MOE, 94, 4096, 64, 1536, **_A8),
     },
 )

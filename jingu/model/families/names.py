@@ -1,12 +1,13 @@
 """Name maps: how a family's checkpoint names and arranges the decoder's parameters, used in both directions.
 
-A rule pairs one tensor of theirs with one or several of ours. Theirs, rearranged, is ours stacked along dim 0.
-`{layer}` stands for the number of the block. Where theirs says `{expert}`, they keep a tensor for each expert, and
-ours, of one dim more, holds them all.
+A map pairs modules of theirs with modules of ours. `*` stands for the number of the block; where theirs has a second
+one, it is that of an expert: they keep a matrix for each, and ours, of one dim more, holds them all. `{a,b}` stands
+for several modules. They are paired one by one; or, where theirs is one, it holds ours, stacked along dim 0.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ TRANSPOSED = Transform(lambda tensor, spec: tensor.t(), lambda tensor, spec: ten
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of theirs, and those of ours that it holds."""
+    """One tensor of theirs, and those of ours that it holds, stacked, after the transform."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -52,31 +53,43 @@ class Entry:
     """Which slice of ours theirs is; None: all of it."""
 
 
-def rule(theirs: str, *ours: str, transform: Transform = SAME) -> Rule:
-    """`theirs` holds `ours`, stacked, after `transform`."""
-    return Rule(theirs, ours, transform)
+def rules(
+    names: Mapping[str, str], transform: Transform = SAME, when: Callable[[ModelSpec], bool] = lambda spec: True
+) -> tuple[Rule, ...]:
+    """The rules of a map from their modules to ours, for weights and biases."""
+    found: list[Rule] = []
+    for theirs, ours in names.items():
+        one, several = _spelled(theirs), _spelled(ours)
+        pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
+        for kind in ("weight", "bias"):
+            found += [Rule(f"{a}.{kind}", tuple(f"{b}.{kind}" for b in each), transform, when) for a, each in pairs]
+    return tuple(found)
+
+
+def _spelled(names: str) -> list[str]:
+    """`a.{b,c}` → `a.b` and `a.c`."""
+    before, *choice = re.split(r"[{}]", names)
+    return [f"{before}{each}{choice[1]}" for each in choice[0].split(",")] if choice else [before]
 
 
 def entries(rules: Sequence[Rule], spec: ModelSpec, ours: Mapping[str, torch.Size]) -> list[Entry]:
     """The rules that apply to a spec, spelled out for every block, in the order of the model.
 
-    A rule applies when the model has its parameters (`ours`: name → shape); a tied head, say, does not.
+    A rule applies when the model has its parameters (`ours`: name → shape), and they hold experts where the rule has
+    some; a tied head, say, is not there.
 
     Raises:
         LookupError: a parameter that no rule names, or a rule of which only a part applies (a fault of the family).
     """
     found: list[Entry] = []
     layers = range(max(spec.layers, spec.encoder_layers or 0))
-    for pattern in (pattern for pattern in rules if pattern.when(spec)):
-        for layer in layers if "{layer}" in pattern.theirs else (0,):
-            names = tuple(name.replace("{layer}", str(layer)) for name in pattern.ours)
-            if all(name in ours for name in names):
-                theirs = pattern.theirs.replace("{layer}", str(layer))
-                experts = range(ours[names[0]][0]) if "{expert}" in theirs else (None,)
-                found += [
-                    Entry(theirs.replace("{expert}", str(expert)), names, pattern.transform, expert)
-                    for expert in experts
-                ]
+    for rule in (rule for rule in rules if rule.when(spec)):
+        for layer in map(str, layers if "*" in rule.theirs else (0,)):
+            theirs, names = rule.theirs.replace("*", layer, 1), tuple(name.replace("*", layer) for name in rule.ours)
+            if any(name not in ours for name in names) or ("*" in theirs) != (len(ours[names[0]]) == 3):
+                continue
+            experts = range(ours[names[0]][0]) if "*" in theirs else (None,)
+            found += [Entry(theirs.replace("*", str(n)), names, rule.transform, n) for n in experts]
     mapped = [name for entry in found if not entry.expert for name in entry.ours]
     if sorted(mapped) != sorted(ours):
         raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(ours)}")

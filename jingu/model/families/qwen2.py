@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import Config, Keys, Values, sized, unsupported, written
+from jingu.model.families.family import Config, Keys, Values, sized, unsupported
 from jingu.model.families.llama import LLAMA, SHARED_KEYS
 from jingu.model.families.rope import ROPE
 from jingu.model.spec import ModelSpec, RmsNorm, RotaryPositions, replaced
 
 
-def _read_window(config: Config, _: Values) -> Values:
+def _read_window(config: Config) -> Values:
     """The window, where the config uses it in every layer."""
     if not config.get("use_sliding_window"):
         return {"attention.window": None}
@@ -46,10 +46,9 @@ _LARGE: dict[str, Any] = {"vocabulary": 152064, "context": 32768}
 
 QWEN2 = replace(
     LLAMA,
-    name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     template=_TEMPLATE,
-    keys=(*SHARED_KEYS, ROPE, WINDOW, written(model_type="qwen2")),
+    keys=(*SHARED_KEYS, ROPE, WINDOW),
     presets={
         "qwen2-0.5b": sized(_TEMPLATE, 24, 896, 14, 4864, **_SMALL),
         "qwen2-1.5b": sized(_TEMPLATE, 28, 1536, 12, 8960, **_SMALL),

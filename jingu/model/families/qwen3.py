@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import key, sized, written
+from jingu.model.families.family import key, sized
 from jingu.model.families.llama import ATTENTION_BIAS, LLAMA, SHARED_KEYS
 from jingu.model.families.qwen2 import WINDOW
 from jingu.model.families.rope import ROPE
@@ -23,17 +23,9 @@ _SMALL: dict[str, Any] = {**_ALL, "tied_embeddings": True}
 
 QWEN3 = replace(
     LLAMA,
-    name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     template=_TEMPLATE,
-    keys=(
-        *SHARED_KEYS,
-        ROPE,
-        ATTENTION_BIAS,
-        WINDOW,
-        key("attention.head_size", "head_dim", default=128),
-        written(model_type="qwen3"),
-    ),
+    keys=(*SHARED_KEYS, ROPE, ATTENTION_BIAS, WINDOW, key("attention.head_size", "head_dim", default=128)),
     presets={
         "qwen3-0.6b": sized(_TEMPLATE, 28, 1024, 16, 3072, **_SMALL),
         "qwen3-1.7b": sized(_TEMPLATE, 28, 2048, 16, 6144, **_SMALL),

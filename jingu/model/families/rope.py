@@ -7,16 +7,16 @@ from typing import Any
 
 from jingu.model.families.family import Config, Keys, Values, unsupported
 from jingu.model.spec import (
+    Component,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
-    RopeScaling,
     RotaryPositions,
     YarnScaling,
 )
 
-SCALINGS: dict[str, type[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling]] = {
+SCALINGS: dict[str, type[Component]] = {
     "linear": LinearScaling,
     "dynamic": DynamicScaling,
     "yarn": YarnScaling,
@@ -24,7 +24,7 @@ SCALINGS: dict[str, type[LinearScaling | DynamicScaling | YarnScaling | Llama3Sc
 }
 
 
-def _read(config: Config, _: Values) -> Values:
+def _read(config: Config) -> Values:
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     base, context = given.get("rope_theta") or config.get("rope_theta"), config.get("max_position_embeddings") or 2048
     share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -34,12 +34,13 @@ def _read(config: Config, _: Values) -> Values:
     if kind not in ("default", *SCALINGS):
         raise unsupported("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
     scaling = None if kind == "default" else _scaling(kind, given, config, context)
-    if isinstance(scaling, DynamicScaling):
-        context = int(scaling.factor * context)
-    return {"position": RotaryPositions(base=float(base or 10000.0), scaling=scaling), "context": context}
+    position = RotaryPositions.model_validate({"base": float(base or 10000.0), "scaling": scaling})
+    if isinstance(position.scaling, DynamicScaling):
+        context = int(position.scaling.factor * context)
+    return {"position": position, "context": context}
 
 
-def _scaling(kind: str, given: Config, config: Config, context: int) -> RopeScaling:
+def _scaling(kind: str, given: Config, config: Config, context: int) -> dict[str, Any]:
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     values = {
         **given,
@@ -49,8 +50,8 @@ def _scaling(kind: str, given: Config, config: Config, context: int) -> RopeScal
     if kind == "yarn":
         values["factor"] = factor = given.get("factor") or context / values["original_context"]
         values["attention_factor"] = given.get("attention_factor") or _attention_factor(factor, given)
-    cls = SCALINGS[kind]
-    return cls.model_validate({name: values[name] for name in cls.model_fields if values.get(name) is not None})
+    known = {name: values[name] for name in SCALINGS[kind].model_fields if values.get(name) is not None}
+    return {**known, "type": kind}
 
 
 def _attention_factor(factor: float, given: Config) -> float:

@@ -13,39 +13,26 @@ from jingu.model.families.family import (
     Keys,
     Values,
     activation,
-    as_many_heads,
-    four_widths,
     key,
-    only,
     sized,
     unsupported,
     written,
 )
-from jingu.model.families.names import Rule, rule
-from jingu.model.spec import (
-    Attention,
-    GatedFeedForward,
-    ModelSpec,
-    PlainFeedForward,
-    RelativeBias,
-    RmsNorm,
-    replaced,
-)
+from jingu.model.families.names import rules
+from jingu.model.spec import Attention, GatedFeedForward, ModelSpec, PlainFeedForward, RelativeBias, RmsNorm, replaced
 
 CONTEXT = 512
 """Tokens of a source or a target in the published models' training; positions as such have no limit."""
 
 SHARED_KEYS = (
-    only(quantization_config=(None,)),
     key("vocabulary", "vocab_size"),
     key("width", "d_model"),
     key("encoder_layers", "num_layers"),
-    key("layers", "num_decoder_layers", default=lambda values: values["encoder_layers"]),
+    key("layers", "num_decoder_layers", "num_layers"),
     key("norm.epsilon", "layer_norm_epsilon", default=1e-6),
     key("position.buckets", "relative_attention_num_buckets", default=32),
     key("position.max_distance", "relative_attention_max_distance", default=128),
     key("attention.heads", "num_heads"),
-    key("attention.kv_heads", default=as_many_heads),
     key("attention.head_size", "d_kv"),
     key("feed_forward.size", "d_ff"),
     key("initial_std", "initial_std", default=0.02),
@@ -58,7 +45,7 @@ SHARED_KEYS = (
 def feed_forward_key(usual: str) -> Keys:
     """The key that names kind and activation; `usual` where a config has none."""
 
-    def read(config: Config, _: Values) -> Values:
+    def read(config: Config) -> Values:
         name: str = config.get("feed_forward_proj") or usual
         gate, _dash, function = name.rpartition("-")
         if gate not in ("", "gated"):
@@ -76,7 +63,7 @@ def feed_forward_key(usual: str) -> Keys:
     return Keys(read, write)
 
 
-def _tied(config: Config, _: Values) -> Values:
+def _tied(config: Config) -> Values:
     # Release 5 of transformers calls every head tied that it saves; whether it is scaled tells the versions apart.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True) is not False)
     return dict.fromkeys(("tied_embeddings", "scaled_head"), bool(scaled))
@@ -86,32 +73,26 @@ def _gated(spec: ModelSpec) -> bool:
     return isinstance(spec.feed_forward, GatedFeedForward)
 
 
-def _plain(spec: ModelSpec) -> bool:
-    return not _gated(spec)
-
-
-def _rules() -> tuple[Rule, ...]:
-    rules = [rule("shared.weight", "embedding.weight")]
-    for side, ours, stack in (("encoder", "encoder.blocks.{layer}", "encoder."), ("decoder", "blocks.{layer}", "")):
-        theirs = f"{side}.block.{{layer}}.layer"
-        kinds = [("SelfAttention", "attention"), ("EncDecAttention", "cross_attention")][: 1 + (side == "decoder")]
-        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        rules.append(rule(bias, f"{stack}relative_bias.weight"))
-        for number, (kind, part) in enumerate(kinds):
-            rules.append(rule(f"{theirs}.{number}.layer_norm.weight", f"{ours}.{part}_norm.weight"))
-            for letter, name in {"q": "q", "k": "k", "v": "v", "o": "output"}.items():
-                rules.append(rule(f"{theirs}.{number}.{kind}.{letter}.weight", f"{ours}.{part}.{name}.weight"))
-        last, feed_forward = f"{theirs}.{len(kinds)}", f"{ours}.feed_forward"
-        rules += [
-            rule(f"{last}.layer_norm.weight", f"{feed_forward}_norm.weight"),
-            Rule(f"{last}.DenseReluDense.wi.weight", (f"{feed_forward}.up.weight",), when=_plain),
-            rule(f"{last}.DenseReluDense.wi_0.weight", f"{feed_forward}.gate.weight"),
-            Rule(f"{last}.DenseReluDense.wi_1.weight", (f"{feed_forward}.up.weight",), when=_gated),
-            rule(f"{last}.DenseReluDense.wo.weight", f"{feed_forward}.down.weight"),
-            rule(f"{side}.final_layer_norm.weight", f"{stack}norm.weight"),
-        ]
-    return (*rules, rule("lm_head.weight", "head.weight"))
-
+_NAMES = {
+    "shared": "embedding",
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "encoder.relative_bias",
+    "encoder.block.*.layer.{0,1}.layer_norm": "encoder.blocks.*.{attention,feed_forward}_norm",
+    "encoder.block.*.layer.0.SelfAttention.{q,k,v,o}": "encoder.blocks.*.attention.{q,k,v,output}",
+    "encoder.block.*.layer.1.DenseReluDense.{wi_0,wo}": "encoder.blocks.*.feed_forward.{gate,down}",
+    "encoder.final_layer_norm": "encoder.norm",
+    "decoder.block.0.layer.0.SelfAttention.relative_attention_bias": "relative_bias",
+    "decoder.block.*.layer.{0,1,2}.layer_norm": "blocks.*.{attention,cross_attention,feed_forward}_norm",
+    "decoder.block.*.layer.0.SelfAttention.{q,k,v,o}": "blocks.*.attention.{q,k,v,output}",
+    "decoder.block.*.layer.1.EncDecAttention.{q,k,v,o}": "blocks.*.cross_attention.{q,k,v,output}",
+    "decoder.block.*.layer.2.DenseReluDense.{wi_0,wo}": "blocks.*.feed_forward.{gate,down}",
+    "decoder.final_layer_norm": "norm",
+    "lm_head": "head",
+}
+_PLAIN_NAMES = {
+    "encoder.block.*.layer.1.DenseReluDense.wi": "encoder.blocks.*.feed_forward.up",
+    "decoder.block.*.layer.2.DenseReluDense.wi": "blocks.*.feed_forward.up",
+}
+_GATED_NAMES = {f"{theirs}_1": ours for theirs, ours in _PLAIN_NAMES.items()}
 
 V1_0 = ModelSpec(
     family="t5",
@@ -134,31 +115,35 @@ V1_1 = replaced(
     scaled_head=False,
 )
 
+
+def v1_1_presets(template: ModelSpec) -> dict[str, ModelSpec]:
+    """The sizes of version 1.1: layers, width, heads, feed-forward."""
+    return {
+        "small": sized(template, 8, 512, 6, 1024, head_size=64),
+        "base": sized(template, 12, 768, 12, 2048),
+        "large": sized(template, 24, 1024, 16, 2816),
+        "xl": sized(template, 24, 2048, 32, 5120),
+        "xxl": sized(template, 24, 4096, 64, 10240),
+    }
+
+
 T5 = Family(
-    name="t5",
     architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     template=V1_0,
-    feed_forward_size=four_widths,
-    keys=(
-        *SHARED_KEYS,
-        feed_forward_key("relu"),
-        key("context", "n_positions", default=CONTEXT),
-        Keys(_tied),
-        written(model_type="t5"),
+    keys=(*SHARED_KEYS, feed_forward_key("relu"), key("context", "n_positions", default=CONTEXT), Keys(_tied)),
+    rules=(
+        *rules(_NAMES),
+        *rules(_PLAIN_NAMES, when=lambda spec: not _gated(spec)),
+        *rules(_GATED_NAMES, when=_gated),
     ),
-    rules=_rules(),
     ignored=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
-    # Layers, width, heads, feed-forward. Flan-T5 has the dimensions of version 1.1.
+    # Flan-T5 has the dimensions of version 1.1.
     presets={
         "t5-small": sized(V1_0, 6, 512, 8, 2048),
-        "t5-base": sized(V1_0, 12, 768, 12, 3072, encoder_layers=12),
-        "t5-large": sized(V1_0, 24, 1024, 16, 4096, encoder_layers=24),
-        "t5-3b": sized(V1_0, 24, 1024, 32, 16384, head_size=128, encoder_layers=24),
-        "t5-11b": sized(V1_0, 24, 1024, 128, 65536, head_size=128, encoder_layers=24),
-        "t5-v1.1-small": sized(V1_1, 8, 512, 6, 1024, head_size=64, encoder_layers=8),
-        "t5-v1.1-base": sized(V1_1, 12, 768, 12, 2048, encoder_layers=12),
-        "t5-v1.1-large": sized(V1_1, 24, 1024, 16, 2816, encoder_layers=24),
-        "t5-v1.1-xl": sized(V1_1, 24, 2048, 32, 5120, encoder_layers=24),
-        "t5-v1.1-xxl": sized(V1_1, 24, 4096, 64, 10240, encoder_layers=24),
+        "t5-base": sized(V1_0, 12, 768, 12, 3072),
+        "t5-large": sized(V1_0, 24, 1024, 16, 4096),
+        "t5-3b": sized(V1_0, 24, 1024, 32, 16384, head_size=128),
+        "t5-11b": sized(V1_0, 24, 1024, 128, 65536, head_size=128),
+        **{f"t5-v1.1-{size}": spec for size, spec in v1_1_presets(V1_1).items()},
     },
 )
