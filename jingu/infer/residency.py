@@ -111,8 +111,8 @@ class Residency:
         if not isinstance(mixture, Experts):
             raise JinguError("the model has no mixture of experts.", where=WHERE, fix="Leave the setting out.")
         layers = opened.spec.layers + (opened.spec.encoder_layers or 0)
-        matrix = {"gate": (mixture.size, opened.spec.width)} if mixture.gated else {}
-        matrix |= {"up": (mixture.size, opened.spec.width), "down": (opened.spec.width, mixture.size)}
+        inner = (mixture.size, opened.spec.width)
+        matrix = {"gate": inner, "up": inner, "down": (opened.spec.width, mixture.size)}
         self._opened, self._dtype, self._device = opened, dtype, device
         self._rounded: dict[str, tuple[Tensor, Tensor]] = {}  # of all experts of a matrix: values and scales
         self._disk = None if kind is None else Disk(Path(tempfile.gettempdir()), "TMPDIR")
@@ -221,7 +221,7 @@ class Residency:
     def _say(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
         """What one expert says to its rows."""
         matrix = {part: partial(_times, held) for part, held in slot.parts.items()}
-        y_MD = self._blocks[layer][2].speak(x_MD, matrix.get("gate"), matrix["up"], matrix["down"])
+        y_MD = self._blocks[layer][2].speak(x_MD, matrix["gate"], matrix["up"], matrix["down"])
         if self._side is not None:
             slot.used = torch.cuda.Event()
             slot.used.record()

@@ -61,7 +61,7 @@ class GroupedLinear(nn.Module):
 
 
 class ExpertsLayer(nn.Module):
-    """A router, experts that are feed-forwards, and a feed-forward shared by all tokens where the spec has one."""
+    """A router, gated feed-forwards as experts, and one that all tokens share, where the spec has it."""
 
     SHARDING: ClassVar[Table] = {"gate": "column", "up": "column", "down": "row"}
 
@@ -70,14 +70,12 @@ class ExpertsLayer(nn.Module):
         self.spec = spec
         self.router = Linear(width, spec.number, bias=False)
         self.router.weight.requires_grad_(not isinstance(spec.router, specs.RandomProjection))
-        self.gate = GroupedLinear(spec.number, width, spec.size) if spec.gated else None
+        self.gate = GroupedLinear(spec.number, width, spec.size)
         self.up = GroupedLinear(spec.number, width, spec.size)
         self.down = GroupedLinear(spec.number, spec.size, width)
-        shared = specs.GatedFeedForward if spec.gated else specs.PlainFeedForward
-        self.shared = (
-            FeedForwardLayer(shared(size=spec.shared, activation=spec.activation), width) if spec.shared else None
-        )
-        self.shared_gate = Linear(width, 1, bias=False) if spec.shared and spec.shared_gated else None
+        shared = spec.shared and specs.GatedFeedForward(size=spec.shared, activation=spec.activation)
+        self.shared = FeedForwardLayer(shared, width) if shared else None
+        self.shared_gate = Linear(width, 1, bias=False) if shared and spec.shared_gated else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing | None]:
         """The layer's output, and while training what the router did."""
@@ -145,11 +143,7 @@ class ExpertsLayer(nn.Module):
         if not (at_once or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             return self._in_turn(x_MD, count_E)
         ends_E = count_E.cumsum(0).to(torch.int32)
-        hidden_MF = self.up(x_MD, ends_E)
-        if self.gate is None:
-            hidden_MF = activate(hidden_MF, self.spec.activation)
-        else:
-            hidden_MF = activate(self.gate(x_MD, ends_E), self.spec.activation) * hidden_MF
+        hidden_MF = activate(self.gate(x_MD, ends_E), self.spec.activation) * self.up(x_MD, ends_E)
         y_MD: Tensor = self.down(hidden_MF, ends_E)
         return y_MD
 
@@ -158,14 +152,12 @@ class ExpertsLayer(nn.Module):
         for expert, count in enumerate(count_E.tolist()):
             rows, begin = slice(begin, begin + count), begin + count
             if count:
-                gate = None if self.gate is None else partial(self.gate.one, expert)
-                y_MD[rows] = self.speak(x_MD[rows], gate, partial(self.up.one, expert), partial(self.down.one, expert))
+                gate, up, down = (partial(part.one, expert) for part in (self.gate, self.up, self.down))
+                y_MD[rows] = self.speak(x_MD[rows], gate, up, down)
         return y_MD
 
-    def speak(self, x_MD: Tensor, gate: Product | None, up: Product, down: Product) -> Tensor:
+    def speak(self, x_MD: Tensor, gate: Product, up: Product, down: Product) -> Tensor:
         """What an expert of these matrices says."""
-        if gate is None:
-            return down(activate(up(x_MD), self.spec.activation))
         return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
 
 

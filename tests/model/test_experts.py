@@ -44,10 +44,7 @@ def token_by_token(made: ExpertsLayer, x: Tensor, experts: Tensor, weights: Tens
         total = torch.zeros_like(token)
         for expert, share in zip(chosen.tolist(), shares, strict=True):
             up = made.up.weight[expert] @ token
-            if made.gate is None:
-                hidden = activate(up, made.spec.activation)
-            else:
-                hidden = activate(made.gate.weight[expert] @ token, made.spec.activation) * up
+            hidden = activate(made.gate.weight[expert] @ token, made.spec.activation) * up
             total = total + share * (made.down.weight[expert] @ hidden)
         rows.append(total)
     return torch.stack(rows).view_as(x)
@@ -58,7 +55,7 @@ CHOICES = {
     "normalised": {"router": TopK(normalised=True)},
     "after": {"router": TopK(softmax="after"), "active": 3},
     "all": {"active": 5},
-    "plain": {"gated": False, "activation": "relu"},
+    "relu": {"activation": "relu"},
     "projection": {"router": RandomProjection()},
     "balanced": {"router": Balanced(), "active": 1},
 }
