@@ -34,19 +34,21 @@ class LoraLinear(Linear):
     first_input = 0
     """Number of the first input here, where a rank has some of them."""
 
-    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, adapter: Lora, draw: Draw) -> None:
+    def __init__(self, plain: Linear, adapter: Lora, name: str, draw: Draw) -> None:
         """
         Args:
+            plain: the map.
             name: in the model; what is dropped depends on it.
             draw: the keys by which it is.
         """
-        super().__init__(inputs, outputs, bias=bias)
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None)
+        self.weight, self.bias = plain.weight, plain.bias
         self.scale, self.dropout, self.draw = adapter.scale, adapter.dropout, draw
         self.reads_source = name.endswith(("cross_attention.k", "cross_attention.v"))
         self.salt = int.from_bytes(sha256(name.encode()).digest()[:6], "little")
-        self.lora_a = nn.Parameter(torch.empty(adapter.rank, inputs))
-        self.lora_b = nn.Parameter(torch.empty(outputs, adapter.rank))
-        self.lora_m = nn.Parameter(torch.empty(outputs)) if adapter.magnitudes else None
+        self.lora_a = nn.Parameter(torch.empty(adapter.rank, plain.in_features))
+        self.lora_b = nn.Parameter(torch.empty(plain.out_features, adapter.rank))
+        self.lora_m = nn.Parameter(torch.empty(plain.out_features)) if adapter.magnitudes else None
 
     def forward(self, input: Tensor) -> Tensor:
         some = self._some(input)
@@ -76,8 +78,10 @@ class LoraLinear(Linear):
 class LoraGrouped(GroupedLinear):
     """A matrix for each expert, and an adapter of its own for each."""
 
-    def __init__(self, number: int, inputs: int, outputs: int, adapter: Lora) -> None:
+    def __init__(self, plain: GroupedLinear, adapter: Lora) -> None:
+        number, outputs, inputs = plain.weight.shape
         super().__init__(number, inputs, outputs)
+        self.weight = plain.weight
         self.scale = adapter.scale
         self.lora_a = nn.Parameter(torch.empty(number, adapter.rank, inputs))
         self.lora_b = nn.Parameter(torch.empty(number, outputs, adapter.rank))
@@ -95,10 +99,11 @@ class LoraGrouped(GroupedLinear):
 class Ia3Linear(Linear):
     """A linear map with a factor for each of its inputs, or of its outputs."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, of_inputs: bool) -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        self.ia3_in = nn.Parameter(torch.empty(inputs)) if of_inputs else None
-        self.ia3_out = None if of_inputs else nn.Parameter(torch.empty(outputs))
+    def __init__(self, plain: Linear, *, of_inputs: bool) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None)
+        self.weight, self.bias = plain.weight, plain.bias
+        self.ia3_in = nn.Parameter(torch.empty(plain.in_features)) if of_inputs else None
+        self.ia3_out = None if of_inputs else nn.Parameter(torch.empty(plain.out_features))
 
     def forward(self, input: Tensor) -> Tensor:
         if self.ia3_in is not None:
@@ -130,13 +135,10 @@ def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
             if "blocks." not in prefix or leaf == "router" or not matches(name, adapter.targets):
                 continue
             if isinstance(child, Linear | GroupedLinear):
-                new = _adapted(name, child, adapter, draw)
-                new.weight = child.weight
-                setattr(parent, leaf, new)
+                setattr(parent, leaf, _adapted(name, child, adapter, draw))
 
 
 def _adapted(name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3, draw: Draw) -> Linear | GroupedLinear:
-    new: Linear | GroupedLinear
     if isinstance(child, GroupedLinear):
         if not isinstance(adapter, Lora) or adapter.magnitudes or adapter.dropout:
             raise JinguError(
@@ -144,15 +146,10 @@ def _adapted(name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3, draw
                 where="tune.targets",
                 fix="Leave it out, or set tune.type=lora, tune.dropout=0 and tune.dora=false.",
             )
-        number, outputs, inputs = child.weight.shape
-        return LoraGrouped(number, inputs, outputs, adapter)
-    sizes, bias = (child.in_features, child.out_features), child.bias is not None
+        return LoraGrouped(child, adapter)
     if isinstance(adapter, Lora):
-        new = LoraLinear(name, *sizes, bias=bias, adapter=adapter, draw=draw)
-    else:
-        new = Ia3Linear(*sizes, bias=bias, of_inputs=name.endswith("feed_forward.down"))
-    new.bias = child.bias
-    return new
+        return LoraLinear(child, adapter, name, draw)
+    return Ia3Linear(child, of_inputs=name.endswith("feed_forward.down"))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -126,35 +126,37 @@ class Stack(nn.Module):
             self.blocks.add_module(str(number), Block(spec, causal=causal, cross=cross))
         self.norm = make_norm(spec.norm, spec.width) if self.ends else None
 
-    def begin(
-        self, table: Embedding | None, tokens_BT: Tensor, positions_BT: Tensor, noise_2BT: Tensor | None = None
-    ) -> Tensor:
-        """What the first block is given, of tokens that `table` embeds."""
-        assert table is not None
-        x_BTD: Tensor = table(tokens_BT)
-        if self.prompt is not None:
-            x_BTD = x_BTD + self.prompt(tokens_BT).to(x_BTD.dtype)
-        if noise_2BT is not None and self.noise is not None:
-            x_BTD = x_BTD + self.noise(noise_2BT).to(x_BTD.dtype)
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
-        return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
-
     def run(
         self,
-        start: Passed,
+        passed: Passed | None,
+        table: Embedding | None,
         tokens_BT: Tensor,
-        positions_BT: Tensor,
-        documents_BT: Tensor | None,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        keys: tuple[Tensor | None, Tensor | None] = (None, None),
+        noise_2BT: Tensor | None = None,
         cache: Cache | None = None,
         encoded_mask: Tensor | None = None,
         reach_BT: Tensor | None = None,
-        keys: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Passed:
-        """Through the blocks, and through the norm where this is the last part."""
-        x_BTD, routings, encoded_BSD = start
+        """Through the blocks that are here, and what comes before and after them. See `Decoder.forward`.
+
+        Args:
+            passed: by the part before this one; to a first part, at most by an encoder.
+            table: embeds the tokens.
+            keys: of the tokens, and of those that an encoder reads.
+            encoded_mask: which of an encoder's states each token sees.
+        """
         if cache is not None and not (documents_BT is None and reach_BT is None):
             raise ValueError("documents and reach are not kept in a cache")
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        if self.part.start == 0:
+            encoded_BSD, routings = (None, []) if passed is None else passed[:2]
+            x_BTD = self._embedded(table, tokens_BT, positions_BT, noise_2BT)
+        else:
+            assert passed is not None
+            x_BTD, routings, encoded_BSD = passed
         # In fp32 at least: tables and biases are made once a forward and shared by the blocks.
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         bias_NH = None if self.relative_bias is None else self.relative_bias.weight
@@ -170,6 +172,20 @@ class Stack(nn.Module):
             x_BTD, routing = block(x_BTD, rotary, mask, held, encoded_BSD, encoded_mask, tokens_BT, keys)
             routings = routings if routing is None else [*routings, routing]
         return Passed(x_BTD if self.norm is None else self.norm(x_BTD), routings, encoded_BSD)
+
+    def _embedded(
+        self, table: Embedding | None, tokens_BT: Tensor, positions_BT: Tensor, noise_2BT: Tensor | None
+    ) -> Tensor:
+        """What the first block is given."""
+        assert table is not None
+        x_BTD: Tensor = table(tokens_BT)
+        if self.prompt is not None:
+            x_BTD = x_BTD + self.prompt(tokens_BT).to(x_BTD.dtype)
+        if noise_2BT is not None and self.noise is not None:
+            x_BTD = x_BTD + self.noise(noise_2BT).to(x_BTD.dtype)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
         position = self.spec.position
@@ -243,23 +259,18 @@ class Decoder(Stack):
                 none sees. Where a row is padded, they are needed with every token.
             source_keys_BS: as `keys_BT`, of what the encoder reads.
         """
-        encoded_mask = None
+        encoded_mask, table = None, self.embedding
         if self.encoder is not None:
             if self.encoder.part and source_BS is not None:
-                passed = self.encode(source_BS, source_documents_BS, passed, source_keys_BS)
+                source = source_BS, None, source_documents_BS
+                passed = self.encoder.run(passed, table, *source, keys=(source_keys_BS, None))
             if not self.part:
                 return passed
             if source_documents_BS is not None:
                 source_documents_BS = source_documents_BS[:, skipped_states(self.spec) :]
             encoded_mask = cross_mask(documents_BT, source_documents_BS)
-        if positions_BT is None:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        if self.part.start == 0:  # what was passed on so far is an encoder's
-            encoded, routings = (None, []) if passed is None else passed[:2]
-            passed = Passed(self.begin(self.embedding, tokens_BT, positions_BT, noise_2BT), routings, encoded)
-        assert passed is not None
-        keys = keys_BT, source_keys_BS
-        passed = self.run(passed, tokens_BT, positions_BT, documents_BT, cache, encoded_mask, reach_BT, keys)
+        own, keys = (tokens_BT, positions_BT, documents_BT), (keys_BT, source_keys_BS)
+        passed = self.run(passed, table, *own, keys, noise_2BT, cache, encoded_mask, reach_BT)
         if not self.ends:
             return passed
         x_BTD, routings, _ = passed
@@ -269,16 +280,6 @@ class Decoder(Stack):
             return x_BTD
         total = loss(x_BTD, self.head_weight())
         return torch.cat([total.view(1), auxiliary(routings)]) if auxiliary and routings else total
-
-    def encode(
-        self, source_BS: Tensor, documents_BS: Tensor | None, passed: Passed | None, keys_BS: Tensor | None = None
-    ) -> Passed:
-        """Through the blocks of the encoder that are here."""
-        assert self.encoder is not None
-        positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
-        if passed is None:
-            passed = Passed(self.encoder.begin(self.embedding, source_BS, positions_S), [])
-        return self.encoder.run(passed, source_BS, positions_S, documents_BS, keys=(keys_BS, None))
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores [B, T, V] of the next token."""

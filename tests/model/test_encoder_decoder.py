@@ -53,8 +53,8 @@ def test_who_sees_whom(family: str) -> None:
     changed = model(later, source_BS=source)
     assert torch.equal(states[:, :7], changed[:, :7]) and bool((states[:, 7:] != changed[:, 7:]).any(-1).all())
     assert bool((states != model(tokens, source_BS=other)).any(-1).all())
-    encoded = [model.encode(each, None, None).states for each in (source, other)]
-    assert encoded[0] is not None and encoded[1] is not None
+    assert model.encoder is not None
+    encoded = [model.encoder.run(None, model.embedding, each).states for each in (source, other)]
     differ = (encoded[0] != encoded[1]).any(-1)[0].tolist()
     reach = 1 + 3 * 2 if family == "mistral" else 13  # a window of 3 sees 2 to either side, in each of 3 blocks
     assert differ == [place >= 13 - reach for place in range(13)]
