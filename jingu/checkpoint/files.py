@@ -40,6 +40,7 @@ from jingu.checkpoint.manifest import (
     check,
     header_of,
     merge,
+    pieces_by_file,
     read_manifest,
 )
 from jingu.checkpoint.remote import Place
@@ -55,8 +56,8 @@ LINGER_SECONDS = 5.0
 _LOOK_SECONDS, _ASK_SECONDS = 0.02, 0.5
 _NOTE = re.compile(r"failure-(\d{5,})\.txt")
 
-Data = Callable[[Piece], Iterable[memoryview]]
-"""The bytes of a piece, a chunk at a time."""
+Data = Callable[[Piece], memoryview]
+"""The bytes of a planned piece."""
 
 
 # Names
@@ -70,12 +71,9 @@ def partial_name(folder: Place) -> Place:
 def begin(folder: Place, first: bool) -> Place:
     """Make the place where a checkpoint is written; the first rank also sees to it that there is none meanwhile."""
     partial = partial_name(folder)
-    if isinstance(partial, Path):
-        partial.mkdir(parents=True, exist_ok=True)
-    else:
-        partial.mkdir()
-        if first:
-            (partial / MANIFEST).unlink()
+    partial.mkdir(parents=True, exist_ok=True)
+    if first:
+        (partial / MANIFEST).unlink(missing_ok=True)
     return partial
 
 
@@ -127,28 +125,28 @@ def write_part(partial: Place, plan: Manifest, data: Data, rank: int, direct: bo
 
 
 def _write_shard(path: Place, plan: Manifest, data: Data, direct: bool) -> Manifest:
-    planned = sorted(
-        ((piece.bytes, name, stored.dtype, piece) for name, stored in plan.tensors.items() for piece in stored.pieces),
-        key=lambda item: item[:2],
-    )
-    written: dict[str, list[Piece]] = {name: [] for name in plan.tensors}
+    planned = pieces_by_file(plan).get(path.name, [])
+    header = header_of(planned)
+    written: dict[Piece, Piece] = {}
     with _Writer(path, direct) as out:
-        out.write(header_of((dtype, piece) for _, _, dtype, piece in planned))
-        for _, name, _, piece in planned:
-            digest = xxhash.xxh3_128()
-            for chunk in data(piece):
+        out.write(header)
+        for _, piece in planned:
+            digest, view = xxhash.xxh3_128(), data(piece)
+            for chunk in (view[first : first + CHUNK] for first in range(0, len(view), CHUNK)):
                 digest.update(chunk)
                 out.write(chunk)
-            written[name].append(piece.model_copy(update={"xxh3_128": digest.hexdigest()}))
+            place = tuple(len(header) + position for position in piece.bytes)
+            written[piece] = piece.model_copy(update={"bytes": place, "xxh3_128": digest.hexdigest()})
     tensors = {
-        name: stored.model_copy(update={"pieces": tuple(written[name])}) for name, stored in plan.tensors.items()
+        name: stored.model_copy(update={"pieces": tuple(written[piece] for piece in stored.pieces)})
+        for name, stored in plan.tensors.items()
     }
     return plan.model_copy(update={"files": {path.name: out.record}, "tensors": tensors})
 
 
 def leave_note(partial: Place, rank: int, error: BaseException) -> None:
     """Tell the other ranks what went wrong here, through the folder that all of them see."""
-    with contextlib.suppress(OSError), new_file(_note_name(partial, rank), replacing=True) as file:
+    with contextlib.suppress(OSError), _note_name(partial, rank).open("wb", buffering=0) as file:
         file.write(cause_of(error).encode())
 
 
@@ -240,19 +238,12 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def new_file(path: Place, replacing: bool = False) -> IO[bytes]:
-    """A file to be written, open."""
-    if not isinstance(path, Path):
-        return path.open()
-    return cast(IO[bytes], path.open("wb" if replacing else "xb", buffering=0))
-
-
 class _Writer:
     """A new file, hashed while it is written and on disk when it is closed."""
 
     def __init__(self, path: Place, direct: bool = False) -> None:
         """`direct`: past the file system's cache, where it can: what is written then passes through one block."""
-        self._file, self._local = new_file(path), isinstance(path, Path)
+        self._file, self._local = path.open("xb", buffering=0), isinstance(path, Path)
         self._digest = xxhash.xxh3_128()
         self._bytes = self._held = 0
         direct = direct and self._local and self._pass_the_cache(True)
@@ -354,10 +345,9 @@ def verify(folder: Place) -> list[str]:
         manifest = open_checkpoint(folder)
     except CheckpointError as error:
         return [error.what.removesuffix(".")]
-    problems = []
+    problems, inside = [], pieces_by_file(manifest)
     for name, record in manifest.files.items():
-        pieces = (piece for stored in manifest.tensors.values() for piece in stored.pieces if piece.file == name)
-        problems += _problems_of(folder, name, record, pieces)
+        problems += _problems_of(folder, name, record, (piece for _, piece in inside.get(name, [])))
     if STATE not in manifest.files:
         problems.append(f"{STATE} is not part of it")
     return problems

@@ -212,3 +212,12 @@ def distinct(stored: Stored) -> dict[Shape, Piece]:
     """The pieces of a tensor, once each, by offset. Ranks that do not know of each other may both have written one, as
     the first and the last stage of a pipeline do where they share a tensor."""
     return {piece.offset: piece for piece in reversed(stored.pieces) if prod(piece.shape)}
+
+
+def pieces_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
+    """What each shard file holds, with dtypes, in the order of the file."""
+    found: dict[str, list[tuple[str, Piece]]] = {}
+    for stored in manifest.tensors.values():
+        for piece in stored.pieces:
+            found.setdefault(piece.file, []).append((stored.dtype, piece))
+    return {file: sorted(pieces, key=lambda item: (item[1].bytes, item[1].key)) for file, pieces in found.items()}

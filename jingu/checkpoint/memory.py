@@ -30,7 +30,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.files import new_file, part_name, shard_name, write_bytes
+from jingu.checkpoint.files import part_name, shard_name, write_bytes
 from jingu.checkpoint.manifest import MANIFEST, STATE, Manifest, merge, read_manifest
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import STEP, step_folder
@@ -246,9 +246,8 @@ def id_of(checkpoints: Place, first: bool) -> int:
         if not 0 <= number < 1 << 62:
             number = secrets.randbits(62)
             try:
-                if not isinstance(checkpoints, Path):
-                    checkpoints.mkdir()
-                with new_file(file, replacing=True) as out:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                with file.open("wb", buffering=0) as out:
                     out.write(str(number).encode())
             except OSError:
                 number = -1

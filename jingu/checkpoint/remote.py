@@ -10,7 +10,7 @@ import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 from jingu.text.storage import filesystem, is_address
 
@@ -71,12 +71,12 @@ class RemotePath:
         paths = [str(path).rstrip("/") for path in self._ask(self._store.ls, self._path, detail=False)]
         return (RemotePath(self._store, path) for path in paths if path != self._path)
 
-    def mkdir(self) -> None:
+    def mkdir(self, *, parents: Literal[True], exist_ok: Literal[True]) -> None:
         """Make the folder, and those above it; one that is there is well, too."""
         self._ask(self._store.makedirs, self._path, exist_ok=True)
 
-    def open(self) -> IO[bytes]:
-        """A new file, there when it is closed."""
+    def open(self, mode: Literal["wb", "xb"], buffering: Literal[0]) -> IO[bytes]:
+        """A new file, there when it is closed; it takes the place of one that is there."""
         return cast(IO[bytes], self._ask(self._store.open, self._path, "wb"))
 
     def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
@@ -86,7 +86,7 @@ class RemotePath:
         """Become a copy of a local file."""
         self._ask(self._store.put_file, str(file), self._path)
 
-    def unlink(self) -> None:
+    def unlink(self, missing_ok: bool = True) -> None:
         """Delete the file, where there is one."""
         if self.exists():
             self._ask(self._store.rm_file, self._path)

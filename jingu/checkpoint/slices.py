@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -66,44 +67,31 @@ def local_slice(
     placements: Sequence[Placement],
     group: Hashable = None,
 ) -> Slice:
-    """What the rank at `coordinate` of a mesh holds of a tensor with these placements, one for each mesh axis."""
-    offset, size = [0] * len(shape), list(shape)
-    for axis in _splitting_order(mesh_shape, placements):
-        dim = placements[axis].dim  # type: ignore[attr-defined]
-        begin, size[dim] = share(size[dim], mesh_shape[axis], coordinate[axis])
-        offset[dim] += begin
-    replica, replicas, copied = 0, 1, []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            replica = replica * mesh_shape[axis] + coordinate[axis]
-            replicas *= mesh_shape[axis]
-            copied.append(axis)
-    return Slice(tuple(shape), tuple(offset), tuple(size), replica, replicas, (group, tuple(copied)))
+    """What the rank at `coordinate` of a mesh holds of a tensor with these placements, one for each mesh axis.
 
-
-def _splitting_order(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """Mesh axes in the order in which they split the tensor.
-
-    That is left to right, except for FSDP over tensor parallelism on the same dim: there FSDP's axis stands to
-    the left but splits what tensor parallelism left over, which PyTorch writes as a `_StridedShard` whose split
-    factor is the number of parts that the axes to its right have already made.
+    The axes split the tensor from left to right, except for FSDP over tensor parallelism on the same dim: there FSDP's
+    axis stands to the left but splits what tensor parallelism left over, which PyTorch writes as a `_StridedShard`
+    whose split factor is the number of parts that the axes to its right have already made.
     """
-    orders: dict[int, list[int]] = {}
-    for axis in reversed(range(len(placements))):
-        placement = placements[axis]
-        if isinstance(placement, _StridedShard):
-            order, parts, place = orders.setdefault(placement.dim, []), 1, 0
-            while parts < placement.split_factor and place < len(order):
-                parts *= mesh_shape[order[place]]
-                place += 1
-            if parts != placement.split_factor:
-                raise ValueError(f"the layout {tuple(placements)} leaves no single block on a rank")
-            order.insert(place, axis)
-        elif isinstance(placement, Shard):
-            orders.setdefault(placement.dim, []).insert(0, axis)
-        elif not isinstance(placement, Replicate):
+    offset, size = [0] * len(shape), list(shape)
+    replica, replicas, copied = 0, 1, []
+    for axis in sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], _StridedShard)):
+        placement, ranks, rank = placements[axis], mesh_shape[axis], coordinate[axis]
+        if isinstance(placement, Replicate):
+            replica, replicas = replica * ranks + rank, replicas * ranks
+            copied.append(axis)
+        elif isinstance(placement, Shard | _StridedShard):
+            dim = placement.dim
+            if isinstance(placement, _StridedShard):
+                right = range(axis + 1, len(placements))
+                made = prod(mesh_shape[other] for other in right if placements[other] == Shard(dim))
+                if placement.split_factor != made:
+                    raise ValueError(f"the layout {tuple(placements)} leaves no single block on a rank")
+            begin, size[dim] = share(size[dim], ranks, rank)
+            offset[dim] += begin
+        else:
             raise ValueError(f"the layout {tuple(placements)} holds partial sums, not values")
-    return [axis for order in orders.values() for axis in order]
+    return Slice(tuple(shape), tuple(offset), tuple(size), replica, replicas, (group, tuple(copied)))
 
 
 def overlap(offset_a: Extent, size_a: Extent, offset_b: Extent, size_b: Extent) -> tuple[Extent, Extent] | None:
@@ -112,3 +100,21 @@ def overlap(offset_a: Extent, size_a: Extent, offset_b: Extent, size_b: Extent) 
     ends = (min(a + n, b + m) for a, n, b, m in zip(offset_a, size_a, offset_b, size_b, strict=True))
     size = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
     return (begins, size) if all(extent > 0 for extent in size) else None
+
+
+def cut(tensor: Tensor, begin: Extent, offset: Extent, size: Extent) -> Tensor:
+    """The block of `size` at `offset`, as a view of a block that begins at `begin`."""
+    for dim, (first, start, extent) in enumerate(zip(begin, offset, size, strict=True)):
+        tensor = tensor.narrow(dim, start - first, extent)
+    return tensor
+
+
+def boxes(offset: Extent, size: Extent, most: int) -> Iterator[tuple[Extent, Extent]]:
+    """Offsets and sizes of a block's parts of at most so many elements that lie one after another in memory."""
+    if not size or prod(size) <= most:
+        yield offset, size
+        return
+    rows = max(1, most // prod(size[1:]))
+    for first in range(0, size[0], rows):
+        for inner_offset, inner_size in boxes(offset[1:], size[1:], most):
+            yield (offset[0] + first, *inner_offset), (min(rows, size[0] - first), *inner_size)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,19 +28,19 @@ from jingu.checkpoint.files import (
     remove,
     write_part,
 )
-from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece, distinct
+from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece, distinct, pieces_by_file
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.shards import (
+    ASIDE,
     DTYPE_NAMES,
     DTYPES,
     Held,
-    Source,
+    bytes_of,
     check_header,
-    chunks,
+    fill,
     plan_part,
-    rows_of,
 )
-from jingu.checkpoint.slices import overlap, slice_of
+from jingu.checkpoint.slices import cut, overlap, slice_of
 from jingu.checkpoint.stream import read_at
 from jingu.parallel.sharing import local
 from jingu.runtime.device import one_thread
@@ -101,26 +101,22 @@ def save(
         except Exception as caught:
             error = caught
             leave_note(partial, rank, caught)
-        if not agree(error is None):
-            _give_up(folder, rank, error, agree)
-
-
-def _give_up(folder: Place, rank: int, error: Exception | None, agree: Agree) -> NoReturn:
-    partial = partial_name(folder)
-    causes = ({rank: cause_of(error)} if error is not None else {}) | notes(partial)
-    agree(True)  # everyone has read the notes
-    if rank == 0:
-        remove(partial)
-    if error is not None and not isinstance(error, OSError | CheckpointError):
-        raise error  # not something that a user can mend
-    raise could_not_save(folder, causes) from error
+        if agree(error is None):
+            continue
+        causes = ({} if error is None else {rank: cause_of(error)}) | notes(partial)
+        agree(True)  # everyone has read the notes
+        if rank == 0:
+            remove(partial)
+        if error is not None and not isinstance(error, OSError | CheckpointError):
+            raise error  # not something that a user can mend
+        raise could_not_save(folder, causes) from error
 
 
 def write_blocks(partial: Place, blocks: Sequence[Held], rank: int, ranks: int) -> None:
     """Write one rank's part from the memory of its tensors."""
     plan, written = plan_part(blocks, rank, ranks)
     owner = {piece: block for block in written for piece in plan.tensors[block.name].pieces}
-    write_part(partial, plan, lambda piece: chunks(rows_of(owner[piece], piece)), rank)
+    write_part(partial, plan, lambda piece: bytes_of(owner[piece], piece), rank)
 
 
 def held_blocks(tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> list[Held]:
@@ -226,8 +222,7 @@ class Reader:
             mapped = read_at(self.folder / piece.file, begin, row, whole.dtype)
             if row == size:
                 return mapped[0]
-            places = tuple(slice(first, first + extent) for first, extent in zip(piece.offset, row, strict=True))
-            whole[(slice(0, 1), *places[1:])] = mapped
+            cut(whole, offset, *shared).copy_(mapped)
         return whole[0]
 
 
@@ -274,11 +269,8 @@ def load_blocks(
         checked: files whose header need not be checked; those that were are added.
     """
     checked, work = set() if checked is None else checked, needed_pieces(manifest, blocks)
-    inside: dict[str, list[tuple[str, Piece]]] = {name: [] for name in work if name not in checked}
-    for stored in manifest.tensors.values() if inside else ():
-        for piece in stored.pieces:
-            if piece.file in inside:
-                inside[piece.file].append((stored.dtype, piece))
+    unchecked = work.keys() - checked
+    inside = pieces_by_file(manifest) if unchecked else {}
 
     def look(name: str) -> None:
         with reading(folder / name) as file:
@@ -286,15 +278,15 @@ def load_blocks(
 
     def read(name: str, pairs: Sequence[tuple[Piece, Held]]) -> None:
         with reading(folder / name) as file:
-            source = Source(file, folder)
+            aside = torch.empty(ASIDE, dtype=torch.uint8)
             for piece, block in pairs:
-                source.fill(piece, block)
+                fill(block, piece, file, folder, aside)
 
     threads = READERS if isinstance(folder, Path) else ASKERS
     jobs = [(name, run) for name in sorted(work) for run in _runs(work[name], -(-threads // len(work)))]
     with one_thread(), ThreadPoolExecutor(threads) as pool:
-        list(pool.map(look, inside))
-        checked |= set(inside)
+        list(pool.map(look, unchecked))
+        checked |= unchecked
         list(pool.map(lambda job: read(*job), jobs))
 
 

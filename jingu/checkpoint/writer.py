@@ -17,11 +17,10 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 from jingu.checkpoint.files import (
-    CHUNK,
+    Data,
     begin,
     cause_of,
     finish_save,
@@ -31,7 +30,7 @@ from jingu.checkpoint.files import (
     wait_for_parts,
     write_part,
 )
-from jingu.checkpoint.manifest import Manifest, Piece
+from jingu.checkpoint.manifest import Manifest
 from jingu.checkpoint.remote import place
 from jingu.checkpoint.resume import Keep, after_save
 
@@ -49,14 +48,8 @@ def main() -> None:
     begun = requests.get()
     rank, plan = begun["rank"], Manifest.model_validate(begun["plan"])
     memory = memoryview(mmap.mmap(int(sys.argv[1]), begun["bytes"])) if begun["bytes"] else memoryview(b"")
-    first = min((piece.bytes[0] for stored in plan.tensors.values() for piece in stored.pieces), default=0)
-
-    def data(piece: Piece) -> Iterable[memoryview]:
-        begin, end = (position - first for position in piece.bytes)
-        return (memory[position : min(position + CHUNK, end)] for position in range(begin, end, CHUNK))
-
     while True:
-        print(json.dumps(_answer(requests.get(), plan, data, rank)), flush=True)
+        print(json.dumps(_answer(requests.get(), plan, lambda piece: memory[slice(*piece.bytes)], rank)), flush=True)
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -65,7 +58,7 @@ def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)
 
 
-def _answer(request: dict[str, Any], plan: Manifest, data: Any, rank: int) -> dict[str, Any]:
+def _answer(request: dict[str, Any], plan: Manifest, data: Data, rank: int) -> dict[str, Any]:
     """Write a checkpoint; the first rank also waits for the others' parts, and clears away what is not kept."""
     folder, ranks = place(request["folder"]), plan.ranks
     partial, own = partial_name(folder), None

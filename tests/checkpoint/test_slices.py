@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from jingu.checkpoint.slices import local_slice, overlap, slice_of
+from jingu.checkpoint.slices import boxes, cut, local_slice, overlap, slice_of
 
 
 @st.composite
@@ -78,3 +78,15 @@ def test_overlap_of_blocks():
     assert overlap((0, 2), (3, 4), (2, 0), (5, 3)) == ((2, 2), (1, 1))
     assert overlap((0,), (3,), (3,), (2,)) is None
     assert overlap((), (), (), ()) == ((), ())
+
+
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 40))
+@settings(deadline=None)
+def test_boxes_are_a_block_in_the_order_of_its_memory(shape, most):
+    whole = torch.arange(prod(shape)).view(shape)
+    found = []
+    for offset, size in boxes((5,) * len(shape), tuple(shape), most):
+        part = cut(whole, (5,) * len(shape), offset, size)
+        assert part.numel() <= most
+        found.append(part.reshape(-1))
+    assert torch.equal(torch.cat(found), whole.reshape(-1))

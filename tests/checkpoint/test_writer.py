@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jingu.checkpoint import files, writer
 from jingu.checkpoint.resume import all_steps, clear_leftovers, find_latest, step_folder
-from jingu.checkpoint.shards import chunks, plan_part, rows_of
+from jingu.checkpoint.shards import bytes_of, plan_part
 from jingu.checkpoint.store import held_blocks, read_tensor
 
 KEEP = {"last": 1, "every": 0, "best": 0, "metric": "loss"}
@@ -32,7 +32,7 @@ def write(checkpoints: Path, step: int) -> str | None:
     owner = {piece: block for block in blocks for piece in plan.tensors[block.name].pieces}
     request = {"folder": str(step_folder(checkpoints, step)), "state": {"step": step}, "keep": KEEP}
     request["copy_to"] = None
-    return writer._answer(request, plan, lambda piece: chunks(rows_of(owner[piece], piece)), 0)["problem"]
+    return writer._answer(request, plan, lambda piece: bytes_of(owner[piece], piece), 0)["problem"]
 
 
 def assert_good(checkpoints: Path, *steps: int) -> None:
