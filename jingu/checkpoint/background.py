@@ -7,6 +7,7 @@ The memory is used again for each save, so there is one copy, and one save at a 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 import jingu
-from jingu.checkpoint.files import leave_note, partial_name
+from jingu.checkpoint.files import leave_note, partial_name, write_all
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import Keep
@@ -248,13 +249,9 @@ def _layout(blocks: list[Held]) -> list[object]:
 
 def _tell(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
     """A process that has ended is noticed by its silence."""
-    view = memoryview(json.dumps(message).encode() + b"\n")
     assert process.stdin is not None
-    try:
-        while len(view):
-            view = view[process.stdin.write(view) or 0 :]
-    except BrokenPipeError:
-        return
+    with contextlib.suppress(BrokenPipeError):
+        write_all(process.stdin, memoryview(json.dumps(message).encode() + b"\n"))
 
 
 def _how(code: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jingu.checkpoint.files import write_all
 from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, parameter_shapes
-from jingu.checkpoint.stream import SafetensorsWriter
+from jingu.checkpoint.manifest import safetensors_header
+from jingu.checkpoint.shards import DTYPE_NAMES, memory_of
+from jingu.checkpoint.stream import ELEMENTS
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import SAME, Entry, entries, their_shape, to_theirs
@@ -117,35 +120,50 @@ def _write_weights(
     theirs = {entry.theirs: their_shape(entry, spec, shapes) for entry in mapped}
     sizes = [prod(shape) * dtype.itemsize for shape in theirs.values()]
     shards = _shards(mapped, sizes, shard_bytes)
-    read = _experts_once(mapped, read)
+    read = _once(read)
     table: dict[str, str] = {}
     broken: list[str] = []
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        kinds = {entry.theirs: (dtype, theirs[entry.theirs]) for entry in shard}
-        with SafetensorsWriter(folder / name, kinds) as out:
+        header = safetensors_header((entry.theirs, DTYPE_NAMES[dtype], theirs[entry.theirs]) for entry in shard)
+        with (folder / name).open("xb", buffering=0) as file:
+            write_all(file, memoryview(header))
             for entry in shard:
-                if not out.write(_their_parts(entry, spec, read), check):
-                    broken.append(entry.theirs)
-        table |= dict.fromkeys(kinds, name)
+                finite, elements = True, 0
+                for piece in _pieces(_their_parts(entry, spec, read), dtype):
+                    finite = finite and not (check and _has_nan_or_infinity(piece))
+                    elements += piece.numel()
+                    write_all(file, memory_of(piece))
+                if elements != prod(theirs[entry.theirs]):
+                    raise ValueError(f"{entry.theirs} has {elements} elements")
+                broken += [] if finite else [entry.theirs]
+        table |= dict.fromkeys((entry.theirs for entry in shard), name)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": table})
     return broken
 
 
-def _experts_once(mapped: Sequence[Entry], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """`read`, which holds on to the last tensor of experts: theirs follow each other, each a slice of it."""
-    stacked = {name for entry in mapped if entry.expert is not None for name in entry.ours}
+def _pieces(parts: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor in pieces that are contiguous in main memory and of the dtype: cast or rearranged, a few rows a time."""
+    for part in parts:
+        for piece in part.split(max(1, ELEMENTS * len(part) // max(1, part.numel()))):
+            yield piece.to("cpu", dtype).contiguous()
+
+
+def _has_nan_or_infinity(tensor: Tensor) -> bool:
+    """Both show in the extremes."""
+    return bool(tensor.numel()) and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
+def _once(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """`read`, which holds on to the last tensor: theirs of experts follow each other, each a slice of ours."""
     held: dict[str, Tensor] = {}
 
     def read_once(name: str) -> Tensor:
-        if name in held:
-            return held[name]
-        held.clear()
-        tensor = read(name)
-        if name in stacked:
-            held[name] = tensor
-        return tensor
+        if name not in held:
+            held.clear()
+            held[name] = read(name)
+        return held[name]
 
     return read_once
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from jingu.checkpoint.manifest import MANIFEST
 from jingu.checkpoint.packaged import PACKAGED, packaged_model
 from jingu.checkpoint.remote import Place
-from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
+from jingu.checkpoint.resume import checkpoints_of, newest
 from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
@@ -49,11 +49,10 @@ class OpenModel:
 
     Attributes:
         spec: what it is.
-        read: one parameter by jingu's name, whole, on CPU, in the dtype it is stored in.
-        read_expert: of a parameter that holds a matrix of each expert, one's, without the rest, and where that is
-            possible without a copy. Any thread may ask.
+        read: one parameter by jingu's name, whole, on CPU, in the dtype it is stored in. Given a number, too, of one
+            that holds a matrix of each expert: that expert's, without the rest, and where that is possible without a
+            copy; any thread may ask so.
         tokenizer_folder: where its tokenizer lies; None where it has none.
-        end_ids: tokens that end a text, where the model says so; empty: the tokenizer's end token.
         where: the folder or file, for messages.
         dtype: that most of its weights are stored in.
         special_ids: bos_token_id and the like, as the model's config has them; empty where it has none.
@@ -63,10 +62,8 @@ class OpenModel:
     """
 
     spec: ModelSpec
-    read: Callable[[str], Tensor]
-    read_expert: Callable[[str, int], Tensor]
+    read: Callable[..., Tensor]
     tokenizer_folder: Path | None
-    end_ids: tuple[int, ...]
     where: Place
     dtype: torch.dtype = torch.float32
     special_ids: Mapping[str, Any] = field(default_factory=dict)
@@ -74,10 +71,21 @@ class OpenModel:
     no_tokenizer: str = "the model has no tokenizer."
     reads_whole: bool = False
 
+    def _id(self, name: str) -> Any:
+        said = None if self.generation is None else self.generation.get(name)
+        return self.special_ids.get(name) if said is None else said
+
     @property
     def start_id(self) -> int | None:
         """What stands before the first token of a decoder with an encoder, where the model says so."""
-        return {**self.special_ids, **(self.generation or {})}.get("decoder_start_token_id")
+        found: int | None = self._id("decoder_start_token_id")
+        return found
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, where the model says so; empty: the tokenizer's end token."""
+        ids = self._id("eos_token_id")
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
     def tokenizer(self) -> Path:
         """The tokenizer's folder. Raises JinguError where there is none."""
@@ -127,14 +135,13 @@ def open_model(path: Path) -> OpenModel:
             fix="Give a run (runs/NAME), a step of one (runs/NAME/checkpoints/step-00000100), a Hugging Face folder "
             "or a .gguf file; or the name of a packaged model: " + ", ".join(PACKAGED) + ".",
         )
-    if (path / MANIFEST).is_file():
-        return _whole_step(path, path.absolute().parent.parent)
     if (path / "adapter_config.json").is_file():
         from jingu.checkpoint.peft import open_peft
 
         return open_peft(path)
-    if (path / "model.json").is_file():
-        return _whole_step(_newest(path), path)
+    if (path / MANIFEST).is_file() or (path / "model.json").is_file():
+        opened, run = _open_run(path)
+        return opened if opened.spec.adapter is None else with_adapters(opened, _base_of(run)[0])
     return open_hf(path)
 
 
@@ -149,21 +156,13 @@ def checkpoints_in(run: Path) -> Place:
     return run / "checkpoints" if config is None else checkpoints_of(run, config)
 
 
-def _newest(run: Path) -> Place:
-    checkpoints = checkpoints_in(run)
-    steps = complete_steps(checkpoints)
-    if not steps:
-        raise JinguError("this run has no checkpoint yet.", where=run, fix="Train it first: `jingu train` saves one.")
-    return step_folder(checkpoints, steps[-1])
-
-
-def _whole_step(step: Place, run: Path) -> OpenModel:
-    opened = _open_step(step, run)
-    return opened if opened.spec.adapter is None else with_adapters(opened, _base_of(run)[0])
-
-
-def _open_step(step: Place, run: Path) -> OpenModel:
-    """A checkpoint of a run; its spec and tokenizer lie in the run's folder."""
+def _open_run(path: Path) -> tuple[OpenModel, Path]:
+    """The newest checkpoint of a run, or the one that `path` is; and the run's folder, with its spec and tokenizer."""
+    if (path / MANIFEST).is_file():
+        step: Place = path
+        run = path.absolute().parent.parent
+    else:
+        step, run = newest(checkpoints_in(path), path), path
     if not (run / "model.json").is_file():
         raise JinguError(
             "this checkpoint lies outside its run, and so without the run's model.json.",
@@ -182,15 +181,12 @@ def _open_step(step: Place, run: Path) -> OpenModel:
     _compare({name: shape for name, shape in shapes.items() if spec.adapter is None or is_adapter(name)}, stored, step)
     tokenizer, settings = run / "tokenizer", run / "config.yaml"
     whole = settings.is_file() and isinstance(load_config(settings, []).data.objective, PrefixSettings)
-    return OpenModel(
-        spec,
-        lambda name: reader.read(f"model/{name}"),
-        lambda name, number: reader.read_expert(f"model/{name}", number),
-        tokenizer if tokenizer.is_dir() else None,
-        (),
-        step,
-        reads_whole=whole,
-    )
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        name = f"model/{name}"
+        return reader.read(name) if expert is None else reader.read_expert(name, expert)
+
+    return OpenModel(spec, read, tokenizer if tokenizer.is_dir() else None, step, reads_whole=whole), run
 
 
 def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
@@ -203,13 +199,11 @@ def with_adapters(own: OpenModel, base: OpenModel) -> OpenModel:
     spec, adapter, held = own.spec.model_copy(update={"base": None}), own.spec.adapter, parameter_shapes(own.spec)
     base = rounded(base, own.spec)
     if isinstance(adapter, Lora | Ia3):
-        add = partial(add_adapter, adapter, held)
         made = replace(
             base,
             spec=spec.model_copy(update={"adapter": None}),
-            read=lambda name: add(name, base.read(name), own.read),
-            read_expert=lambda name, number: add(
-                name, base.read_expert(name, number), lambda leaf: own.read_expert(leaf, number)
+            read=lambda name, expert=None: add_adapter(
+                adapter, held, name, base.read(name, expert), lambda leaf: own.read(leaf, expert)
             ),
         )
     else:
@@ -230,18 +224,12 @@ def rounded(opened: OpenModel, spec: ModelSpec) -> OpenModel:
         wide = torch.promote_types(weight.dtype, torch.float32)
         return unpack(*pack(weight, kind), kind).to(wide) if name in packed else weight
 
-    return replace(
-        opened,
-        read=lambda name: stands_for(name, opened.read(name)),
-        read_expert=lambda name, number: stands_for(name, opened.read_expert(name, number)),
-    )
+    return replace(opened, read=lambda name, expert=None: stands_for(name, opened.read(name, expert)))
 
 
 def open_run_apart(path: Path) -> tuple[OpenModel, OpenModel, Path]:
     """A run, or a step of it, that trained adapters: these; the model that they stand beside; and where that lies."""
-    is_step = (path / MANIFEST).is_file()
-    run = path.absolute().parent.parent if is_step else path
-    opened = _open_step(path if is_step else _newest(path), run)
+    opened, run = _open_run(path)
     if opened.spec.adapter is None:
         raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
     return opened, *_base_of(run)
@@ -264,9 +252,7 @@ def open_hf(folder: Path) -> OpenModel:
     opened = open_described(folder, folder / "config.json", config, partial(_stored, folder))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        settings = _read_json(generation)
-        ids = {**config, **{key: value for key, value in settings.items() if value is not None}}
-        opened = replace(opened, generation=settings, end_ids=_end_ids(ids))
+        opened = replace(opened, generation=_read_json(generation))
     return replace(opened, tokenizer_folder=folder if tokenizer_file(folder) else None)
 
 
@@ -301,21 +287,20 @@ def open_described(
     # Parts of the last tensor that were not asked for yet: one that holds several is read once.
     waiting: dict[str, Tensor] = {}
 
-    def read(name: str) -> Tensor:
+    def read(name: str, expert: int | None = None) -> Tensor:
+        if expert is not None:
+            entry = holders[name][0]
+            if entry.expert is None:
+                return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name][expert]
+            entry = holders[name][expert]
+            return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name]
         if name not in waiting:
             waiting.clear()
             waiting.update(read_ours(name, holders[name], stored.read, spec, shapes))
         return waiting.pop(name)
 
-    def read_expert(name: str, number: int) -> Tensor:
-        first = holders[name][0]
-        if first.expert is None:
-            return to_ours(first, stored.read(first.theirs), spec, shapes)[name][number]
-        entry = holders[name][number]
-        return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name]
-
     ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
-    return OpenModel(spec, read, read_expert, None, _end_ids(config), where, stored.dtype, ids)
+    return OpenModel(spec, read, None, where, stored.dtype, ids)
 
 
 def described_model(path: Path) -> ModelSpec | None:
@@ -377,12 +362,6 @@ def _family(config: Mapping[str, Any], where: Path) -> Family:
         where=where,
         fix=f"{'The nearest are' if near else 'Known are'} {', '.join(near or known)}.",
     )
-
-
-def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id`: none, one or several."""
-    ids = config.get("eos_token_id")
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
 
 class WrongTensorsError(JinguError):

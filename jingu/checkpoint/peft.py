@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from jingu.checkpoint.hub import OpenModel, Shapes, open_model, open_run_apart, parameter_shapes, with_adapters
-from jingu.checkpoint.stream import SafetensorsWriter, read_at, read_header
+from jingu.checkpoint.stream import read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
 from jingu.model.families import FAMILIES
@@ -56,10 +57,8 @@ def write_adapters(own: OpenModel, base: OpenModel, where: Path, to: Path) -> No
         "inference_mode": True,
     }
     with new_folder(to) as place:
-        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        with SafetensorsWriter(place / WEIGHTS, kinds) as out:
-            for tensor in tensors.values():
-                out.write([tensor.contiguous()])
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, place / WEIGHTS, metadata={"format": "pt"})
         (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -253,7 +252,7 @@ def read_adapters(folder: Path, base: OpenModel) -> OpenModel:
     readers: dict[str, Reads] = {"LORA": _read_lora, "IA3": _read_ia3}
     adapter, held = readers.get(config["peft_type"], _read_prompt)(theirs, base.spec, config, folder)
     spec = base.spec.model_copy(update={"adapter": adapter})
-    return OpenModel(spec, held.__getitem__, lambda name, number: held[name][number], None, (), folder)
+    return OpenModel(spec, lambda name, expert=None: held[name] if expert is None else held[name][expert], None, folder)
 
 
 def _matched(

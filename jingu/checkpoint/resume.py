@@ -76,6 +76,15 @@ def is_complete(folder: Place) -> bool:
     return True
 
 
+def newest(checkpoints: Place, where: Place) -> Place:
+    """The newest complete checkpoint. Raises JinguError where there is none."""
+    steps = complete_steps(checkpoints)
+    if not steps:
+        fix = "`jingu train` saves the first one; `jingu checkpoint list` shows what there is."
+        raise JinguError("there is no complete checkpoint here.", where=where, fix=fix)
+    return step_folder(checkpoints, steps[-1])
+
+
 def checkpoints_of(run: Path, config: RunConfig) -> Place:
     """Where the checkpoints of a run lie. Raises JinguError for an address that nothing installed knows."""
     address = config.checkpoint.address

@@ -143,14 +143,16 @@ def fill(block: Held, piece: Piece, file: Reading, folder: Place, aside: Tensor)
     digest, position, width = xxhash.xxh3_128(), piece.bytes[0], block.local.element_size()
     for offset, size in boxes(piece.offset, piece.shape, ASIDE // width):
         shared = overlap(offset, size, block.slice.offset, block.slice.size)
-        target = None if shared is None else cut(block.local, block.slice.offset, *shared)
-        passed = aside[: prod(size) * width]
-        straight = target is not None and target.shape == size and target.is_contiguous() and target.is_cpu
-        view = memory_of(target if target is not None and straight else passed)
+        place = passed = aside[: prod(size) * width]
+        if shared is not None:
+            target = cut(block.local, block.slice.offset, *shared)
+            if target.shape == size and target.is_contiguous() and target.is_cpu:
+                place = target
+        view = memory_of(place)
         file.fill(position, view)
         digest.update(view)
         position += len(view)
-        if target is not None and not straight:
+        if shared is not None and place is passed:
             target.copy_(cut(passed.view(target.dtype).view(size), offset, *shared))
     if digest.hexdigest() != piece.xxh3_128:
         raise CheckpointError(f"{mismatch(piece)}.", where=folder)

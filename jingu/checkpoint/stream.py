@@ -1,11 +1,10 @@
-"""Tensors between files and memory, a piece at a time."""
+"""Tensors in files of others, read where they lie."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,9 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jingu.checkpoint.files import write_all
-from jingu.checkpoint.manifest import safetensors_header
-from jingu.checkpoint.shards import DTYPE_NAMES, DTYPES, memory_of
+from jingu.checkpoint.shards import DTYPES
 from jingu.errors import JinguError
 
 ELEMENTS = 1 << 20
@@ -79,50 +76,3 @@ def read_often(tensor: Tensor) -> None:
         before = tensor.data_ptr() % mmap.PAGESIZE
         if madvise is not None:
             madvise(ctypes.c_void_p(tensor.data_ptr() - before), ctypes.c_size_t(before + tensor.nbytes), 0)
-
-
-class SafetensorsWriter:
-    """A new safetensors file. Its header follows from the shapes, so tensors pass through one at a time."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> None:
-        """`tensors`: dtypes and shapes, in the order in which they will be written."""
-        header = safetensors_header((name, DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items())
-        self._expected = iter(tensors.items())
-        self._file = path.open("xb", buffering=0)
-        write_all(self._file, memoryview(header))
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._file.close()
-
-    def write(self, parts: Iterable[Tensor], check: bool = False) -> bool:
-        """Write the next tensor, given in parts along its first dim; whether it is finite, where that is to be checked.
-
-        Raises ValueError for another shape than was announced.
-        """
-        name, (dtype, shape) = next(self._expected)
-        rows, finite = 0, True
-        for part in parts:
-            rows += len(part)
-            if part.shape[1:] != shape[1:]:
-                raise ValueError(f"{name} has rows of shape {list(part.shape[1:])}")
-            for piece in _pieces(part, dtype):
-                finite = finite and (not check or _is_finite(piece))
-                write_all(self._file, memory_of(piece))
-        if rows != shape[0]:
-            raise ValueError(f"{name} has {rows} rows")
-        return finite
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity: both show in the extremes."""
-    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
-
-
-def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A tensor in pieces that are contiguous in main memory and of the dtype: cast or rearranged, a few rows a time."""
-    rows = max(1, ELEMENTS * len(tensor) // max(1, tensor.numel()))
-    for first in range(0, len(tensor), rows):
-        yield tensor[first : first + rows].to("cpu", dtype).contiguous()

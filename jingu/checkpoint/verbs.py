@@ -21,9 +21,9 @@ from jingu.checkpoint.resume import (
     Keep,
     all_steps,
     clear_leftovers,
-    complete_steps,
     copies_of,
     find_latest,
+    newest,
     step_folder,
 )
 from jingu.checkpoint.resume import prune as prune_steps
@@ -79,7 +79,7 @@ def list_checkpoints(path: Place) -> None:
     copies = None if config is None else copies_of(config)
     rows = _rows(checkpoints)
     if not rows and copies is None:
-        raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
+        raise _nothing_in(path)
     print_table(_HEADER, rows, right=(1, 2, 3))
     if copies is not None:
         print(f"\nCopies at {copies}:")
@@ -113,7 +113,10 @@ def verify(path: Place) -> None:
     Raises:
         JinguError: something is.
     """
-    folders = [path] if _is_step(path) else _step_folders(path)
+    checkpoints = path.parent if _is_step(path) else _checkpoints_of(path)
+    folders = [path] if _is_step(path) else [step_folder(checkpoints, step) for step in all_steps(checkpoints)]
+    if not folders:
+        raise _nothing_in(path)
     damaged = []
     for folder in folders:
         problems = problems_of(folder)
@@ -128,24 +131,15 @@ def verify(path: Place) -> None:
             tensors, files = len(manifest.tensors), len(manifest.files) + 1
             print(f"{folder.name}: good ({tensors} tensors in {files} files, {size}; every byte matches its checksum)")
     if damaged:
+        good = find_latest(checkpoints).step
         raise JinguError(
             f"{len(damaged)} of {len(folders)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
             f"{', '.join(folder.name for folder in damaged)}.",
             where=path,
-            fix=_remedy(damaged),
+            fix="No other checkpoint here is good: restore one from a copy, or start the run anew."
+            if good is None
+            else f"The newest good one is step {good}, and `resume: auto` goes on from there; delete the damaged one.",
         )
-
-
-def _remedy(damaged: Sequence[Place]) -> str:
-    checkpoints = damaged[0].parent
-    good = [
-        step
-        for step in complete_steps(checkpoints)
-        if step_folder(checkpoints, step) not in damaged and not problems_of(step_folder(checkpoints, step))
-    ]
-    if good:
-        return f"The newest good one is step {good[-1]}, and `resume: auto` goes on from there; delete the damaged one."
-    return "No other checkpoint here is good: restore one from a copy, or start the run anew."
 
 
 def prune(run: Place, keep: int = 1, keep_every: int = 0, keep_best: int = 0, damaged: bool = False) -> None:
@@ -265,23 +259,13 @@ def _checkpoints_of(path: Place) -> Place:
     return inside if inside.is_dir() else path
 
 
-def _step_folders(path: Place) -> list[Place]:
-    checkpoints = _checkpoints_of(path)
-    steps = all_steps(checkpoints)
-    if not steps:
-        raise JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
-    return [step_folder(checkpoints, step) for step in steps]
+def _nothing_in(path: Place) -> JinguError:
+    return JinguError("there is no checkpoint here.", where=path, fix="`jingu train` writes the first one.")
 
 
 def _locate(path: Place) -> Place:
     """A checkpoint's folder, given it or a run (its newest complete one)."""
-    if _is_step(path):
-        return path
-    checkpoints = _checkpoints_of(path)
-    steps = complete_steps(checkpoints)
-    if not steps:
-        raise JinguError("there is no complete checkpoint here.", where=path, fix="See `jingu checkpoint list`.")
-    return step_folder(checkpoints, steps[-1])
+    return path if _is_step(path) else newest(_checkpoints_of(path), path)
 
 
 # Printing

@@ -159,7 +159,7 @@ class Residency:
             for part in (held.values, held.scales)
         )
         for expert in range(number):
-            read = self._opened.read_expert(name, expert).to(self._device)
+            read = self._opened.read(name, expert).to(self._device)
             made = Arranged.rounded(read, held.kind, self._dtype)
             values[expert], scales[expert] = made.values, made.scales
         self._rounded[name] = values, scales
@@ -299,9 +299,9 @@ class Residency:
                     held.values.copy_(values[key[1]])
                     held.scales.copy_(scales[key[1]])
                 elif self._side is not None:
-                    held.copy_(self._opened.read_expert(name, key[1]))
+                    held.copy_(self._opened.read(name, key[1]))
                 else:
-                    slot.parts[part] = _in_memory(self._opened.read_expert(name, key[1]).to(self._dtype))
+                    slot.parts[part] = _in_memory(self._opened.read(name, key[1]).to(self._dtype))
             if self._side is not None:
                 self._side.synchronize()
 

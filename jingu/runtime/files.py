@@ -21,43 +21,35 @@ def new_folder(path: Path, progress: str | None = None) -> Iterator[Path]:
     can go on writes a file named `progress` there: where it is found, the sibling is neither emptied nor removed.
     """
     partial = path.absolute().with_name(f".{path.name}.partial")
-    lock = None
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
-        for left in () if _goes_on(partial, progress) else partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        try:
-            yield partial
-            for item in (*partial.iterdir(), partial):
-                sync(item)
-            partial.rename(path)
-            sync(partial.parent)
-        except BaseException:
-            if not _goes_on(partial, progress):
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-    except BlockingIOError:
-        what, fix = "another process is writing this folder now.", "Wait for it, or stop it."
-        raise JinguError(what, where=path, fix=fix) from None
+        with locked(partial, "another process is writing this folder now.", "Wait for it, or stop it.", path):
+            for left in () if _goes_on(partial, progress) else partial.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            try:
+                yield partial
+                for item in (*partial.iterdir(), partial):
+                    sync(item)
+                partial.rename(path)
+                sync(partial.parent)
+            except BaseException:
+                if not _goes_on(partial, progress):
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             what = "something else appeared here while this was being written."
             raise JinguError(what, where=path, fix="Choose another path.") from error
         kept = "run the command again (it goes on with what is done), or " if _goes_on(partial, progress) else ""
         raise cannot_write(error, path, f"{kept}choose another path") from error
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
-def locked(folder: Path, what: str, fix: str) -> Iterator[None]:
+def locked(folder: Path, what: str, fix: str, where: Path | None = None) -> Iterator[None]:
     """Hold a folder, while inside, against whoever else would. The lock goes with the process, however it ends.
 
     Raises:
-        JinguError: with these words, another process holds it.
+        JinguError: with these words (about `where`, or the folder), another process holds it.
         OSError: it cannot be opened.
     """
     descriptor = os.open(folder, os.O_RDONLY)
@@ -66,7 +58,7 @@ def locked(folder: Path, what: str, fix: str) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise JinguError(what, where=folder, fix=fix) from None
+                raise JinguError(what, where=where or folder, fix=fix) from None
         yield
     finally:
         os.close(descriptor)

@@ -379,7 +379,7 @@ def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None
     model = made_model()
     (run / "checkpoints").mkdir(parents=True)
     (run / "model.json").write_text(model.spec.to_json())
-    with pytest.raises(JinguError, match="this run has no checkpoint yet"):
+    with pytest.raises(JinguError, match="there is no complete checkpoint here"):
         open_model(run)
     for step in (5, 10):
         state = {f"model/{name}": value + step for name, value in model.state_dict().items()}

@@ -135,7 +135,7 @@ def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None
         opened = open_model(done(config).folder)
         for name, parameter in load_model(opened, torch.float32).named_parameters():
             for number in (0, len(parameter) - 1) if parameter.dim() == 3 else ():
-                assert torch.equal(opened.read_expert(name, number), parameter[number]), name
+                assert torch.equal(opened.read(name, number), parameter[number]), name
         expected = said(load(done(config).folder, "fp32"), [(5, 6, 7)])
         assert said(load(done(config).folder, "fp32", experts_resident="25%"), [(5, 6, 7)]) == expected
 
@@ -144,17 +144,17 @@ def test_what_cannot_be_read_is_told_and_does_not_stay(folders: dict[str, Path])
     whole, some = load(folders["mixtral"], "fp32"), load(folders["mixtral"], "fp32", experts_resident="25%")
     tokens_BT, residency = torch.tensor([[4, 5, 6, 7]]), some.residency
     assert residency is not None
-    read, object_ = residency._opened.read_expert, residency._opened
+    read, object_ = residency._opened.read, residency._opened
 
     def fails(name: str, number: int) -> torch.Tensor:
         raise OSError("the disk is gone")
 
     with torch.no_grad():
-        object.__setattr__(object_, "read_expert", fails)
+        object.__setattr__(object_, "read", fails)
         for _ in range(2):
             with pytest.raises(OSError, match="disk is gone"):
                 some.model(tokens_BT)
-        object.__setattr__(object_, "read_expert", read)
+        object.__setattr__(object_, "read", read)
         assert torch.equal(some.model(tokens_BT), whole.model(tokens_BT))
 
 

@@ -75,7 +75,7 @@ def logits(opened: OpenModel, dtype: torch.dtype = torch.float64) -> torch.Tenso
 def beside(run: Path) -> OpenModel:
     """A run's adapters and its base, unmerged and packed."""
     own, base, _ = open_run_apart(run)
-    return OpenModel(own.spec, lambda name: (own if is_adapter(name) else base).read(name), None, None, (), run)
+    return OpenModel(own.spec, lambda name: (own if is_adapter(name) else base).read(name), None, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

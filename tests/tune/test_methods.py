@@ -177,7 +177,7 @@ def their_base(folder: Path, encodes: bool) -> Any:
 def beside(run: Path) -> OpenModel:
     """A run's adapters and its base, unmerged."""
     own, base, _ = open_run_apart(run)
-    return OpenModel(own.spec, lambda name: (own if is_adapter(name) else base).read(name), None, None, (), run)
+    return OpenModel(own.spec, lambda name: (own if is_adapter(name) else base).read(name), None, run)
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
@@ -236,7 +236,7 @@ def test_gradients_are_where_they_should_be(
     model = make_model(spec)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    opened = OpenModel(spec, dict(model.named_parameters()).__getitem__, None, None, (), runs)
+    opened = OpenModel(spec, dict(model.named_parameters()).__getitem__, None, runs)
     _, given = prepared(opened)
     model.logits(model(**given)).square().sum().backward()
     for name, parameter in model.named_parameters():
