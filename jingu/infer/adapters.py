@@ -21,7 +21,7 @@ from jingu.checkpoint.peft import find_adapters
 from jingu.errors import JinguError
 from jingu.model.layers import Linear
 from jingu.model.spec import Lora
-from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.pipeline import Model, stages_of
 from jingu.parallel.sharing import sharing_of
 
 NONE = -1
@@ -116,7 +116,7 @@ def stand_beside(model: Model, base: OpenModel, paths: Mapping[str, Path], dtype
             fix="Merge one into the model with `jingu tune merge`.",
         )
     device, sizes = next(model.parameters()).device, parameter_shapes(base.spec) if paths else {}
-    stages = list(model.stages) if isinstance(model, Pipeline) else [model]
+    stages = stages_of(model)
     here = {name: stage for stage in stages for name, child in stage.named_modules() if isinstance(child, Linear)}
     found: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for number, path in enumerate(paths.values()):

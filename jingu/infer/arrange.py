@@ -14,31 +14,34 @@ from jingu.model.attention import SelfAttention
 from jingu.model.decoder import Decoder
 from jingu.model.experts import ExpertsLayer
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear
-from jingu.model.packed import Arranged, Packed, Reordered
+from jingu.model.packed import Arranged, Packed, Reordered, packs
 from jingu.model.products import product_dtype
 from jingu.runtime.device import gather_in_large_pages
 
 
 def arrange(model: Decoder) -> None:
-    """Arrange a whole model's matrices, in place; from then on it only computes. Those of routers stay as they are, and
-    those of experts that are not packed; and what there is no kernel for."""
+    """Arrange the matrices of a model, or of a rank's part of one, in place; from then on it only computes. Those of
+    routers stay as they are, and those of experts that are not packed; and what there is no kernel for."""
     parameter = next(each for each in model.parameters() if each.is_floating_point())
     dtype = parameter.dtype
     if parameter.device.type != "cpu" or dtype == torch.float64:
         return
-    head: Any = model.head or model.embedding
-    if head is not None and isinstance(head.weight, Packed):
+    head: Any = (model.head or model.embedding) if model.ends else None
+    if head is not None and _takes(head.weight):
         model.arranged_head = Arranged.of(head.weight.kind, head.weight.values, head.weight.scales, dtype)
     missing = dtype in (torch.bfloat16, torch.float16) and product_dtype(dtype, parameter.device) != dtype
     ordered = not missing and bool(torch.backends.mkldnn.is_available())
     for part in list(model.modules()):
         if isinstance(part, SelfAttention):
-            part.qkv = _joined((part.q, part.k, part.v), dtype, ordered)
+            three = (part.q, part.k, part.v)
+            rows = [_rows(each) for each in three]
+            part.qkv = _joined(three, dtype, ordered)
+            part.sizes = [each // part.head_size for each in rows]  # a rank may have some of the heads
         elif isinstance(part, FeedForwardLayer) and part.gate is not None:
             part.gate_up = _joined((part.gate, part.up), dtype, ordered)
     for part in list(model.modules()):
         packed = part._modules.get("weight")
-        if isinstance(packed, Packed) and not isinstance(part, Embedding):
+        if isinstance(packed, Packed) and _takes(packed) and not isinstance(part, Embedding):
             _replace(part, _of_packed(packed, dtype))
     if not ordered:
         return
@@ -57,6 +60,19 @@ def arrange(model: Decoder) -> None:
     gather_in_large_pages(each.block for each in arranged if isinstance(each, Arranged | Reordered))
 
 
+def _rows(part: Any) -> int:
+    weight = getattr(part, "weight", ())
+    return len(weight.values if isinstance(weight, Packed) else weight)
+
+
+def _takes(weight: Any) -> bool:
+    """Whether there are kernels for a packed matrix; of a rank's part of one not always."""
+    if not isinstance(weight, Packed):
+        return False
+    outputs, inputs = weight.values.shape[-2:]
+    return packs(outputs, inputs if weight.kind == "int8" else 2 * inputs, weight.kind)
+
+
 def _of_packed(packed: Packed, dtype: torch.dtype) -> Arranged | tuple[Arranged, ...]:
     """A matrix, or one for each expert."""
     if packed.values.dim() == 2:
@@ -72,7 +88,7 @@ def _joined(parts: Sequence[Linear], dtype: torch.dtype, ordered: bool) -> Linea
         return None
     weights: list[Any] = [part.weight for part in parts]
     joined: Reordered | Arranged
-    if all(isinstance(weight, Packed) and weight.kind == weights[0].kind for weight in weights):
+    if all(_takes(weight) and weight.kind == weights[0].kind for weight in weights):
         values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
         joined = Arranged.of(weights[0].kind, values, scales, dtype)
     elif ordered and all(isinstance(weight, Tensor) for weight in weights):

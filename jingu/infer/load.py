@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -17,12 +17,14 @@ from jingu.infer.adapters import Adapters, stand_beside
 from jingu.infer.arrange import arrange
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder, make_model
+from jingu.model.packed import packed_reader
 from jingu.model.quantised import round_blocks, round_ends
 from jingu.model.spec import Kind, ModelSpec
 from jingu.parallel.apply import parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh
-from jingu.parallel.pipeline import Model, Pipeline
+from jingu.parallel.pipeline import Model, Pipeline, stages_of
 from jingu.parallel.sharing import sharing_of
+from jingu.parallel.stages import check_groups
 from jingu.runtime.device import has_fast_bf16
 from jingu.runtime.ranks import Ranks
 from jingu.text.tokenizer import Tokenizer
@@ -90,12 +92,15 @@ def load(
     Raises:
         JinguError: what is wrong with it.
     """
-    if ranks is not None and (experts_resident is not None or precision in _KINDS):
+    if ranks is not None and experts_resident is not None:
         raise JinguError(
-            "a model that processes share has all experts in memory and no rounded matrices.",
+            "a model that processes share has all experts in memory.",
             where="--processes",
-            fix="Leave out --experts-resident, and --precision int8 or int4.",
+            fix="Leave out --experts-resident.",
         )
+    if ranks is None and pipeline > 1:
+        what = f"one process cannot be {pipeline} stages."
+        raise JinguError(what, where="--pipeline", fix=f"Start as many or more: --processes {pipeline}.")
     opened = open_model(path)
     tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(_device(device)) if ranks is None else ranks.device
@@ -115,17 +120,22 @@ def load(
     if ranks is None:
         model = load_model(opened, dtype, place, prepare)
     else:
-        model = _shared(opened, dtype, ranks, pipeline)
+        model = _shared(opened, dtype, ranks, pipeline, prepare)
     beside = stand_beside(model, opened, adapters or {}, dtype)
-    if isinstance(model, Decoder) and ranks is None:
-        arrange(model)
+    for stage in stages_of(model):
+        arrange(stage)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
     beginning = tuple(tokenizer.beginning) if begins else ()
     made = loaded(
-        model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=path.stem,
+        model, opened.spec, tokenizer, end_ids=opened.end_ids, start_id=opened.start_id, name=name_of(path),
         beginning=beginning, reads_whole=opened.reads_whole,
     )  # fmt: skip
     return replace(made, residency=residency, adapters=beside, ranks=1 if ranks is None else ranks.world)
+
+
+def name_of(path: Path) -> str:
+    """What a model is called."""
+    return path.stem if path.suffix == ".gguf" else path.absolute().name
 
 
 def _layout(pipeline: int) -> ParallelSettings:
@@ -133,23 +143,29 @@ def _layout(pipeline: int) -> ParallelSettings:
     return ParallelSettings(pipeline=pipeline, tensor="auto", zero=0)
 
 
-def _shared(opened: OpenModel, dtype: torch.dtype, ranks: Ranks, pipeline: int) -> Model:
-    """This rank's part of a model, by the tables that training divides it by."""
+def _shared(
+    opened: OpenModel, dtype: torch.dtype, ranks: Ranks, pipeline: int, prepare: Callable[[Decoder], object]
+) -> Model:
+    """This rank's part of a model, by the tables that training divides it by; `prepare` as of `load_model`."""
     settings = _layout(pipeline)
-    mesh = build_mesh(axis_sizes(settings, ranks.world, opened.spec), ranks.device)
+    sizes = axis_sizes(settings, ranks.world, opened.spec)
+    mesh = build_mesh(sizes, ranks.device)
     with torch.device("meta"):
-        whole = make_model(opened.spec).to(dtype)
+        whole = make_model(opened.spec)
+    prepare(whole)
+    check_groups(whole, sizes.tensor)
     model = parallelize(
-        whole,
+        whole.to(dtype),
         mesh,
         settings,
         compute=dtype,
         reduce=dtype,
         activation_checkpointing=ActivationCheckpointingSettings(),
         compile=False,
+        prepare=prepare,
     )
     model.to_empty(device=ranks.device)
-    sharing_of(model).fill(model, opened.read)
+    sharing_of(model).fill(model, packed_reader(stages_of(model), opened.read))
     if isinstance(model, Pipeline):
         model.refresh_copies()
     return model.eval()

@@ -29,7 +29,7 @@ def round_ends(model: Any, dtype: torch.dtype) -> None:
     unit_rows = model.spec.normalised_head
     if model.head is not None:
         _round(model.head, "int8", unit_rows=unit_rows)
-    if model.embedding is not None and not (model.head is None and unit_rows):
+    if model.embedding is not None and not (model.spec.tied_embeddings and unit_rows):
         _round(model.embedding, "int8")
         model.embedding.compute = dtype
 

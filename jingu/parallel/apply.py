@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ def parallelize(
     reduce: torch.dtype,
     activation_checkpointing: ActivationCheckpointingSettings,
     compile: bool,
+    prepare: Callable[[Decoder], object] = lambda model: None,
 ) -> Decoder | Pipeline:
     """The stages of a pipeline, then tables, then activation checkpointing, then compile, then ZeRO.
 
@@ -57,6 +58,7 @@ def parallelize(
         model: on the meta device, in the dtype of the master weights.
         compute: dtype of the products; the masters keep theirs.
         reduce: dtype in which gradients are added up.
+        prepare: what was done to the model beside `make_model`, to be done to each stage of it.
     """
 
     # Rows of their own are of up to eight lengths; each has its code, and so have a first block and evaluations.
@@ -87,7 +89,7 @@ def parallelize(
     def announce(stage: Decoder, last: bool) -> None:
         before_micro_batch(stage, settings.zero, last=last)
 
-    pipeline = Pipeline(model.spec, mesh, settings, compute, masters, announce)
+    pipeline = Pipeline(model.spec, mesh, settings, compute, masters, announce, prepare)
     for stage in pipeline.stages:
         lay_out(stage)  # type: ignore[arg-type]
     pipeline.sharing = sharing  # type: ignore[assignment]

@@ -68,6 +68,7 @@ class Pipeline(nn.Module):
         compute: torch.dtype,
         masters: torch.dtype,
         announce: Announce,
+        prepare: Callable[[Decoder], object],
     ) -> None:
         super().__init__()
         ranks, self.place = mesh["pipeline"].size(), mesh.get_local_rank("pipeline")
@@ -85,6 +86,7 @@ class Pipeline(nn.Module):
         with torch.device("meta"):
             every = [make_model(spec, part) for part in self.parts]
         for number, stage in enumerate(every):
+            prepare(stage)
             for name, _ in stage.named_parameters():
                 self._users.setdefault(name, []).append(number)
         self.stages = nn.ModuleList(every[number].to(masters) for number in self.mine)
@@ -252,10 +254,10 @@ class Pipeline(nn.Module):
         if sent is not None and like is not None:
             return local(sent)
         if sent is not None:
-            dist.send(local(sent).contiguous(), group=self.group, group_dst=target)
+            dist.send(local(sent).contiguous().view(torch.uint8), group=self.group, group_dst=target)
         elif like is not None:
             received = torch.empty_like(local(like))
-            dist.recv(received, group=self.group, group_src=source)
+            dist.recv(received.view(torch.uint8), group=self.group, group_src=source)
             return received
         return None
 
@@ -270,6 +272,12 @@ class Pipeline(nn.Module):
 
 Model = Decoder | Pipeline
 """What is trained: a model, or this rank's stages of one."""
+
+
+def stages_of(model: nn.Module) -> list[Decoder]:
+    """What a rank has of a model: its stages, or the model itself."""
+    found: Any = model.stages if isinstance(model, Pipeline) else [model]
+    return list(found)
 
 
 class _Work:

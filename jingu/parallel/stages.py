@@ -13,7 +13,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.count import layer_costs
-from jingu.model.decoder import make_model
+from jingu.model.decoder import Decoder, make_model
 from jingu.model.packed import GROUPS, Packed, need_bitsandbytes
 from jingu.model.sharding import styled
 from jingu.model.spec import Kind, ModelSpec
@@ -152,16 +152,21 @@ def _check_packed(spec: ModelSpec, kind: Kind, sizes: AxisSizes) -> None:
             where="tune.base",
             fix="Leave it out.",
         )
+    check_groups(model, sizes.tensor)
+
+
+def check_groups(model: Decoder, tensor: int) -> None:
+    """JinguError where so many ranks of `tensor` would share what is packed together."""
     for name, part, style in styled(model):
         weight = getattr(part, "weight", None)
-        if kind == "int8" or style not in ("row", "from_heads") or not isinstance(weight, Packed):
+        if style not in ("row", "from_heads") or not isinstance(weight, Packed) or weight.kind == "int8":
             continue
-        if (inputs := 2 * weight.values.shape[-1]) % (sizes.tensor * GROUPS[kind]):
+        if (inputs := 2 * weight.values.shape[-1]) % (tensor * GROUPS[weight.kind]):
             raise JinguError(
-                f"{sizes.tensor} ranks of `tensor` cannot share the {inputs} inputs of {name} in whole groups of "
-                f"{GROUPS[kind]}, which {kind} packs together.",
+                f"{tensor} ranks of `tensor` cannot share the {inputs} inputs of {name} in whole groups of "
+                f"{GROUPS[weight.kind]}, which {weight.kind} packs together.",
                 where="parallel.tensor",
-                fix="Choose another number of ranks, or set tune.base=int8.",
+                fix="Choose another number of ranks, or int8.",
             )
 
 

@@ -42,6 +42,8 @@ class Vocabulary:
     """V."""
     start: int
     """First entry here."""
+    count: int
+    """Entries here."""
     most: int
     """Entries of the rank that has most."""
     group: Any
@@ -51,8 +53,8 @@ class Vocabulary:
     def of(mesh: DeviceMesh, size: int) -> Vocabulary:
         """The share of this rank."""
         ranks = mesh["tensor"].size()
-        start, _ = share(size, ranks, mesh.get_local_rank("tensor"))
-        return Vocabulary(size, start, -(-size // ranks), mesh.get_group("tensor"))
+        start, count = share(size, ranks, mesh.get_local_rank("tensor"))
+        return Vocabulary(size, start, count, -(-size // ranks), mesh.get_group("tensor"))
 
     def gather(self, scores: Tensor) -> Tensor:
         """All V scores [..., V] from each rank's."""
@@ -178,9 +180,8 @@ def _with_all_tokens(
 def _look_up(rows: Rows, vocabulary: Vocabulary, table: Embedding, tokens_BT: Tensor) -> Tensor:
     """The embedding: each rank has some of the vectors, the others add nothing."""
     row_BC = rows.of_context(tokens_BT) - vocabulary.start
-    here_BC = (row_BC >= 0) & (row_BC < table.weight.shape[0])
-    vectors_BCD = F.embedding(row_BC.where(here_BC, 0), table.weight) * here_BC.unsqueeze(-1)
-    return rows.scatter(vectors_BCD.to(table.compute))
+    here_BC = (row_BC >= 0) & (row_BC < vocabulary.count)
+    return rows.scatter(Embedding.forward(table, row_BC.where(here_BC, 0)) * here_BC.unsqueeze(-1))
 
 
 def _route(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from jingu.model.build import spec_from_settings
 from jingu.model.initialise import generator_for
 from jingu.model.packed import packed_reader
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, places
+from jingu.parallel.pipeline import stages_of
 from jingu.parallel.sharing import sharing_of
 from jingu.text.tokenizer import Tokenizer
 
@@ -167,8 +167,7 @@ def begin_with(model: nn.Module, config: RunConfig, tokenizer: Tokenizer, *, ada
     assert config.initialize.from_ is not None
     base, spec = open_model(Path(config.initialize.from_)), model.spec
     assert isinstance(spec, ModelSpec)
-    parts: Any = getattr(model, "stages", [model])
-    sharing_of(model).fill(model, packed_reader(parts, base.read), lambda name: not is_adapter(name))
+    sharing_of(model).fill(model, packed_reader(stages_of(model), base.read), lambda name: not is_adapter(name))
     if not adapters or isinstance(config.tune, FullSettings):
         return
     if config.tune.start is not None:

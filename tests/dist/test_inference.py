@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from jingu.infer.request import Event, Request
 from jingu.infer.sampling import Sampling
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
+from jingu.model.experts import GroupedLinear
 from jingu.model.initialise import initialise
+from jingu.model.layers import Linear
+from jingu.model.packed import Arranged
 from jingu.model.spec import ModelSpec
 from jingu.text.training import train_tokenizer
 from tests.conftest import this_rank
@@ -36,6 +40,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2"},
     "mixtral": {"family": "mixtral", "kv_heads": 2},
 }
+FEW: dict[str, dict[str, Any]] = {
+    f"few-{name}": {**settings, "width": 64, "feed_forward": 128, "vocabulary": 288}
+    for name, settings in FAMILIES.items()
+}
+"""Of shapes that are rounded, also where two ranks share them."""
 LAYOUTS = {"llama": [(2, 1), (4, 1), (4, 2)], "gpt2": [(2, 1)], "mixtral": [(2, 1)]}
 """Ranks, and stages that they make."""
 
@@ -46,16 +55,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("shared")
     tokenizer = train_tokenizer(iter(["the stop is near, the end is far. " * 3, "的数据 🙂"]), 281, ["<|endoftext|>"])
     tokenizer.save(place / "tokenizer")
-    for name, settings in FAMILIES.items():
+    for name, settings in {**FAMILIES, **FEW}.items():
         spec = spec_from_settings(
-            ModelSettings(width=24, heads=4, layers=3, initial_std=0.4, **settings), tokenizer.vocabulary, 64
+            ModelSettings(**{"width": 24, "heads": 4, "layers": 3, "initial_std": 0.4, **settings}),
+            tokenizer.vocabulary,
+            64,
         )
         model = make_model(spec)
         initialise(model, spec, 1)
         export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
         if name == "llama":
             write_adapter(place / "adapter", spec)
-    return {name: place / name for name in FAMILIES}
+    return {name: place / name for name in (*FAMILIES, *FEW)}
 
 
 def write_adapter(folder: Path, spec: ModelSpec) -> None:
@@ -150,24 +161,59 @@ def test_ranks_answer_as_one_process_does(family: str, folders: dict[str, Path],
                 assert logprob == pytest.approx(right, abs=1e-9)
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_ranks_share_matrices_of_few_bits(precision: Any, folders: dict[str, Path], ranks: RankPool) -> None:
+    """They are rounded as on one process, before they are shared; only sums over ranks round in another order."""
+    for name, layouts in {"few-llama": [(2, 1)], "few-mixtral": [(2, 1)], "few-gpt2": [(2, 2), (4, 2)]}.items():
+        expected = few_bits_answers(folders[name], precision)
+        for world, pipeline in layouts:
+            found = ranks.run(few_bits_on_rank, world, folders[name], precision, pipeline)[0]
+            for (id_, logprob), (right_id, right) in zip(found, expected, strict=True):
+                assert id_ == right_id and logprob == pytest.approx(right, abs=1e-3), (name, world, pipeline)
+
+
+def few_bits_answers(folder: Path, precision: Any, ranks: Any = None, pipeline: int = 1) -> list[Any]:
+    """Greedy tokens and their log-probabilities, computed in fp32."""
+    with patch("jingu.infer.load.has_fast_bf16", lambda _: False):
+        loaded = load(folder, precision, "cpu", ranks=ranks, pipeline=pipeline)
+    linear = [each for each in loaded.model.modules() if isinstance(each, Linear | GroupedLinear)]
+    assert any(isinstance(each.weight, Arranged | tuple) for each in linear)
+    told = []
+    with in_lockstep(Engine(loaded, SETTINGS), ranks) as engine:
+        if engine is not None:
+            for first in (3, 9):
+                engine.submit(Request((first, 4, 30), Sampling(), 20, ignore_end=True, logprobs=0))
+            while engine.busy:
+                told += [(event.token.id, event.token.logprob) for event in engine.step() if event.token]
+    return told
+
+
+def few_bits_on_rank(rank: int, world: int, folder: Path, precision: str, pipeline: int) -> list[Any]:
+    return few_bits_answers(folder, precision, this_rank(rank, world), pipeline)
+
+
 def test_a_mistake_on_ranks_is_told_before_anything_is_computed(folders: dict[str, Path], ranks: RankPool) -> None:
     assert (
-        ranks.run(refusals, 2, folders["llama"])
+        ranks.run(refusals, 4, folders["few-gpt2"])
         == [
             [
                 "does not divide the number of ranks",
-                "all experts in memory and no rounded matrices",
+                "all experts in memory",
+                "cannot share the 64 inputs of blocks.0.attention.output in whole groups of 32",
             ]
         ]
-        * 2
+        * 4
     )
+    with pytest.raises(JinguError, match="one process cannot be 2 stages"):
+        load(folders["llama"], pipeline=2)
 
 
 def refusals(rank: int, world: int, folder: Path) -> list[str]:
     told = []
     for words, more in (
         ("does not divide the number of ranks", {"pipeline": 5, "precision": "fp32"}),
-        ("all experts in memory and no rounded matrices", {"precision": "int8"}),
+        ("all experts in memory", {"experts_resident": "25%"}),
+        ("cannot share the 64 inputs of blocks.0.attention.output in whole groups of 32", {"precision": "int4"}),
     ):
         try:
             load(folder, ranks=this_rank(rank, world), **more)  # type: ignore[arg-type]
