@@ -18,9 +18,9 @@ from jingu.infer.request import Event, Token
 from jingu.infer.sampling import penalised
 
 
-def extend(job: Job, beams: Sequence[Choice], logits_KV: Tensor) -> list[tuple[int, Choice]] | None:
-    """The beams that go on, best first, each with the place of the one that it continues; none: the search is over.
-    Hypotheses that end are put into `job.found`. None where no score is a finite number."""
+def extend(job: Job, beams: Sequence[Choice], logits_KV: Tensor) -> list[Choice] | None:
+    """The beams that go on, best first; none: the search is over. Hypotheses that end are put into `job.found`. None
+    where no score is a finite number."""
     request, prompt = job.request, job.prompt[job.trained :]
     wanted, ends, length = request.beams, beams[0].ends, len(beams[0].generated) + 1
     rows = zip(beams, logits_KV.log_softmax(-1), strict=True)
@@ -30,19 +30,19 @@ def extend(job: Job, beams: Sequence[Choice], logits_KV: Tensor) -> list[tuple[i
     best = scores_KV.flatten().topk(wanted * (1 + len(ends)))
     if not best.values[0].isfinite():
         return None
-    going: list[tuple[int, Choice]] = []
+    going: list[Choice] = []
     for rank, (score, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
         beam, id_ = divmod(place, scores_KV.shape[1])
         if id_ in ends or length == request.max_tokens:
             if rank < wanted:
                 job.found.append((score / length**request.length_penalty, [*beams[beam].generated, id_]))
         elif len(going) < wanted:
-            going.append((beam, beams[beam].fork(id_, score)))
+            going.append(beams[beam].fork(id_, score))
     job.found.sort(key=lambda each: each[0], reverse=True)
     del job.found[wanted:]
     if going and len(job.found) == wanted:
         # The best of what goes on could still be found, were it to end with the score that it has.
-        best_left = going[0][1].logprob / length**request.length_penalty
+        best_left = going[0].logprob / length**request.length_penalty
         return going if best_left > job.found[-1][0] else []
     return going
 

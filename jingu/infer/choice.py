@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from jingu.infer.cache import Held
 from jingu.infer.constrain import Grammar
 from jingu.infer.load import Loaded
 from jingu.infer.request import Event, Finish, Request, Token
@@ -80,6 +81,9 @@ class Choice:
 
     Attributes:
         ids: of prompt and text so far.
+        held: its pages of the cache, while it is computed.
+        done: tokens that are in them.
+        names: of its full pages, and of those to come that the prompt fills.
         logprob: sum of the log-probabilities of the tokens made.
         finish: why it has ended; None: it goes on.
         ends: tokens that end it.
@@ -88,6 +92,7 @@ class Choice:
     def __init__(self, job: Job, number: int, loaded: Loaded, grammar: Grammar | None = None) -> None:
         self.job, self.number = job, number
         self.ids = list(job.prompt)
+        self.held, self.done, self.names = Held(), 0, list[bytes]()
         self.logprob = 0.0
         self.finish: Finish | None = None
         request = job.request
@@ -102,6 +107,11 @@ class Choice:
     def generated(self) -> list[int]:
         """Ids of the text so far."""
         return self.ids[len(self.job.prompt) :]
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.ids) - self.done
 
     def take(self, logits_V: Tensor) -> Event:
         """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
@@ -137,7 +147,8 @@ class Choice:
     def fork(self, id_: int, logprob: float) -> Choice:
         """A beam that goes on with a token."""
         other = copy(self)
-        other.ids, other.logprob = [*self.ids, id_], logprob
+        other.ids, other.logprob, other.names = [*self.ids, id_], logprob, list(self.names)
+        other.held = Held(list(self.held.pages), self.held.source)
         return other
 
     def grow(self, id_: int) -> str:
@@ -167,9 +178,13 @@ def told(logits_V: Tensor, id_: int, alternatives: int) -> tuple[float, tuple[tu
 
 
 def likeliest(job: Job) -> list[Event]:
-    """The events of the choices that the model finds likeliest a token, best first, numbered anew."""
-    order = sorted(job.choices, key=lambda choice: choice.logprob / len(choice.generated), reverse=True)
-    told = [job.held[choice.number] for choice in order[: job.request.n]]
+    """The events of the choices that the model finds likeliest a token, best first, numbered anew; last those that
+    broke off."""
+
+    def order(choice: Choice) -> tuple[bool, float]:
+        return choice.finish == "error", -choice.logprob / max(len(choice.generated), 1)
+
+    told = [job.held[choice.number] for choice in sorted(job.choices, key=order)[: job.request.n]]
     first = next((event.prompt for events in job.held.values() for event in events if event.prompt), ())
     return [
         replace(event, choice=number, prompt=first if number == place == 0 else ())

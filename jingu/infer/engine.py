@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class EngineSettings:
         refuse(SPAN % self.page_tokens > 0, "page_tokens", self.page_tokens, f"a divisor of {SPAN}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """What the engine does and has done.
 
@@ -86,19 +86,19 @@ class EngineStats:
         experts: where only some of the model's are in memory, what has been needed and read.
     """
 
-    running: int
-    waiting: int
-    pages_used: int
-    pages_total: int
-    cached_tokens: int
-    generated_tokens: int
-    prompt_tokens: int
-    prefix_hits: int
-    guessed_tokens: int
-    right_guesses: int
-    steps: int
-    step_seconds: float
-    model_seconds: float
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_hits: int = 0
+    guessed_tokens: int = 0
+    right_guesses: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    model_seconds: float = 0.0
     experts: ResidencyStats | None = None
 
     @property
@@ -107,27 +107,11 @@ class EngineStats:
         return self.step_seconds - self.model_seconds
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """A choice that is being made, and its pages: `done` of its tokens are in them."""
-
-    choice: Choice
-    held: Held
-    done: int
-    names: list[bytes]
-    """Of its full pages, and of those to come that the prompt fills."""
-
-    @property
-    def left(self) -> int:
-        """Tokens that are not computed yet."""
-        return len(self.choice.ids) - self.done
-
-
 @dataclass(frozen=True)
 class _Work:
     """What a choice computes in a step: so many of its tokens, and those that are guessed to follow."""
 
-    sequence: _Sequence
+    choice: Choice
     count: int
     guesses: list[int]
 
@@ -156,11 +140,10 @@ class Engine:
         self._grammars = Grammars(loaded.tokenizer, loaded.spec.vocabulary, loaded.end_ids[0])
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Choice] = deque()
-        self._running: list[_Sequence] = []
+        self._running: list[Choice] = []
         self._events: list[Event] = []
         self._next = 0
-        self._generated = self._prompted = self._hits = self._guessed = self._right = self._steps = 0
-        self._seconds = self._model_seconds = 0.0
+        self._stats = EngineStats(pages_total=self._pages.total)
 
     # Requests
 
@@ -174,7 +157,7 @@ class Engine:
         self._next += 1
         self._jobs[job.number] = job
         self._waiting.extend(job.choices)
-        self._prompted += job.prompt_tokens
+        self._stats.prompt_tokens += job.prompt_tokens
         return job.number
 
     def _job(self, request: Request) -> Job:
@@ -186,14 +169,14 @@ class Engine:
         refuse((request.logprobs or 0) > spec.vocabulary, "logprobs", request.logprobs, f"at most {spec.vocabulary}")
         most = min(self.settings.max_batch, spec.vocabulary // (1 + len(loaded.end_ids)))
         refuse(request.beams > 1 and request.beams > most, "beams", request.beams, f"at most {most}")
-        if request.prompt_logprobs and any(spec.prompts):
-            raise JinguError("behind a trained prompt there are none.", where="prompt_logprobs", fix="Leave it out.")
-        if request.prompt_logprobs and loaded.reads_whole:
-            what = "the model sees a prompt whole, and predicts none of it."
-            raise JinguError(what, where="prompt_logprobs", fix="Leave it out.")
         source = None if spec.encoder_layers is None else (*request.prompt, loaded.tokenizer.end_id)
-        if source is not None and request.prompt_logprobs:
-            raise JinguError("a prompt that an encoder reads has none.", where="prompt_logprobs", fix="Leave it out.")
+        for none, why in (
+            (any(spec.prompts), "behind a trained prompt there are none."),
+            (loaded.reads_whole, "the model sees a prompt whole, and predicts none of it."),
+            (source is not None, "a prompt that an encoder reads has none."),
+        ):
+            if request.prompt_logprobs and none:
+                raise JinguError(why, where="prompt_logprobs", fix="Leave it out.")
         decoded = spec.prompted(prompt if source is None else (loaded.start_id,))
         # Beams share the pages that the prompt fills.
         shared = len(decoded) // self._pages.tokens
@@ -217,10 +200,10 @@ class Engine:
         if job is None:
             return
         going = [choice.number for choice in job.choices if choice.finish is None]
-        for choice in range(job.request.n) if job.ranks else going:
-            self._events.append(job.event(choice, None, "cancelled"))
-        for sequence in self._beams(job):
-            self._stop(sequence)
+        for place in range(job.request.n) if job.ranks else going:
+            self._events.append(job.event(place, None, "cancelled"))
+        for choice in self._beams(job):
+            self._stop(choice)
         self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
 
     @property
@@ -237,12 +220,12 @@ class Engine:
         work = self._schedule()
         if work:
             self._compute(work, reading)
-            self._steps += 1
-        self._seconds += time.perf_counter() - start
+            self._stats.steps += 1
+        self._stats.step_seconds += time.perf_counter() - start
         events, self._events = self._events, []
         return events
 
-    def _admit(self) -> _Sequence | None:
+    def _admit(self) -> Choice | None:
         """Let choices begin, as long as there are pages for their prompts; the one whose source is to be read."""
         coming = {name for each in self._running for name in each.names[each.done // self._pages.tokens :]}
         later: deque[Choice] = deque()
@@ -265,20 +248,20 @@ class Engine:
                 if wanted > self._pages.free:
                     break
                 continue
-            sequence = _Sequence(choice, Held(pages), len(pages) * self._pages.tokens, names)
-            choice.job.begun = choice.job.begun or time.perf_counter()
-            self._running.append(sequence)
+            choice.held, choice.done, choice.names = Held(pages), len(pages) * self._pages.tokens, names
+            self._running.append(choice)
             coming |= set(names[len(pages) :])
-            if choice.number == 0 and not choice.generated:
-                choice.job.cached_tokens = max(sequence.done - choice.job.trained, 0)
-            self._hits += sequence.done
-            reading = sequence if choice.job.source is not None else None
+            if not choice.job.begun:
+                choice.job.begun = time.perf_counter()
+                choice.job.cached_tokens = max(choice.done - choice.job.trained, 0)
+                self._stats.prefix_hits += choice.job.cached_tokens
+            reading = choice if choice.job.source is not None else None
         self._waiting = later + self._waiting
         return reading
 
     def _fits(self, choice: Choice) -> bool:
         """Whether one more can be made, with as many beams as it will have."""
-        running = [each.choice.job for each in self._running]
+        running = [each.job for each in self._running]
         beams = sum(job.request.beams for job in {id(job): job for job in running if job.searches}.values())
         return sum(not job.searches for job in running) + beams + choice.job.request.beams <= self.settings.max_batch
 
@@ -296,20 +279,20 @@ class Engine:
     def _schedule(self) -> list[_Work]:
         """What the choices that take part in this step compute, those with one token first."""
         work, room, guessed = [], self.settings.prefill_chunk, self._guess()
-        for sequence in list(self._running):
-            whole = room > 0 and sequence.done < sequence.choice.job.mutual.stop
-            count = sequence.left if whole or sequence.left == 1 else min(sequence.left, room)
-            if sequence not in self._running or count < 1:
+        for choice in list(self._running):
+            whole = room > 0 and choice.done < choice.job.mutual.stop
+            count = choice.left if whole or choice.left == 1 else min(choice.left, room)
+            if choice not in self._running or count < 1:
                 continue
-            guesses = guessed.get(sequence.choice, [])
-            pages, last = sequence.held.pages, sequence.done // self._pages.tokens
+            guesses = guessed.get(choice, [])
+            pages, last = choice.held.pages, choice.done // self._pages.tokens
             copies = last < len(pages) and self._pages.shared(pages[last])  # with another beam, which writes there too
-            wanted = self._pages.needed(sequence.done + count + len(guesses)) - len(pages) + copies
+            wanted = self._pages.needed(choice.done + count + len(guesses)) - len(pages) + copies
             if guesses and wanted > self._pages.free:
-                guesses, wanted = [], self._pages.needed(sequence.done + count) - len(pages)
-            while wanted > self._pages.free and sequence in self._running:
+                guesses, wanted = [], self._pages.needed(choice.done + count) - len(pages)
+            while wanted > self._pages.free and choice in self._running:
                 self._set_back(self._running[-1])
-            if sequence not in self._running:
+            if choice not in self._running:
                 continue
             taken = [self._pages.take() for _ in range(wanted)]
             if copies:
@@ -317,15 +300,15 @@ class Engine:
                 self._pages.release(pages[last])
                 pages[last] = taken.pop(0)
             pages += taken
-            room -= count if sequence.left > 1 else 0
-            work.append(_Work(sequence, count, guesses))
-        work = [each for each in work if each.sequence in self._running]
+            room -= count if choice.left > 1 else 0
+            work.append(_Work(choice, count, guesses))
+        work = [each for each in work if each.choice in self._running]
         return sorted(work, key=lambda each: each.count + len(each.guesses) > 1)
 
     def _guess(self) -> dict[Choice, list[int]]:
         """Tokens that are guessed to follow."""
         wanted = {}
-        for choice in [each.choice for each in self._running if each.left == 1 and not each.choice.job.searches]:
+        for choice in [each for each in self._running if each.left == 1 and not each.job.searches]:
             most = min(self._guesses, choice.job.request.max_tokens - len(choice.generated) - 1)
             if most > 0:
                 wanted[choice] = most
@@ -333,83 +316,83 @@ class Engine:
             return {choice: _looked_up(choice, most) for choice, most in wanted.items()}
         start = time.perf_counter()
         guessed = self._draft.propose(wanted)
-        self._model_seconds += time.perf_counter() - start
+        self._stats.model_seconds += time.perf_counter() - start
         return guessed
 
-    def _set_back(self, sequence: _Sequence) -> None:
+    def _set_back(self, choice: Choice) -> None:
         """Let a choice wait, and be computed anew later; a search begins anew, with all its beams."""
-        job = sequence.choice.job
-        for each in self._beams(job) if job.searches else [sequence]:
+        job = choice.job
+        for each in self._beams(job) if job.searches else [choice]:
             self._stop(each)
         job.found.clear()
-        self._waiting.appendleft(job.choices[sequence.choice.number])
+        self._waiting.appendleft(job.choices[choice.number])
 
-    def _beams(self, job: Job) -> list[_Sequence]:
-        return [each for each in self._running if each.choice.job is job]
+    def _beams(self, job: Job) -> list[Choice]:
+        return [each for each in self._running if each.job is job]
 
-    def _stop(self, sequence: _Sequence) -> None:
-        self._running.remove(sequence)
-        for page in sequence.held.pages:
+    def _stop(self, choice: Choice) -> None:
+        self._running.remove(choice)
+        for page in choice.held.pages:
             self._pages.release(page)
 
-    def _compute(self, work: list[_Work], reading: _Sequence | None) -> None:
+    def _compute(self, work: list[_Work], reading: Choice | None) -> None:
         parts = []
         for each in work:
-            held, done = each.sequence.held, each.sequence.done
-            choice = each.sequence.choice
-            parts.append(Part(held, done, [*choice.ids[done : done + each.count], *each.guesses], choice.job.mutual))
+            choice, done = each.choice, each.choice.done
+            ids = [*choice.ids[done : done + each.count], *each.guesses]
+            parts.append(Part(choice.held, done, ids, choice.job.mutual))
         tokens_BT, positions_BT, starts = self._cache.plan(parts, reading.held if reading else None)
         rows, taken = [], []
         for each, part, start in zip(work, parts, starts, strict=True):
-            choice, end = each.sequence.choice, start + len(part.ids)
-            scored = 1 + len(each.guesses) if each.count == each.sequence.left else 0
+            choice, end = each.choice, start + len(part.ids)
+            scored = 1 + len(each.guesses) if each.count == choice.left else 0
             rows.append(range(start if _tells_prompt(choice) else end - scored, end))
             taken.append((start, len(part.ids), self.loaded.adapters.number(choice.job.request.adapter)))
         with self.loaded.adapters.chosen(taken, tokens_BT.shape[1], self._device):
-            source_BS = torch.tensor([reading.choice.job.source], device=self._device) if reading else None
+            source_BS = torch.tensor([reading.job.source], device=self._device) if reading else None
             begun = time.perf_counter()
             wanted = [row for each in rows for row in each]
             logits_NV = scores(self.loaded, self._cache, tokens_BT, positions_BT, wanted, source_BS)
-            self._model_seconds += time.perf_counter() - begun
+            self._stats.model_seconds += time.perf_counter() - begun
         first, beams = 0, dict[int, list[Tensor]]()
         for each, own in zip(work, rows, strict=True):
             self._take(each, logits_NV[first : first + len(own)])
-            if each.sequence.choice.job.searches and not each.sequence.left:
-                beams.setdefault(each.sequence.choice.job.number, []).append(logits_NV[first])
+            if each.choice.job.searches and not each.choice.left:
+                beams.setdefault(each.choice.job.number, []).append(logits_NV[first])
             first += len(own)
         for number, found in beams.items():
             self._extend(self._jobs[number], torch.stack(found))
 
     def _take(self, work: _Work, logits_NV: Tensor) -> None:
         """Take the tokens that follow what is computed, as far as they were guessed; name the pages that are full."""
-        sequence, choice, size = work.sequence, work.sequence.choice, self._pages.tokens
+        choice, size = work.choice, self._pages.tokens
         if _tells_prompt(choice):
-            self._tell_prompt(choice.job, sequence.done, logits_NV)
-        before, sequence.done = sequence.done, sequence.done + work.count
-        if not sequence.left and not choice.job.searches:
-            self._guessed += len(work.guesses)
+            self._tell_prompt(choice.job, choice.done, logits_NV)
+        before, choice.done = choice.done, choice.done + work.count
+        if not choice.left and not choice.job.searches:
+            self._stats.guessed_tokens += len(work.guesses)
             for guess, logits_V in zip([*work.guesses, None], logits_NV[-1 - len(work.guesses) :], strict=True):
-                self._generated += 1
+                self._stats.generated_tokens += 1
                 self._tell(choice, choice.take(logits_V))
                 if choice.finish is not None or choice.ids[-1] != guess:
                     break
-                sequence.done += 1
-                self._right += 1
+                choice.done += 1
+                self._stats.right_guesses += 1
         if choice.finish == "error":
-            self._clear(sequence)
+            self._clear(choice)
         elif choice.job.shares:
-            names = sequence.names
-            for number in range(before // size, sequence.done // size):
+            names = choice.names
+            for number in range(before // size, choice.done // size):
                 if number == len(names):
                     root = names[-1] if names else (choice.job.request.adapter or "").encode()
                     names.append(name_of(root, choice.ids[number * size : (number + 1) * size]))
-                self._pages.name(sequence.held.pages[number], names[number])
+                self._pages.name(choice.held.pages[number], names[number])
         if choice.finish is not None:
-            self._stop(sequence)
+            self._stop(choice)
 
-    def _clear(self, sequence: _Sequence) -> None:
-        """Before a sequence goes whose scores were wrong: what its pages hold is found by nobody."""
-        own = [page for page in sequence.held.pages if not self._pages.shared(page)]
+    def _clear(self, choice: Choice) -> None:
+        """Before a choice goes whose scores were wrong: what its pages hold is found by nobody."""
+        own = [page for page in choice.held.pages if not self._pages.shared(page)]
         self._cache.clear(own)
         for page in own:
             self._pages.forget(page)
@@ -418,22 +401,19 @@ class Engine:
         """Let the best continuations of all beams go on in their place, or tell what was found."""
         before = self._beams(job)
         place = self._running.index(before[0])
-        going = extend(job, [each.choice for each in before], logits_KV)
-        after = []
-        for number, choice in going or ():
-            of = before[number]
-            for page in of.held.pages:
+        going = extend(job, before, logits_KV)
+        for beam in going or ():
+            for page in beam.held.pages:
                 self._pages.hold(page)
-            after.append(_Sequence(choice, Held(list(of.held.pages), of.held.source), of.done, list(of.names)))
         for each in before:
             if going is None:
                 self._clear(each)
             self._stop(each)
-        self._running[place:place] = after
+        self._running[place:place] = going or ()
         if not going:
             del self._jobs[job.number]
             events = hypotheses(job, self.loaded, going is None)
-            self._generated += sum(event.token is not None for event in events)
+            self._stats.generated_tokens += sum(event.token is not None for event in events)
             self._events += events
 
     def _tell(self, choice: Choice, event: Event) -> None:
@@ -464,20 +444,12 @@ class Engine:
             for each in self._running
             for place, page in enumerate(each.held.pages[: self._pages.needed(each.done)])
         }
-        return EngineStats(
+        return replace(
+            self._stats,
             running=len(self._running),
             waiting=len(self._waiting),
             pages_used=self._pages.total - self._pages.free,
-            pages_total=self._pages.total,
             cached_tokens=sum(held.values()),
-            generated_tokens=self._generated,
-            prompt_tokens=self._prompted,
-            prefix_hits=self._hits,
-            guessed_tokens=self._guessed,
-            right_guesses=self._right,
-            steps=self._steps,
-            step_seconds=self._seconds,
-            model_seconds=self._model_seconds,
             experts=None if self.loaded.residency is None else self.loaded.residency.stats(),
         )
 

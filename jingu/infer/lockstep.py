@@ -24,10 +24,9 @@ from jingu.infer.engine import Engine, EngineStats
 from jingu.infer.request import Event, Request
 from jingu.runtime.log import one_voice
 from jingu.runtime.ranks import Ranks, joined, under_launcher
-from jingu.runtime.signals import STOP_SIGNALS
+from jingu.runtime.signals import STOP_SIGNALS, handling
 
 _REQUEST = TypeAdapter(Request)
-_LEAVE = -1
 _IDLE = timedelta(days=3650)
 """How long a rank waits for the next step: a server may be idle. One that ends is noticed at once."""
 
@@ -87,8 +86,7 @@ class Lockstep:
 def follow(engine: Engine) -> None:
     """Take the steps that the first rank takes, until it leaves. Signals are its to answer."""
     orders = _Orders(engine)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    try:
+    with handling(signal.SIG_IGN, *STOP_SIGNALS):
         while (told := orders.receive()) is not None:
             for kind, value in told:
                 if kind == "submit":
@@ -96,13 +94,10 @@ def follow(engine: Engine) -> None:
                 else:
                     engine.cancel(value)
             engine.step()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Orders:
-    """JSON from the first rank to all others, as plain bytes behind their number."""
+    """JSON from the first rank to all others, as plain bytes behind their number: orders, or null to leave."""
 
     def __init__(self, engine: Engine) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_IDLE)
@@ -117,17 +112,15 @@ class _Orders:
             )
 
     def hand_out(self, orders: list[tuple[str, Any]] | None) -> None:
-        content = json.dumps(orders).encode() if orders else b""
-        self._broadcast(torch.tensor(_LEAVE if orders is None else len(content)))
+        content = b"" if orders == [] else json.dumps(orders).encode()
+        self._broadcast(torch.tensor(len(content)))
         if content:
             self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def receive(self) -> list[tuple[str, Any]] | None:
         size = int(self._broadcast(torch.tensor(0)))
-        if size == _LEAVE:
-            return None
         content = self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes() if size else b"[]"
-        orders: list[tuple[str, Any]] = json.loads(content)
+        orders: list[tuple[str, Any]] | None = json.loads(content)
         return orders
 
     def _broadcast(self, tensor: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jingu.errors import JinguError
-
 # What decoders put where bytes are not (yet) a character.
 _BROKEN = "\ufffd"
 
@@ -17,8 +15,6 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise JinguError("a stop string is empty.", where="stop", fix="Leave it out.")
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []

@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.load import Device, Precision, load
+from jingu.infer.load import Device, Loaded, Precision, load
 from jingu.infer.lockstep import Lockstep, in_lockstep, ranks_of
 from jingu.infer.request import Finish, Request
 from jingu.infer.sampling import Sampling
+from jingu.runtime.ranks import Ranks
 from jingu.runtime.signals import STOPPED, interruptible
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a model computes, as verbs are asked for it.
+
+    Attributes:
+        precision: auto computes in bf16 where the device has units for it, else in fp32.
+        experts_resident: how much of a mixture's experts is in memory (25%, 3GB); None: all.
+        pipeline: stages that ranks, where a launcher has started several, divide the model's blocks into; the ranks of
+            a stage share its matrices.
+        draft: a smaller model with the same tokenizer, that guesses the tokens to follow; the answer stays the same.
+        guesses: tokens that are guessed in a step; without a draft, from what is there already.
+    """
+
+    precision: Precision = "auto"
+    device: Device = "auto"
+    experts_resident: str | None = None
+    pipeline: int = 1
+    draft: Path | None = None
+    guesses: int | None = None
+
+    def load(self, model: Path, ranks: Ranks | None = None, adapters: Mapping[str, Path] | None = None) -> Loaded:
+        """The model, as `jingu.infer.load.load`."""
+        return load(model, self.precision, self.device, adapters, self.experts_resident, ranks, self.pipeline)
+
+    def engine(self, loaded: Loaded, max_batch: int = 64) -> Engine:
+        """Its engine, with the draft."""
+        small = None if self.draft is None else load(self.draft, self.precision, self.device)
+        return Engine(loaded, EngineSettings(max_batch=max_batch, guesses=self.guesses), small)
 
 
 def generate(
@@ -29,14 +61,9 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: Sequence[str] | None = None,
-    precision: Precision = "auto",
-    device: Device = "auto",
-    experts_resident: str | None = None,
-    pipeline: int = 1,
-    draft: Path | None = None,
-    guesses: int | None = None,
     beams: int = 1,
     length_penalty: float = 1.0,
+    **compute: Any,
 ) -> int:
     """Print the prompt and its continuation (with an encoder, its answer) as it grows; then, to stderr, the speed.
 
@@ -44,14 +71,9 @@ def generate(
         model: a run, a step of a run, a Hugging Face folder or a GGUF file.
         prompt: empty to begin a new document.
         max_tokens: most tokens to generate.
-        precision: auto computes in bf16 where the device has units for it, else in fp32.
-        experts_resident: how much of a mixture's experts is in memory (25%, 3GB); None: all.
-        pipeline: stages that ranks, where a launcher has started several, divide the model's blocks into; the ranks of
-            a stage share its matrices.
-        draft: a smaller model with the same tokenizer, that guesses the tokens to follow; the answer stays the same.
-        guesses: tokens that are guessed in a step; without a draft, from what is there already.
         beams: hypotheses of a beam search, whose best one is printed when all have ended; 1: none.
         length_penalty: power of the length that divides a hypothesis's log-probability.
+        compute: as of `Compute`.
 
     Returns:
         The exit code; 130 where Ctrl-C ended it.
@@ -60,13 +82,13 @@ def generate(
         JinguError: what is wrong with the model, the prompt or the settings.
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
-    with ranks_of(device) as ranks:
-        made = load(model, precision, device, experts_resident=experts_resident, ranks=ranks, pipeline=pipeline)
+    how = Compute(**compute)
+    with ranks_of(how.device) as ranks:
+        made = how.load(model, ranks)
         request = Request(
             made.encode(prompt), sampling, max_tokens, tuple(stop or ()), beams=beams, length_penalty=length_penalty
         )
-        small = None if draft is None else load(draft, precision, device)
-        with in_lockstep(Engine(made, EngineSettings(guesses=guesses), small), ranks) as engine:
+        with in_lockstep(how.engine(made), ranks) as engine:
             if engine is None:
                 return 0
             written = write(engine, request, prompt if made.spec.encoder_layers is None else "")

@@ -43,7 +43,9 @@ class StopRequest:
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+def handling(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
     """Give these signals to a handler while inside."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

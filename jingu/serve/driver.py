@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 from jingu.errors import JinguError
 from jingu.infer.engine import EngineStats
+from jingu.infer.load import Loaded
 from jingu.infer.request import Event, Request
 from jingu.serve.errors import ServeError
 
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 class Steps(Protocol):
     """What is driven: `jingu.infer.engine.Engine`, or what behaves as it does."""
+
+    @property
+    def loaded(self) -> Loaded: ...
 
     def submit(self, request: Request) -> int: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Histogram, Metric
@@ -85,10 +85,6 @@ class Metrics(Collector):
         """All of it as Prometheus reads it."""
         self._stats = stats
         return generate_latest(self._registry)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: names are told with the values."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """What is counted elsewhere than in histograms."""

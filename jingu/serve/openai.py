@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu.infer.request import Constraint, Event, Finish, Request, Token
+from jingu.infer.request import Event, Finish, Request, Token
 from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
 from jingu.serve.driver import Account, Ticket
 from jingu.serve.errors import ServeError, invalid
@@ -126,18 +126,9 @@ async def embeddings(body: EmbeddingRequest, request: HttpRequest, service: Serv
 
 
 def engine_request(
-    body: Sampled,
-    prompt: tuple[int, ...],
-    service: Service,
-    *,
-    logprobs: int | None,
-    max_tokens: int,
-    best_of: int | None = None,
-    prompt_logprobs: bool = False,
-    constraint: Constraint | None = None,
-    stop: tuple[str, ...] = (),
+    body: Sampled, prompt: tuple[int, ...], service: Service, *, stop: tuple[str, ...] = (), **more: Any
 ) -> Request:
-    """What the engine is asked; `stop` ends a text as the request's own stop strings do."""
+    """What the engine is asked, with `more` of it; `stop` ends a text as the request's own stop strings do."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         prompt,
@@ -147,15 +138,11 @@ def engine_request(
             top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
             logit_bias=_bias(body.logit_bias or {}, service.loaded.spec.vocabulary),
         ),
-        max_tokens,
         stop=(*stops, *stop),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
         n=body.n or 1,
-        best_of=best_of,
-        constraint=constraint,
         adapter=service.adapter(body.model),
         ignore_end=bool(body.ignore_eos),
+        **more,
     )
 
 

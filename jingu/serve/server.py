@@ -19,11 +19,15 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jingu.errors import JinguError
+from jingu.runtime.signals import handling
 from jingu.serve.answers import dump
-from jingu.serve.driver import Driver
+from jingu.serve.app import create
+from jingu.serve.driver import Driver, Steps
 from jingu.serve.errors import ServeError
-from jingu.serve.gate import HEADER_BYTES
-from jingu.serve.service import ServeSettings
+from jingu.serve.gate import HEADER_BYTES, log_to_stderr
+from jingu.serve.metrics import Metrics
+from jingu.serve.service import ServeSettings, Service
+from jingu.tune.speak import Speech
 
 LOGGER = logging.getLogger("jingu.serve")
 _DRAIN_SECONDS = 1.0
@@ -155,16 +159,9 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Ctrl-C and SIGTERM end the server, and not the process with a signal; a second one ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
+        here = threading.current_thread() is threading.main_thread()
+        with handling(self.handle_exit, *((signal.SIGINT, signal.SIGTERM) if here else ())):
             yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
@@ -187,3 +184,32 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+
+def make(
+    engine: Steps,
+    settings: ServeSettings,
+    name: str,
+    speech: Speech | None = None,
+    on_start: Callable[[str], None] = lambda _: None,
+) -> Server:
+    """A server, not started yet."""
+    metrics = Metrics(name)
+    driver = Driver(engine, settings.queue, metrics.ended)
+    service = Service(engine.loaded, driver, settings, metrics, name, speech)
+    return Server(create(service), driver, settings, on_start)
+
+
+def run(engine: Steps, settings: ServeSettings, name: str, speech: Speech | None, listener: socket.socket) -> None:
+    """Serve until a signal asks to stop. Raises RuntimeError where the engine fails and cannot go on."""
+
+    def tell(address: str) -> None:
+        print(f"{name} answers at {address}", flush=True)
+        if not settings.hosts and not settings.keys:
+            print("Whoever reaches this address can use it: no API key is asked for.", file=sys.stderr, flush=True)
+
+    log_to_stderr()
+    server = make(engine, settings, name, speech, tell)
+    server.run([listener])
+    if server.driver.broken is not None:
+        raise RuntimeError("the engine failed and could not go on, so the server has ended") from server.driver.broken

@@ -72,7 +72,6 @@ class Service:
 
     Attributes:
         name: of the base, by which clients ask for it.
-        adapters: names of the adapters, by which clients ask for them.
         speech: how conversations are written; None: the model has none.
     """
 
@@ -81,9 +80,13 @@ class Service:
     settings: ServeSettings
     metrics: Metrics
     name: str
-    adapters: tuple[str, ...] = ()
     speech: Speech | None = None
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, by which clients ask for them."""
+        return self.loaded.adapters.names
 
     def adapter(self, model: str | None) -> str | None:
         """The adapter that a model's name asks for; None: the base. Raises ServeError for another name."""

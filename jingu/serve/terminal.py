@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.load import Device, Precision, load
+from jingu.infer.engine import Engine
 from jingu.infer.request import Request, room_after
 from jingu.infer.sampling import Sampling
-from jingu.infer.verbs import write
+from jingu.infer.verbs import Compute, write
 from jingu.runtime.files import cannot_write, replace_text, unreadable
-from jingu.tune.rows import Message, RowError, parse_row
+from jingu.tune.rows import Message, RowError
 from jingu.tune.speak import Speech, speaking
 
 _WHOLE = ("max_tokens", "top_k", "seed")
@@ -37,11 +39,7 @@ def chat(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     seed: int = 0,
-    precision: Precision = "auto",
-    device: Device = "auto",
-    experts_resident: str | None = None,
-    draft: Path | None = None,
-    guesses: int | None = None,
+    **compute: Any,
 ) -> None:
     """Talk with a model; where it has no template for conversations, it continues the text.
 
@@ -52,16 +50,15 @@ def chat(
         system: the system prompt.
         template: a template's name or file; None: the model's own.
         max_tokens: most tokens of an answer.
-        draft, guesses: as of `jingu.infer.verbs.generate`.
+        compute: as of `jingu.infer.verbs.Compute`.
 
     Raises:
         JinguError: what is wrong with the model, the settings or, not at a terminal, a message.
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
-    found, speech = speaking(load(model, precision, device, experts_resident=experts_resident), model, template)
-    small = None if draft is None else load(draft, precision, device)
-    engine = Engine(found, EngineSettings(max_batch=1, guesses=guesses), small)
-    talk = Conversation(engine, speech, sampling, max_tokens)
+    how = Compute(**compute)
+    found, speech = speaking(how.load(model), model, template)
+    talk = Conversation(how.engine(found, max_batch=1), speech, sampling, max_tokens)
     if system:
         talk.system(system)
     at_terminal = sys.stdin.isatty()
@@ -143,29 +140,22 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Say something, and print the answer as it comes."""
-        self.messages.append(Message("user", text))
-        try:
-            self._answer()
-        except (JinguError, RowError):
-            self.messages.pop()
-            raise
-
-    def _answer(self) -> None:
-        answer = write(self._engine, self._request())
+        said = Message("user", text)
+        answer = write(self._engine, self._request([*self.messages, said]))
         self._answers += 1
-        self.messages.append(Message("assistant", answer.text))
+        self.messages += [said, Message("assistant", answer.text)]
         end = {"cancelled": "stopped", "length": f"cut off at max_tokens={answer.tokens}"}.get(answer.finish or "")
         notes = [*([end] if end else []), *([answer.speed] if sys.stdin.isatty() else [])]
         if notes:
             print(f"({'; '.join(notes)})", file=sys.stderr)
 
-    def _request(self) -> Request:
-        """The engine's request for the next answer. Each answer has another seed, so that /retry makes another."""
+    def _request(self, messages: Sequence[Message]) -> Request:
+        """The engine's request for the answer to these. Each answer has another seed, so that /retry makes another."""
         found = self._engine.loaded
         if self._speech is not None:
-            ids = self._speech.prompt(tuple(self.messages))
+            ids = self._speech.prompt(tuple(messages))
         else:
-            ids = found.encode("".join(message.content for message in self.messages))
+            ids = found.encode("".join(message.content for message in messages))
         room = room_after(found.spec, len(ids))
         if room < 1:
             raise JinguError(
@@ -229,7 +219,7 @@ class Conversation:
         self.undo("")
         try:
             self.say(last.content)
-        except (JinguError, RowError):
+        except BaseException:
             self.messages = before
             raise
 
@@ -285,18 +275,19 @@ class Conversation:
         file = self._named(name)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
-            row = parse_row({"messages": value["messages"]})
+            said = TypeAdapter(list[Message]).validate_python(value["messages"])
         except OSError as error:
             raise unreadable(file, error) from error
         except (ValueError, LookupError, TypeError) as error:
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise JinguError(
-                f"this is no conversation ({error}).", where=file, fix="Give a file that /save wrote."
+                f"this is no conversation ({why}).", where=file, fix="Give a file that /save wrote."
             ) from error
         settings = value.get("settings")
         for key, setting in (settings if isinstance(settings, dict) else {}).items():
             if key in _SETTINGS:
                 self._set(key, setting)
-        self.messages, self._file = list(row.messages), file
+        self.messages, self._file = said, file
         print(f"{len(self.messages)} messages")
 
     def _named(self, name: str) -> Path:

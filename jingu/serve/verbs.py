@@ -6,12 +6,12 @@ import ipaddress
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.load import Device, Precision, load
+from jingu.infer.load import name_of
 from jingu.infer.lockstep import in_lockstep, ranks_of
+from jingu.infer.verbs import Compute
 from jingu.tune.speak import speaking
 
 
@@ -33,12 +33,7 @@ def serve(
     cors: Sequence[str] | None = None,
     pooling: Literal["mean", "last"] = "mean",
     log_prompts: bool = False,
-    precision: Precision = "auto",
-    device: Device = "auto",
-    experts_resident: str | None = None,
-    pipeline: int = 1,
-    draft: Path | None = None,
-    guesses: int | None = None,
+    **compute: Any,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
@@ -49,15 +44,14 @@ def serve(
         adapter: NAME=PATH of adapters beside it, which clients ask for by these names.
         template: for conversations, where the model has none or another is wanted.
         api_key_file: a key a line.
-        pipeline, draft, guesses: as of `jingu.infer.verbs.generate`.
+        compute: as of `jingu.infer.verbs.Compute`.
 
     Raises:
         JinguError: what is wrong with the model or the settings.
     """
     try:
-        from jingu.serve.run import run
-        from jingu.serve.server import bound
-        from jingu.serve.service import ServeSettings
+        from jingu.serve.server import bound, run
+        from jingu.serve.service import PLACEHOLDERS, ServeSettings
     except ImportError as error:
         raise JinguError(
             f"a package is missing that the server needs ({error.name}).",
@@ -70,24 +64,22 @@ def serve(
         queue=queue,
         timeout=timeout,
         grace=grace,
-        keys=(*(api_key or ()), *_keys(api_key_file)),
+        keys=(*_given(api_key or ()), *_keys(api_key_file)),
         origins=tuple(cors or ()),
         # A page of another site could else reach the server by a name that leads to this machine.
         hosts=("localhost", "127.0.0.1", "[::1]", host, *(allow_host or ())) if loopback else (),
         log_prompts=log_prompts,
         pooling=pooling,
     )
-    adapters = dict(_adapter(each) for each in adapter or ())
-    with ranks_of(device) as ranks, ExitStack() as stack:
+    how, name = Compute(**compute), name or name_of(model)
+    adapters = _adapters(adapter or (), {name, *PLACEHOLDERS})
+    with ranks_of(how.device) as ranks, ExitStack() as stack:
         # Before the model is loaded, which takes its time.
         listener = stack.enter_context(bound(host, port)) if ranks is None or ranks.is_first else None
-        made = load(model, precision, device, adapters, experts_resident, ranks, pipeline)
-        loaded, speech = speaking(made, model, template)
-        small = None if draft is None else load(draft, precision, device)
-        engine_settings = EngineSettings(max_batch=max_batch, guesses=guesses)
-        with in_lockstep(Engine(loaded, engine_settings, small), ranks) as engine:
+        loaded, speech = speaking(how.load(model, ranks, adapters), model, template)
+        with in_lockstep(how.engine(loaded, max_batch), ranks) as engine:
             if engine is not None and listener is not None:
-                run(engine, loaded, settings, name or loaded.name, tuple(adapters), speech, listener)
+                run(engine, settings, name, speech, listener)
 
 
 def _is_loopback(host: str) -> bool:
@@ -95,6 +87,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _given(keys: Sequence[str]) -> list[str]:
+    found = [key.strip() for key in keys]
+    if not all(found):
+        raise JinguError("an API key is empty.", where="--api-key", fix="Give one, or leave it out: nobody is asked.")
+    return found
 
 
 def _keys(file: Path | None) -> list[str]:
@@ -109,8 +108,14 @@ def _keys(file: Path | None) -> list[str]:
     return keys
 
 
-def _adapter(given: str) -> tuple[str, Path]:
-    name, _, path = given.partition("=")
-    if not name or not path:
-        raise JinguError(f"{given} does not say an adapter.", where="--adapter", fix="Write NAME=PATH.")
-    return name, Path(path).expanduser()
+def _adapters(given: Sequence[str], taken: set[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for words in given:
+        name, _, path = words.partition("=")
+        if not name or not path:
+            raise JinguError(f"{words} does not say an adapter.", where="--adapter", fix="Write NAME=PATH.")
+        if name in found or name in taken:
+            what = f"{name} is already what clients call another model here."
+            raise JinguError(what, where="--adapter", fix="Give this one another name.")
+        found[name] = Path(path).expanduser()
+    return found

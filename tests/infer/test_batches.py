@@ -146,9 +146,10 @@ def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
     assert stats.cached_tokens == 241 + 7 * 48
     while engine.busy:
         engine.step()
-    again = engine.submit(replace(requests[0], prompt=(*prompt, 7, 3)))
-    (event,) = engine.step()
+    again = engine.submit(replace(requests[0], prompt=(*prompt, 7, 3), n=3))
+    event, *_ = engine.step()
     assert event.request == again and event.cached_tokens == 192
+    assert engine.stats().prefix_hits == 8 * 192  # of the prompt, however many choices read it
     engine.cancel(again)
     assert engine.stats().pages_used == 0
 
@@ -183,6 +184,8 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
         (event,) = engine.step()
         with pytest.raises(JinguError, match=r"scores are not finite numbers. Try --precision fp32"):
             write(engine, Request((5, 77, 6), Sampling(), 9))
+        engine.submit(Request((5, 77, 6), Sampling(1.0), 9, n=2, best_of=3))
+        assert [each.finish for each in engine.step()] == ["error"] * 2 and not engine.busy
         weight[77] = kept
     assert event.finish == "error" and event.error == "the model's scores are not finite numbers"
     assert engine.stats().pages_used == 0

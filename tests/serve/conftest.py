@@ -27,8 +27,7 @@ from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
 from jingu.serve.driver import Steps
-from jingu.serve.run import make
-from jingu.serve.server import Server
+from jingu.serve.server import Server, make
 from jingu.serve.service import ServeSettings
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
@@ -59,7 +58,6 @@ class Spoken:
 
     Attributes:
         before: called before each step; it may wait, or raise.
-        adapters: names of those that it has.
     """
 
     loaded: Loaded
@@ -68,7 +66,6 @@ class Spoken:
     live: dict[int, list[Any]] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
     number: int = 0
-    adapters: tuple[str, ...] = ()
 
     def submit(self, request: Request) -> int:
         if len(request.prompt) + request.max_tokens > CONTEXT:
@@ -105,7 +102,7 @@ class Spoken:
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self.live), 0, len(self.live), 64, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0)
+        return EngineStats(running=len(self.live), pages_used=len(self.live), pages_total=64)
 
 
 @dataclass
@@ -171,13 +168,12 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
         driven = engine or Engine(loaded, EngineSettings(max_batch=16))
         speech = None if template is None else find_speech(Path("nowhere"), loaded.tokenizer, template)
         ready, address = threading.Event(), []
-        adapters = tuple(getattr(engine, "adapters", ()))
 
         def tell(where: str) -> None:
             address.append(where)
             ready.set()
 
-        server = make(driven, loaded, chosen, "tiny", adapters, speech, tell)
+        server = make(driven, chosen, "tiny", speech, tell)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         assert ready.wait(30)

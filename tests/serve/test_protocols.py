@@ -7,12 +7,13 @@ import json
 import math
 import re
 import struct
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from jingu.infer.adapters import Adapters
 from jingu.infer.engine import EngineStats
 from jingu.infer.load import Loaded
 from jingu.infer.request import Request
@@ -125,8 +126,7 @@ def test_info_health_and_metrics(tiny: Running) -> None:
 
 
 def test_metrics_of_experts_where_some_are_in_memory() -> None:
-    counts = {field.name: 0 for field in fields(EngineStats)}
-    stats = EngineStats(**{**counts, "experts": ResidencyStats(10, 40, hits=3, misses=2)})  # type: ignore[arg-type]
+    stats = EngineStats(experts=ResidencyStats(10, 40, hits=3, misses=2))
     page = Metrics("mixture").page(stats).decode()
     for name, value in (("resident_bytes", 10.0), ("hits_total", 3.0), ("misses_total", 2.0)):
         assert f'jingu_experts_{name}{{model_name="mixture"}} {value}' in page
@@ -349,8 +349,7 @@ def test_no_address_is_fetched(tiny: Running) -> None:
 
 
 def test_an_adapter_is_asked_for_by_its_name(serve: Serve, loaded: Loaded) -> None:
-    engine = Spoken(loaded)
-    engine.adapters = ("poems", "org/code")
+    engine = Spoken(replace(loaded, adapters=Adapters(["poems", "org/code"])))
     server, seen, submit = serve(engine), list[str | None](), engine.submit
     engine.submit = lambda request: seen.append(request.adapter) or submit(request)  # type: ignore[func-returns-value]
     for name in ("tiny", "poems", "org/code", "tgi"):

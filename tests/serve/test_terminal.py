@@ -113,6 +113,24 @@ def test_commands(
     assert saved["settings"]["max_tokens"] == 4
 
 
+def test_what_was_saved_is_loaded_whatever_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also a system prompt alone, and an answer that was stopped before it began."""
+    file = tmp_path / "talk.json"
+    said = f"/system near\n/save {file}\n/load {file}\n/system\n"
+    assert piped(monkeypatch, folder, said, "--template", "chatml") == 0
+    assert capsys.readouterr().out == "1 messages\nnear\n"
+    value = {"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": ""}]}
+    file.write_text(json.dumps(value))
+    assert piped(monkeypatch, folder, f"/load {file}\nfar\n", "--template", "chatml", "--max-tokens", "3") == 0
+    assert capsys.readouterr().out.startswith("2 messages\n")
+    for wrong in ('{"messages": [{"role": "god", "content": "a"}]}', '{"messages": 3}', '["a"]', '{"messages": [1]}'):
+        file.write_text(wrong)
+        assert piped(monkeypatch, folder, f"/load {file}\n") == 2
+        assert "this is no conversation (" in capsys.readouterr().err
+
+
 def test_retry_makes_another_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,13 +203,16 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def until(self, pattern: str, seconds: float = 120) -> str:
-        """What is shown up to where the pattern ends; it is then forgotten."""
+    def until(self, pattern: str, seconds: float = 120, again: str = "") -> str:
+        """What is shown up to where the pattern ends; it is then forgotten. Each second without more, `again` is typed:
+        Python does not see a Ctrl-C that comes while readline draws."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < end, self.shown
             if select.select([self.master], [], [], 1)[0]:
                 self.shown += os.read(self.master, 65536).decode(errors="replace").replace("\r\n", "\n")
+            else:
+                self.type(again)
         before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return before
 
@@ -213,7 +234,7 @@ def test_at_a_terminal(folder: Path, model: Loaded, tmp_path: Path) -> None:
         terminal.type("not sent")
         terminal.until("not sent")
         terminal.type("\x03")
-        terminal.until("/quit or Ctrl-D leaves.\n> ")
+        terminal.until("/quit or Ctrl-D leaves.\n> ", again="\x03")
         terminal.type("/rset\n")
         terminal.until("Did you mean /reset\\?\n> ")
         terminal.type("/reset\n")

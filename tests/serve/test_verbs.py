@@ -12,7 +12,7 @@ import pytest
 
 from jingu.errors import JinguError
 from jingu.infer.load import Loaded
-from jingu.serve import run, verbs
+from jingu.serve import server, verbs
 from jingu.serve.service import ServeSettings
 
 
@@ -24,23 +24,34 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"has none. Write a key a line"):
         verbs.serve(tmp_path, api_key_file=file)
     file.write_text("one\n\n two \n", encoding="utf-8")
+    with pytest.raises(JinguError, match="an API key is empty"):
+        verbs.serve(tmp_path, api_key_file=file, api_key=["one", " "])
+
+
+def test_adapters_have_names_of_their_own(tmp_path: Path) -> None:
+    base = tmp_path / "base"
     with pytest.raises(JinguError, match=r"poems does not say an adapter. Write NAME=PATH"):
-        verbs.serve(tmp_path, api_key_file=file, adapter=["poems"])
+        verbs.serve(base, adapter=["poems"])
+    for given in (["base=a"], ["tgi=a"], ["one=a", "one=b"]):
+        with pytest.raises(JinguError, match=r"is already what clients call another model here"):
+            verbs.serve(base, adapter=given)
+    with pytest.raises(JinguError, match=r"b is already"):
+        verbs.serve(base, name="b", adapter=["base=a", "b=a"])
 
 
 def test_a_server_that_others_can_reach_has_any_name(
     monkeypatch: pytest.MonkeyPatch, loaded: Loaded, tmp_path: Path
 ) -> None:
-    seen: list[tuple[ServeSettings, str, tuple[str, ...]]] = []
-    monkeypatch.setattr(verbs, "load", lambda *_: loaded)
-    monkeypatch.setattr(run, "run", lambda _engine, _loaded, *told: seen.append(told[:3]))
+    seen: list[tuple[ServeSettings, str]] = []
+    monkeypatch.setattr("jingu.infer.verbs.load", lambda *_: loaded)
+    monkeypatch.setattr(server, "run", lambda _engine, *told: seen.append(told[:2]))
     for host, options in (("127.0.0.1", {}), ("::1", {"allow_host": ["gate"]}), ("0.0.0.0", {"name": "mine"})):
         asked: dict[str, Any] = options
-        verbs.serve(tmp_path, host=host, port=0, adapter=["a=b"], api_key=["k"], **asked)
+        verbs.serve(tmp_path / "SmolLM2-1.7B", host=host, port=0, adapter=["a=b"], api_key=["k"], **asked)
     assert seen[0][0].hosts == ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")
     assert seen[1][0].hosts[-1] == "gate"
     assert seen[2][0].hosts == () and seen[2][0].keys == ("k",)
-    assert [(name, adapters) for _, name, adapters in seen] == [("tiny", ("a",)), ("tiny", ("a",)), ("mine", ("a",))]
+    assert [name for _, name in seen] == ["SmolLM2-1.7B", "SmolLM2-1.7B", "mine"]
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
