@@ -27,9 +27,8 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.indexed import best_dtype
 from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
-from jingu.data.units import Encode, Encoded, UnitFile, encode_unit
 from jingu.data.workers import Executor, spread
-from jingu.data.writing import assemble
+from jingu.data.writing import Encode, Encoded, UnitFile, assemble, encode_unit
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import new_folder, replace_text

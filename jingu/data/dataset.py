@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -52,14 +53,8 @@ class TokenDataset:
     def find(self, place: int) -> tuple[int, int]:
         """The shard, and the number in it, of the document that a place is in; reads a few entries of the index."""
         shard = int(np.searchsorted(self.starts, place, side="right")) - 1
-        low, high = 0, len(self.readers[shard]) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.document(shard, middle)[0] <= place:
-                low = middle
-            else:
-                high = middle - 1
-        return shard, low
+        numbers = range(1, len(self.readers[shard]))
+        return shard, bisect_right(numbers, place, key=lambda number: self.document(shard, number)[0])
 
     def name(self, shard: int, number: int) -> str:
         """A document as people name it: SOURCE/SHARD:NUMBER."""
@@ -106,45 +101,42 @@ def open_dataset(path: Path, split: SplitName, reading: Reading = "mmap", end_id
 
     Raises JinguError where there is none, where nothing was held out, and where a file is missing or cut.
     """
-    foreign = _foreign(path, reading, end_id) if path.with_name(f"{path.name}.idx").is_file() else None
-    manifest = Manifest.load(path) if foreign is None else foreign.manifest
+    foreign = path.with_name(f"{path.name}.idx").is_file()
+    manifest = _manifest_of(path, end_id) if foreign else Manifest.load(path)
     if manifest is None:
         raise JinguError("there is no data set here.", where=path, fix="Run `jingu data build` first.")
-    content = manifest.split(split)
+    content, folder = manifest.split(split), path.parent if foreign else path
     if not content.shards:
         raise JinguError(
             "the data set holds nothing out for evaluation.",
             where=path,
             fix="Build it with data.held_out above 0, or set evaluation.every to 0.",
         )
-    if foreign is not None:
-        return foreign
-    check_sizes(path, content)
+    check_sizes(folder, content)
     readers = []
     for shard in content.shards:
-        reader = IndexedReader(path / shard.name, reading)
+        reader = IndexedReader(folder / shard.name, reading)
         if reader.dtype != manifest.dtype or reader.tokens != shard.tokens:
-            raise damaged(path / f"{shard.name}.idx", "the index is of another data set than the manifest.")
+            raise damaged(reader.path, "the index is of another data set than the manifest.")
         readers.append(reader)
     starts = np.cumsum([0, *(reader.tokens for reader in readers)], dtype=np.int64)
     return TokenDataset(path, split, manifest, [reader.storage for reader in readers], starts, readers)
 
 
-def _foreign(prefix: Path, reading: Reading, end_id: int) -> TokenDataset:
-    """Files of Megatron's format that others wrote: PREFIX.bin and PREFIX.idx, all of it for training."""
-    reader = IndexedReader(prefix, reading)
-    size = reader.tokens * np.dtype(reader.dtype).itemsize
+def _manifest_of(prefix: Path, end_id: int) -> Manifest:
+    """What is known of files of Megatron's format that others wrote, PREFIX.bin and PREFIX.idx; all is for training."""
+    reader = IndexedReader(prefix, "lazy")
     shard = Shard(
         name=prefix.name,
         documents=len(reader),
         tokens=reader.tokens,
         text_bytes=0,
-        bin_bytes=size,
-        idx_bytes=prefix.with_name(f"{prefix.name}.idx").stat().st_size,
-        bin_xxh3=f"{size} bytes of {reader.dtype}",
+        bin_bytes=prefix.with_name(f"{prefix.name}.bin").stat().st_size,
+        idx_bytes=reader.path.stat().st_size,
+        bin_xxh3=f"{reader.tokens * np.dtype(reader.dtype).itemsize} bytes of {reader.dtype}",
         idx_xxh3="",
     )
-    manifest = Manifest(
+    return Manifest(
         tokenizer=UNKNOWN,
         vocabulary=0,
         end_id=end_id,
@@ -153,7 +145,6 @@ def _foreign(prefix: Path, reading: Reading, end_id: int) -> TokenDataset:
         train=Split(shards=[shard]),
         held_out=Split(),
     )
-    return TokenDataset(prefix, "train", manifest, [reader.storage], np.array([0, reader.tokens]), [reader])
 
 
 def joined(datasets: list[TokenDataset]) -> TokenDataset:

@@ -13,11 +13,11 @@ import torch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import ContinuationSettings, PrefixSettings, SpanCorruptionSettings, TargetFilesSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
-from jingu.data.batches import BatchSource
-from jingu.data.corruption import plan_corruption
+from jingu.data.batches import BatchSource, Numbers
+from jingu.data.order import Permutation
 from jingu.data.target_files import plan_restoring
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer import Tokenizer, sentinels
 
 
 class Objective(Protocol):
@@ -128,6 +128,66 @@ class Continuation:
         return written(Source(source_BS, None if low == high else documents_BS), labels_BT, self.start_id)
 
 
+@dataclass(frozen=True)
+class SpanCorruption:
+    """An encoder reads a text in which spans are replaced, each by a sentinel of its own; the decoder says what they
+    were (Raffel et al., 2020, section 3.1.4).
+
+    As many tokens and spans of every text are removed, so that sources and targets all have the same length and nothing
+    is padded or lost.
+    """
+
+    length: int
+    """Tokens of a text (L)."""
+    removed: int
+    """Of these, how many are in spans."""
+    sentinel_ids: tuple[int, ...]
+    """One a span, in the order of the text."""
+    start_id: int
+    """The decoder's first token."""
+    end_id: int
+    """Ends sources and targets."""
+    seed: int
+
+    @property
+    def source_length(self) -> int:
+        """What is left of the text, the sentinels, and the end (S)."""
+        return self.length - self.removed + len(self.sentinel_ids) + 1
+
+    @property
+    def target_length(self) -> int:
+        """What was removed, each span after its sentinel, and the end (T)."""
+        return self.removed + len(self.sentinel_ids) + 1
+
+    def of(self, batch: Batch, first: int) -> Batch:
+        rows = [self.corrupted(text, first + number) for number, text in enumerate(batch.tokens.numpy())]
+        sources_BS, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        made = written(Source(sources_BS), labels_BT, self.start_id)
+        made.labels[(batch.labels < 0).any(1)] = IGNORED  # a part of the text is left out
+        return made
+
+    def corrupted(self, text_L: Numbers, sample: int) -> tuple[Numbers, Numbers]:
+        """Source [S] and target [T] of one text."""
+        spans, gaps = self._lengths(self.removed, sample, 0), self._lengths(self.length - self.removed, sample, 1)
+        # A gap, a span, a gap, a span: the text begins with what stays and ends with what goes.
+        inside_L = np.repeat(np.tile([False, True], len(spans)), np.stack([gaps, spans], axis=1).ravel())
+        marks = np.array(self.sentinel_ids)
+        source = np.insert(text_L[~inside_L], np.cumsum(gaps), marks)
+        target = np.insert(text_L[inside_L], np.cumsum(spans) - spans, marks)
+        return np.append(source, self.end_id), np.append(target, self.end_id)
+
+    def _lengths(self, tokens: int, sample: int, which: int) -> Numbers:
+        """Lengths of as many pieces as there are sentinels, 1 or more each, that make so many tokens: every such cut
+        is equally likely."""
+        pieces = len(self.sentinel_ids)
+        if pieces == 1:
+            return np.array([tokens])
+        # Numbers below zero, so that no epoch's order is cut with its own key.
+        cut = Permutation(tokens - 1, self.seed, -1 - 2 * sample - which)
+        places = np.sort(cut(np.arange(pieces - 1, dtype=np.int64))) + 1
+        return np.diff(places, prepend=0, append=tokens)
+
+
 def plan_objective(config: RunConfig, source: BatchSource, tokenizer: Tokenizer) -> Objective | None:
     """How the rows of the run's source are trained on; None: as they come.
 
@@ -151,3 +211,32 @@ def plan_objective(config: RunConfig, source: BatchSource, tokenizer: Tokenizer)
     if isinstance(settings, PrefixSettings):
         return Prefix(cut, length)
     return Continuation(cut, length, tokenizer.start_id, tokenizer.end_id)
+
+
+def plan_corruption(settings: SpanCorruptionSettings, length: int, tokenizer: Tokenizer, seed: int) -> SpanCorruption:
+    """How texts of `length` tokens are corrupted.
+
+    Raises:
+        JinguError: the texts need more sentinels than there are.
+    """
+    removed = min(max(round(length * settings.rate), 1), length - 1)
+    spans = min(max(round(removed / settings.mean_length), 1), removed, length - removed)
+    if spans > settings.sentinels:
+        raise JinguError(
+            f"a text of {length:,} tokens has {spans:,} spans, which need a sentinel each, and there are "
+            f"{settings.sentinels:,}.",
+            where="data.objective.sentinels",
+            fix=f"Take {spans:,}, shorter sequences, a lower rate or a larger mean_length.",
+        )
+    known, names = tokenizer.special_tokens, sentinels(spans)
+    if missing := [name for name in names if name not in known]:
+        raise JinguError(
+            f"the tokenizer lacks {len(missing):,} of the {spans:,} sentinels that span corruption needs, such as "
+            f"{missing[0]}.",
+            where="tokenizer.path",
+            fix="Train one with this file (`jingu tokenizer train` adds data.objective.sentinels of them), or take "
+            "one of a T5.",
+        )
+    return SpanCorruption(
+        length, removed, tuple(known[name] for name in names), tokenizer.start_id, tokenizer.end_id, seed
+    )

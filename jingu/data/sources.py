@@ -40,21 +40,10 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
     """
     data, batch = config.data, config.batch
     _check_packing(data)
-    windows: list[Windows | PackedRows] = []
-    for number, settings in enumerate(checked_corpora(data)):
-        if isinstance(data.objective, TargetFilesSettings):
-            of_run = batch.sequence_length, config.seed + number, data.reading, data.objective, tokenizer
-            windows.append(open_target_files(Path(settings.path), *of_run))
-            continue
-        dataset = open_dataset(Path(settings.path), "train", data.reading, tokenizer.end_id)
-        check_tokenizer(dataset, tokenizer)
-        if isinstance(data.objective, SupervisedSettings):
-            place, seed = Path(settings.path), config.seed + number
-            windows.append(open_supervised(place, "train", data.objective, batch, seed))
-        elif data.packing == "best_fit":
-            windows.append(PackedRows(dataset, batch.sequence_length, config.seed + number))
-        else:
-            windows.append(Windows(dataset, batch.sequence_length, config.seed + number, *_blocks(config)))
+    windows = [
+        _opened(config, Path(source.path), config.seed + number, tokenizer)
+        for number, source in enumerate(checked_corpora(data))
+    ]
     dropped = read_drop(data.drop, [each.dataset for each in windows])
     mixture = mixture_of(config, windows)
     fill = plan_fill(data.objective, tokenizer, config.seed) if data.objective.type == "fill_in_the_middle" else None
@@ -69,6 +58,22 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> BatchSource:
             fix="Raise the sources' most_epochs, give more text, or set train.steps lower.",
         )
     return source
+
+
+def _opened(config: RunConfig, path: Path, seed: int, tokenizer: Tokenizer) -> Windows | PackedRows:
+    """A source's training split, in its order."""
+    data, length, order = config.data, config.batch.sequence_length, config.data.order
+    if isinstance(data.objective, TargetFilesSettings):
+        return open_target_files(path, length, seed, data.reading, data.objective, tokenizer)
+    dataset = open_dataset(path, "train", data.reading, tokenizer.end_id)
+    check_tokenizer(dataset, tokenizer)
+    if isinstance(data.objective, SupervisedSettings):
+        return open_supervised(path, "train", data.objective, config.batch, seed)
+    if data.packing == "best_fit":
+        return PackedRows(dataset, length, seed)
+    if isinstance(order, BlockOrderSettings):
+        return Windows(dataset, length, seed, max(order.block_tokens // length, 1), order.open_blocks)
+    return Windows(dataset, length, seed)
 
 
 def mixture_of(config: RunConfig, windows: Sequence[Windows | PackedRows]) -> Mixture:
@@ -121,13 +126,6 @@ def _check_packing(data: DataSettings) -> None:
     if packed and data.order.type == "blocks":
         what = "packed documents have no order in blocks."
         raise JinguError(what, where="data.order", fix="Set data.order.type=full, or data.packing=cut.")
-
-
-def _blocks(config: RunConfig) -> tuple[int | None, int]:
-    order = config.data.order
-    if not isinstance(order, BlockOrderSettings):
-        return None, 1
-    return max(order.block_tokens // config.batch.sequence_length, 1), order.open_blocks
 
 
 def _check_stages(stages: list[tuple[int, list[float]]], sources: int) -> None:

@@ -36,18 +36,10 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 def refuse_changes(then: dict[str, Any], now: dict[str, Any], what: str, where: Path, fix: str) -> None:
     """JinguError where two records differ: it tells in what."""
-    if changes := differences(then, now):
-        raise JinguError(f"{what} otherwise: {'; '.join(changes)}.", where=where, fix=fix)
-
-
-def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed between two records, in words for people."""
-
-    def shown(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False)
-
-    return [
-        f"{key} was {shown(then.get(key))} and is now {shown(now.get(key))}"
+    changes = [
+        f"{key} was {' and is now '.join(json.dumps(each.get(key), ensure_ascii=False) for each in (then, now))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
+    if changes:
+        raise JinguError(f"{what} otherwise: {'; '.join(changes)}.", where=where, fix=fix)

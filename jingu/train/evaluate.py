@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.data.corruption import SpanCorruption
+from jingu.data.objective import SpanCorruption
 from jingu.infer.engine import Engine
 from jingu.infer.load import loaded
 from jingu.infer.request import Request

@@ -15,7 +15,7 @@ from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.build import NOT_OF_THE_BUILD, Work, already_made, hash_of, load_once, make
 from jingu.data.indexed import best_dtype
 from jingu.data.supervised import NOT_MADE, open_supervised
-from jingu.data.units import Encode, Encoded
+from jingu.data.writing import Encode, Encoded
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.text.corpus import checked_corpora, describe_files, find_files

@@ -10,8 +10,8 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
-from jingu.data.units import Encode
 from jingu.data.workers import spread
+from jingu.data.writing import Encode
 from jingu.runtime.files import cannot_write, replace_text
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer

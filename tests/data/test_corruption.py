@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from jingu.config.sections.data import SpanCorruptionSettings
 from jingu.data.batch import Batch
-from jingu.data.corruption import SpanCorruption, plan_corruption
-from jingu.data.objective import batches
+from jingu.data.objective import SpanCorruption, batches, plan_corruption
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
 from jingu.text.training import train_tokenizer

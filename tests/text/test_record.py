@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jingu.errors import JinguError
-from jingu.text.record import differences, read_record
+from jingu.text.record import read_record, refuse_changes
 
 
 def test_records(tmp_path: Path) -> None:
@@ -25,4 +25,6 @@ def test_records(tmp_path: Path) -> None:
         f"{tmp_path}: there is something here that `jingu data build` did not make. "
         "Move it away or choose another path."
     )
-    assert differences({"a": 1, "b": [2]}, {"a": 1, "b": "春", "c": None}) == ['b was [2] and is now "春"']
+    with pytest.raises(JinguError, match=r'x: made otherwise: b was \[2\] and is now "春"\. Mend it\.'):
+        refuse_changes({"a": 1, "b": [2]}, {"a": 1, "b": "春", "c": None}, "made", Path("x"), "Mend it.")
+    refuse_changes({"a": 1}, {"a": 1, "c": None}, "made", Path("x"), "Mend it.")
