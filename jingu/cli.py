@@ -13,7 +13,7 @@ from typing import Any
 
 from jingu import __version__
 from jingu.errors import JinguError, either
-from jingu.verb import number, one_of, option, parse, part, path, place, several, switch, verb, whole
+from jingu.verb import Verb, number, one_of, option, parse, part, path, place, several, switch, whole
 
 
 def _path_or_address(text: str) -> Any:
@@ -54,98 +54,77 @@ _COMPUTE = (
     option("--draft", "MODEL", path, "a smaller model that guesses the tokens to follow"),
     option("--guesses", "N", whole(0), "tokens to guess in a step (4 with --draft, else 0)"),
 )
+_HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", path, "the folder to write", required=True)
 _DTYPE = option("--dtype", "TYPE", one_of("auto", "fp32", "bf16", "fp16"), "weights in this; auto: as stored", "auto")
 _CONVERT = (_MODEL, _TO, _DTYPE, switch("--check", "refuse weights that hold NaN or infinity"))
 
 VERBS = {
-    "tokenizer train": verb("train a tokenizer on the corpus", "jingu.text.verbs:train", run_file=True),
-    "tokenizer extend": verb(
-        "add entries learned from the corpus to a tokenizer", "jingu.text.verbs:extend", run_file=True
-    ),
-    "tokenizer inspect": verb(
-        "show a tokenizer, and how it splits a line",
-        "jingu.text.verbs:inspect",
+    "tokenizer train": Verb("train a tokenizer on the corpus", "text.verbs:train", run_file=True),
+    "tokenizer extend": Verb("add entries learned from the corpus to a tokenizer", "text.verbs:extend", run_file=True),
+    "tokenizer inspect": Verb("show a tokenizer, and how it splits a line", "text.verbs:inspect").taking(
         place("folder", "FOLDER", "the folder of the tokenizer"),
         option("--text", "TEXT", str, "a line to split"),
         option("--file", "FILE", path, "a file to measure bytes per token on"),
     ),
-    "data build": verb(
-        "make the data set of the corpus",
-        "jingu.data.build:build",
+    "data build": Verb("make the data set of the corpus", "data.build:build", run_file=True).taking(
         option("--part", "I/N", part, "build the I-th of N parts, each by a job; the last joins them"),
         option("--on-error", "WHAT", one_of("stop", "skip"), "stop at a mistake in the corpus, or skip it"),
         option("--executor", "WHAT", one_of("processes", "ray"), "processes here, or a Ray cluster", "processes"),
-        run_file=True,
     ),
-    "data inspect": verb(
-        "show a data set, and check it",
-        "jingu.data.verbs:inspect",
+    "data inspect": Verb("show a data set, and check it", "data.verbs:inspect").taking(
         place("path", "FOLDER", "the folder of the data set"),
         option("--document", "N", whole(0), "show this document of the training split, from 0"),
         option("--tokenizer", "FOLDER", path, "with which to show its text"),
     ),
-    "data preview": verb(
+    "data preview": Verb(
         "show what a step of a run is trained on, and how often each source is used",
-        "jingu.data.verbs:preview",
+        "data.verbs:preview",
+        run_file=True,
+    ).taking(
         option("--step", "N", whole(0), "the step, from 0", 0),
         option("--rows", "N", whole(0), "rows of its batch to show", 4),
-        run_file=True,
     ),
-    "tune prepare": verb("make the data set of instruction rows", "jingu.tune.prepare:prepare", run_file=True),
-    "tune preview": verb(
-        "show which tokens of the rows will be trained",
-        "jingu.tune.preview:preview",
+    "tune prepare": Verb("make the data set of instruction rows", "tune.prepare:prepare", run_file=True),
+    "tune preview": Verb("show which tokens of the rows will be trained", "tune.preview:preview", run_file=True).taking(
         option("--rows", "N", whole(0), "rows to show", 3),
         option("--html", "FILE", path, "write them there, as a page", dest="to"),
-        run_file=True,
     ),
-    "tune export": verb(
-        "write the adapters of a run as peft loads them",
-        "jingu.tune.adapters:export",
-        place("run", "RUN", "a run that trained adapters, or a step of it"),
-        _TO,
+    "tune export": Verb("write the adapters of a run as peft loads them", "tune.adapters:export").taking(
+        place("run", "RUN", "a run that trained adapters, or a step of it"), _TO
     ),
-    "tune merge": verb(
-        "write a model with its adapters merged, as a Hugging Face folder",
-        "jingu.tune.adapters:merge",
+    "tune merge": Verb(
+        "write a model with its adapters merged, as a Hugging Face folder", "tune.adapters:merge"
+    ).taking(
         place("model", "RUN", "a run that trained adapters; or, with --base, a folder of peft"),
         _TO,
         option("--base", "MODEL", path, "the model that peft's adapters are for"),
         _DTYPE,
     ),
-    "tune unmerge": verb(
-        "write a model as it was before adapters were merged into it",
-        "jingu.tune.adapters:unmerge",
+    "tune unmerge": Verb("write a model as it was before adapters were merged into it", "tune.adapters:unmerge").taking(
         place("model", "MODEL", "the merged model"),
         _TO,
         option("--adapters", "RUN", path, "their run, or a folder of peft", required=True),
         _DTYPE,
     ),
-    "train": verb(
-        "train a model, or go on training it",
-        "jingu.train.verbs:train",
+    "train": Verb("train a model, or go on training it", "train.verbs:train", run_file=True).taking(
         _PROCESSES,
         option("--devices", "CARDS", str, "CUDA cards, a rank each: 0,2,4, or ^1,3 for all but those"),
         option("--trace", "FOLDER", path, "write fingerprints there of what each module gives in the first step"),
         several("--allow", "KEY", "go on though this setting has changed"),
         switch("--fresh-optimizer", "go on with the weights, and a new optimizer"),
         option("--weights-only-from", "MODEL", str, "begin a new run with these weights (initialize.from)"),
-        run_file=True,
     ),
-    "verify": verb(
-        "prove that two layouts compute the same, or name what differs first",
-        "jingu.train.verify:verify",
+    "verify": Verb(
+        "prove that two layouts compute the same, or name what differs first", "train.verify:verify", run_file=True
+    ).taking(
         ("--against", {"metavar": "key=value", "nargs": "+", "help": "settings of the other layout (one process)"}),
         option("--all", "N", whole(2), "every layout of N ranks instead", dest="all_of"),
         option("--processes", "N", whole(1), "ranks of the other layout (as few as it takes)"),
         option("--steps", "N", whole(1), "optimizer steps to compare", 3),
         option("--precision", "TYPE", one_of("fp64", "fp32", "bf16", "fp16"), "compute in this", "fp64"),
-        run_file=True,
     ),
-    "generate": verb(
-        "continue a text",
-        "jingu.infer.verbs:generate",
+    "generate": Verb("continue a text", "infer.verbs:generate", on_ranks=True).taking(
         _MODEL,
         ("prompt", {"metavar": "PROMPT", "help": "the text to continue"}),
         option("--max-tokens", "N", whole(1), "tokens to write at most", 128),
@@ -156,11 +135,8 @@ VERBS = {
         option("--length-penalty", "P", _from_0, "above 0, longer hypotheses of a beam search are preferred", 1.0),
         *_COMPUTE,
         _PIPELINE,
-        on_ranks=True,
     ),
-    "chat": verb(
-        "talk with a model in the terminal",
-        "jingu.serve.terminal:chat",
+    "chat": Verb("talk with a model in the terminal", "serve.terminal:chat").taking(
         _MODEL,
         option("--system", "TEXT", str, "the system prompt"),
         option("--template", "NAME", str, "how a conversation is written (the model's own): chatml …, or a file"),
@@ -169,17 +145,11 @@ VERBS = {
         *_SAMPLING,
         *_COMPUTE,
     ),
-    "serve": verb(
-        "answer over HTTP, as text-generation-inference and OpenAI do",
-        "jingu.serve.verbs:serve",
+    "serve": Verb(
+        "answer over HTTP, as text-generation-inference and OpenAI do", "serve.verbs:serve", on_ranks=True
+    ).taking(
         _MODEL,
-        option(
-            "--host",
-            "ADDRESS",
-            str,
-            "listen on it; others than this machine's own are reached from elsewhere",
-            "127.0.0.1",
-        ),
+        option("--host", "ADDRESS", str, "listen on it; all but this machine's own are reached from elsewhere", _HOST),
         option("--port", "N", whole(0), "listen on it; 0 takes a free one", 8000),
         option("--name", "NAME", str, "by which clients ask for the model (its own)"),
         several("--adapter", "NAME=PATH", "adapters beside it, by a name of their own"),
@@ -196,18 +166,12 @@ VERBS = {
         switch("--log-prompts", "write prompts into the log, too"),
         *_COMPUTE,
         _PIPELINE,
-        on_ranks=True,
     ),
-    "model list": verb("show the families and the presets", "jingu.checkpoint.models:list_models"),
-    "model inspect": verb(
-        "show what a model is, and what it lacks",
-        "jingu.checkpoint.models:inspect",
-        _MODEL,
-        switch("--json", "as JSON, for programs", dest="as_json"),
+    "model list": Verb("show the families and the presets", "checkpoint.models:list_models"),
+    "model inspect": Verb("show what a model is, and what it lacks", "checkpoint.models:inspect").taking(
+        _MODEL, switch("--json", "as JSON, for programs", dest="as_json")
     ),
-    "model grow": verb(
-        "write a larger model that begins with this one's weights",
-        "jingu.checkpoint.grow:grow",
+    "model grow": Verb("write a larger model that begins with this one's weights", "checkpoint.grow:grow").taking(
         *_CONVERT,
         option("--tokenizer", "FOLDER", path, "its tokenizer; pieces that the old one knows keep their rows"),
         option("--vocabulary", "N", whole(1), "rows of the embedding; new ones are the mean of the old"),
@@ -220,46 +184,37 @@ VERBS = {
         option("--noise", "S", _from_0, "noise of copies, relative to what is copied", 0.0),
         option("--seed", "N", whole(0), "seed of the noise and the routers", 0),
     ),
-    "import": verb(
-        "take in a model: a Hugging Face folder or a GGUF file", "jingu.checkpoint.verbs:convert", *_CONVERT
+    "import": Verb("take in a model: a Hugging Face folder or a GGUF file", "checkpoint.verbs:convert").taking(
+        *_CONVERT
     ),
-    "export": verb("write a model as a Hugging Face folder", "jingu.checkpoint.verbs:convert", *_CONVERT),
-    "report": verb(
-        "write a run's report, one HTML file",
-        "jingu.report.verbs:report",
+    "export": Verb("write a model as a Hugging Face folder", "checkpoint.verbs:convert").taking(*_CONVERT),
+    "report": Verb("write a run's report, one HTML file", "report.verbs:report").taking(
         place("run", "RUN", "the folder of the run"),
         option("--to", "FILE", path, "the file to write (RUN/report.html)"),
     ),
-    "config show": verb(
-        "print every setting of a run, and what follows from them",
-        "jingu.parallel.verbs:show",
-        _PROCESSES,
-        run_file=True,
-    ),
-    "config from-deepspeed": verb(
-        "print the run's file that a DeepSpeed configuration amounts to",
-        "jingu.config.deepspeed:from_deepspeed",
+    "config show": Verb(
+        "print every setting of a run, and what follows from them", "parallel.verbs:show", run_file=True
+    ).taking(_PROCESSES),
+    "config from-deepspeed": Verb(
+        "print the run's file that a DeepSpeed configuration amounts to", "config.deepspeed:from_deepspeed"
+    ).taking(
         place("file", "DS_CONFIG.json", "DeepSpeed's configuration"),
         option("--processes", "N", whole(1), "data-parallel ranks, where the batch sizes do not tell"),
     ),
-    "config schema": verb("print the JSON Schema of a run's file, for editors", "jingu.config.verbs:schema"),
-    "checkpoint list": verb("list the checkpoints of a run", "jingu.checkpoint.verbs:list_checkpoints", _CHECKPOINTS),
-    "checkpoint verify": verb("read checkpoints and check every byte", "jingu.checkpoint.verbs:verify", _CHECKPOINTS),
-    "checkpoint prune": verb(
-        "delete the checkpoints of a run that need not stay",
-        "jingu.checkpoint.verbs:prune",
+    "config schema": Verb("print the JSON Schema of a run's file, for editors", "config.verbs:schema"),
+    "checkpoint list": Verb("list the checkpoints of a run", "checkpoint.verbs:list_checkpoints").taking(_CHECKPOINTS),
+    "checkpoint verify": Verb("read checkpoints and check every byte", "checkpoint.verbs:verify").taking(_CHECKPOINTS),
+    "checkpoint prune": Verb("delete the checkpoints of a run that need not stay", "checkpoint.verbs:prune").taking(
         _checkpoints("run", "RUN", "a run, or its address"),
         option("--keep", "N", whole(1), "so many newest good ones stay", 1),
         option("--keep-every", "N", whole(0), "those whose step is a multiple of this stay, too", 0),
         option("--keep-best", "N", whole(0), "so many with the lowest held-out loss stay, too", 0),
         switch("--damaged", "also delete those that do not verify"),
     ),
-    "checkpoint export": verb(
-        "write the model of a checkpoint as a Hugging Face folder", "jingu.checkpoint.verbs:convert", *_CONVERT
-    ),
-    "checkpoint diff": verb(
-        "tell in what two checkpoints differ",
-        "jingu.checkpoint.verbs:diff",
+    "checkpoint export": Verb(
+        "write the model of a checkpoint as a Hugging Face folder", "checkpoint.verbs:convert"
+    ).taking(*_CONVERT),
+    "checkpoint diff": Verb("tell in what two checkpoints differ", "checkpoint.verbs:diff").taking(
         _checkpoints("first", "FIRST", "a checkpoint, or a run for its newest one, or an address of either"),
         _checkpoints("second", "SECOND", "another"),
     ),

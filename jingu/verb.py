@@ -6,7 +6,7 @@ import argparse
 import math
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ Argument = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: a line of help, the function behind it as module:function, and what it takes."""
+    """One verb: a line of help, the function behind it as module:function (of `jingu`), and what it takes."""
 
     help: str
     target: str
@@ -31,17 +31,15 @@ class Verb:
 
     def function(self) -> Callable[..., int | None]:
         """The function, imported."""
-        found: Callable[..., int | None] = pkgutil.resolve_name(self.target)
+        found: Callable[..., int | None] = pkgutil.resolve_name(f"jingu.{self.target}")
         return found
 
-
-def verb(help: str, target: str, *arguments: Argument, run_file: bool = False, on_ranks: bool = False) -> Verb:
-    """A verb, its arguments one after another."""
-    if on_ranks:
-        arguments += (
-            option("--processes", "N", whole(1), "ranks on this machine that share the model (1 where not given)"),
-        )
-    return Verb(help, target, arguments, run_file, on_ranks)
+    def taking(self, *arguments: Argument) -> Verb:
+        """The verb with its arguments."""
+        if self.on_ranks:
+            words = "ranks on this machine that share the model (1 where not given)"
+            arguments += (option("--processes", "N", whole(1), words),)
+        return replace(self, arguments=arguments)
 
 
 def place(name: str, metavar: str, words: str) -> Argument:

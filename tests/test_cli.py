@@ -69,9 +69,9 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Put a function behind a verb."""
 
     def put(name: str, function: Callable[..., Any]) -> None:
-        module = ModuleType("stand_in")
+        module = ModuleType("jingu.stand_in")
         module.function = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "stand_in", module)
+        monkeypatch.setitem(sys.modules, "jingu.stand_in", module)
         monkeypatch.setitem(VERBS, name, replace(VERBS[name], target="stand_in:function"))
 
     return put
