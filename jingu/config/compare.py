@@ -55,7 +55,7 @@ def harmful_differences(old: RunConfig, new: RunConfig, allowed: Collection[str]
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, str]:
     """All changes, each as `key: old → new`, by key."""
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    before, after = flat(old.model_dump()), flat(new.model_dump())
     # A key that only one type of a section has follows from that section's type.
     return {
         key: f"{key}: {written(before[key])} → {written(after[key])}"
@@ -70,12 +70,9 @@ def _endless(config: RunConfig) -> bool:
     return whole and isinstance(config.schedule, ConstantSettings | NoamSettings)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys and their values."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

@@ -112,10 +112,6 @@ class _Reader:
             return default
         return value
 
-    def has(self, key: str) -> bool:
-        """Whether there is a section of that name at the top."""
-        return isinstance(self.left.get(key), dict)
-
     def put(self, key: str, value: Any) -> None:
         """Set a dotted setting."""
         *path, last = key.split(".")
@@ -174,35 +170,30 @@ def _zero(reader: _Reader) -> None:
         reader.left["zero_optimization"] = {"stage": int(zero)}
     reader.put("parallel.zero", int(reader.take("zero_optimization.stage", 0)))
     reader.move("zero_optimization.mics_shard_size", "parallel.shard", lambda size: "auto" if size <= 0 else int(size))
-    devices = [reader.take(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")]
-    paths = [reader.take(f"zero_optimization.{part}.nvme_path") for part in ("offload_optimizer", "offload_param")]
-    if reader.take("zero_optimization.cpu_offload", False):
-        devices.append("cpu")
+    parts = [f"zero_optimization.{part}" for part in ("offload_optimizer", "offload_param")]
+    devices, paths = ([reader.take(f"{part}.{key}") for part in parts] for key in ("device", "nvme_path"))
+    on_host = reader.take("zero_optimization.cpu_offload", False) or "cpu" in devices
     if "nvme" in devices:
-        folder = next((path for path in paths if path), None)
-        reader.put("parallel.offload", {"type": "disk", **({"path": folder} if folder else {})})
-    elif "cpu" in devices:
-        reader.put("parallel.offload", {"type": "host"})
+        reader.put("parallel.offload.type", "disk")
+        if any(paths):
+            reader.put("parallel.offload.path", next(filter(None, paths)))
+    elif on_host:
+        reader.put("parallel.offload.type", "host")
 
 
 def _precision(reader: _Reader) -> None:
-    fp16, bf16 = (reader.left.get(name, {}).get("enabled", False) for name in ("fp16", "bf16"))
-    enabled = [reader.take(f"{name}.enabled", False) for name in ("fp16", "bf16")]
-    scale = reader.take("fp16.loss_scale", 0)
-    power, window = reader.take("fp16.initial_scale_power", 16), reader.take("fp16.loss_scale_window", 1000)
-    hysteresis, least = reader.take("fp16.hysteresis", 2), reader.take("fp16.min_loss_scale", 1)
-    if enabled[0]:
-        reader.put("precision.type", "fp16")
-        reader.put("precision.initial_scale", float(scale or 2.0**power))
-        reader.put("precision.window", int(window))
-        reader.put("precision.hysteresis", int(hysteresis))
-        reader.put("precision.minimum_scale", float(least))
-        if scale:
-            reader.notes["fp16.loss_scale"] = "a fixed scale there; here it begins so, and adapts"
-    elif enabled[1]:
-        reader.put("precision.type", "bf16")
-    elif "auto" not in (fp16, bf16):
-        reader.put("precision.type", "fp32")
+    kind = [*(name for name in ("fp16", "bf16") if reader.take(f"{name}.enabled", False)), "fp32"][0]
+    scale, power = reader.take("fp16.loss_scale", 0), reader.take("fp16.initial_scale_power", 16)
+    settings = {
+        "initial_scale": float(scale or 2.0**power),
+        "window": int(reader.take("fp16.loss_scale_window", 1000)),
+        "hysteresis": int(reader.take("fp16.hysteresis", 2)),
+        "minimum_scale": float(reader.take("fp16.min_loss_scale", 1)),
+    }
+    if kind != "fp32" or not {"fp16.enabled", "bf16.enabled"} & reader.notes.keys():
+        reader.put("precision", {"type": kind, **(settings if kind == "fp16" else {})})
+    if kind == "fp16" and scale:
+        reader.notes["fp16.loss_scale"] = "a fixed scale there; here it begins so, and adapts"
     narrow = reader.take("communication_data_type") or reader.take("data_types.grad_accum_dtype")
     narrow = "fp32" if reader.take("fp32_allreduce", False) else narrow
     if narrow in ("fp32", "fp16", "bf16"):
@@ -210,7 +201,7 @@ def _precision(reader: _Reader) -> None:
 
 
 def _optimizer(reader: _Reader) -> None:
-    if not reader.has("optimizer"):
+    if not reader.left.get("optimizer"):
         return
     name = str(reader.take("optimizer.type", "AdamW"))
     ours = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion"}
@@ -236,7 +227,7 @@ def _optimizer(reader: _Reader) -> None:
 
 
 def _scheduler(reader: _Reader) -> None:
-    if not reader.has("scheduler"):
+    if not reader.left.get("scheduler"):
         reader.put("schedule", {"type": "constant", "warmup": 0})
         return
     name, params = str(reader.take("scheduler.type")), "scheduler.params"
@@ -248,7 +239,7 @@ def _scheduler(reader: _Reader) -> None:
     reader.move(f"{params}.warmup_max_lr", "optimizer.lr", float)
     reader.move(f"{params}.total_num_steps", "train.steps", int)
     warmup = reader.take(f"{params}.warmup_num_steps", 1000)
-    if f"{params}.warmup_num_steps" not in reader.notes:
+    if f"{params}.warmup_num_steps" not in reader.notes:  # "auto"
         reader.put("schedule.warmup", int(warmup))
     if reader.take(f"{params}.warmup_type", "log" if name != "WarmupCosineLR" else "linear") == "log":
         reader.notes[f"{params}.warmup_type"] = "the rate rises with the logarithm of the step there, and linearly here"
@@ -256,15 +247,14 @@ def _scheduler(reader: _Reader) -> None:
     if any(starts):
         reader.notes[f"{params}.warmup_min_lr"] = "here the rate rises from zero"
     if name == "WarmupCosineLR":
-        rate = reader.settings.get("optimizer", {}).get("lr")
-        least = reader.take(f"{params}.cos_min_ratio", 0.0001)
+        rate, least = reader.settings.get("optimizer", {}).get("lr"), reader.take(f"{params}.cos_min_ratio", 0.0001)
         if rate is not None:
             reader.put("schedule.minimum", float(least) * rate)
 
 
 def _rest(reader: _Reader) -> None:
     interval = reader.take("pipeline.activation_checkpoint_interval", 0)
-    if reader.has("activation_checkpointing") or interval:
+    if "activation_checkpointing" in reader.left or interval:
         reader.put("train.activation_checkpointing.type", "full")
     reader.take("activation_checkpointing.profile")
     clip = reader.take("gradient_clipping", 0.0)

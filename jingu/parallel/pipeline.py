@@ -17,14 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.data.batch import Batch
@@ -34,13 +28,8 @@ from jingu.model.spec import Experts, ModelSpec
 from jingu.parallel.sharing import local
 from jingu.parallel.stages import SPLIT_BACKWARD, divide_blocks, rank_of_stage
 
-SCHEDULES: dict[str, type] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
+_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
+SCHEDULES = {name: get_schedule_class(_NAMES.get(name, name)) for name in ("gpipe", "1f1b", *_NAMES)}
 Loss = Callable[[Any, Batch], Any]
 """Summed losses [n] of a micro-batch by a model; or, by a stage that is not the last, what it passes on."""
 Announce = Callable[[Decoder, bool], None]
