@@ -51,6 +51,7 @@ def trainer(precision: str, compiled: bool):
     import torch
 
     from jingu.config.batch import BatchPlan
+    from jingu.config.schema import RunConfig
     from jingu.config.sections.model import ModelSettings
     from jingu.config.sections.parallel import ParallelSettings
     from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, PrecisionSettings
@@ -61,7 +62,6 @@ def trainer(precision: str, compiled: bool):
     from jingu.parallel.apply import parallelize
     from jingu.parallel.mesh import axis_sizes, build_mesh
     from jingu.runtime.ranks import joined
-    from jingu.train.loss import chunk_loss
     from jingu.train.optimizer import build_optimizer
     from jingu.train.precision import choose_precision
     from jingu.train.step import train_step
@@ -97,13 +97,12 @@ def trainer(precision: str, compiled: bool):
             return current[0]
 
     current: list[Batch] = []
-    chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
-    task = Constant(None, None, chunk)  # type: ignore[arg-type]
+    task = Constant(None, None, spec, mesh, RunConfig(), compiles=compiled)  # type: ignore[arg-type]
     plan = BatchPlan(1, BATCH, BATCH, 1, BATCH * SEQUENCE)
 
     def step(batch: Batch) -> None:
         current[:] = [batch]
-        result = train_step(model, optimizer, task, plan, step=0, mesh=mesh, device=ranks.device, zero=1, clip_norm=1.0)
+        result = train_step(model, optimizer, task, plan, step=0, zero=1, clip_norm=1.0)
         result.loss.item()
 
     step.group = group  # type: ignore[attr-defined]  # keeps the process group alive

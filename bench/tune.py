@@ -135,6 +135,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     from jingu.train import session
     from jingu.train.precision import choose_precision
     from jingu.train.step import train_step
+    from jingu.train.task import Pretraining
 
     length = config.batch.sequence_length
     group = joined("cpu", THREADS)
@@ -150,12 +151,12 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     model, optimizer = session._build(opened, mesh, ranks, choose_precision(config.precision, ranks.device), compiles)
     current: list[Any] = []
     source: Any = SimpleNamespace(batch=lambda step, first, count: current[0])
-    task = session.pretraining(source, None, spec, mesh, config, compiles=compiles)
+    task = Pretraining(source, None, spec, mesh, config, compiles=compiles)
     plan = BatchPlan(1, BATCH, BATCH, 1, BATCH * length)
 
     def step(batch: Any) -> None:
         current[:] = [batch]
-        result = train_step(model, optimizer, task, plan, step=0, mesh=mesh, device=ranks.device, zero=1, clip_norm=1.0)
+        result = train_step(model, optimizer, task, plan, step=0, zero=1, clip_norm=1.0)
         result.loss.item()
 
     step.group = group  # type: ignore[attr-defined]  # keeps the process group alive

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
+from jingu.config.sections.data import PrefixSettings
 from jingu.data.objective import SpanCorruption
 from jingu.infer.engine import Engine
 from jingu.infer.load import loaded
@@ -17,8 +17,9 @@ from jingu.infer.sampling import Sampling
 from jingu.parallel.apply import scoring
 from jingu.parallel.mesh import data_rank, data_ranks, row_copies
 from jingu.parallel.pipeline import Model
+from jingu.parallel.sharing import sharing_of
 from jingu.runtime.device import eager
-from jingu.text.tokenizer import Tokenizer
+from jingu.train.run import Run
 from jingu.train.step import summed_losses, summed_over_ranks
 from jingu.train.task import HeldOut, Task, to_device
 
@@ -36,21 +37,15 @@ class Evaluation:
 
 
 def evaluate(
-    model: Model,
-    task: Task,
-    rows: HeldOut,
-    byte_lengths: np.ndarray,
-    mesh: DeviceMesh,
-    device: torch.device,
-    *,
-    sequences: int | None = None,
-    micro_size: int = 8,
+    model: Model, task: Task, rows: HeldOut, byte_lengths: np.ndarray, *, sequences: int | None, micro_size: int
 ) -> Evaluation:
     """Evaluate the first `sequences` held-out rows (None: all), spread over the ranks.
 
     Every rank runs the same number of forward passes, since sharded parameters are gathered in each; a rank that
     has no rows left runs on rows without labels.
     """
+    mesh = sharing_of(model).mesh
+    device = torch.device(mesh.device_type)
     count = rows.count if sequences is None else min(sequences, rows.count)
     ranks, rank = data_ranks(mesh), data_rank(mesh)
     lengths = torch.from_numpy(byte_lengths.astype(np.int64))
@@ -71,16 +66,14 @@ def evaluate(
     return Evaluation(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
 
 
-def write_samples(
-    model: Model, tokenizer: Tokenizer, prompts: list[str], tokens: int, seed: int, *, reads_whole: bool = False
-) -> list[tuple[str, str]]:
+def write_samples(run: Run, model: Model) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt. Every rank must call it: sharded parameters are gathered as it writes."""
-    engine = Engine(loaded(model, model.spec, tokenizer, reads_whole=reads_whole))
+    prompts, tokens = run.config.evaluation.prompts, run.config.evaluation.prompt_tokens
+    whole = isinstance(run.config.data.objective, PrefixSettings)
+    engine = Engine(loaded(model, model.spec, run.tokenizer, reads_whole=whole))
+    requests = [
+        Request(engine.loaded.encode(prompt), Sampling(temperature=0.7, top_p=0.9, seed=seed), tokens)
+        for seed, prompt in enumerate(prompts, start=run.config.seed)
+    ]
     with scoring(model):
-        texts = engine.run(
-            [
-                Request(engine.loaded.encode(prompt), Sampling(temperature=0.7, top_p=0.9, seed=seed + number), tokens)
-                for number, prompt in enumerate(prompts)
-            ]
-        )
-    return list(zip(prompts, texts, strict=True))
+        return list(zip(prompts, engine.run(requests), strict=True))

@@ -7,7 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -29,19 +29,41 @@ from jingu.checkpoint.resume import (
     copies_of,
     step_folder,
 )
-from jingu.checkpoint.store import MismatchError, save
-from jingu.data.receipt import extend
+from jingu.checkpoint.store import MismatchError, load, save
+from jingu.data.receipt import Receipt, extend
 from jingu.errors import JinguError
 from jingu.runtime.log import say, warn
 from jingu.runtime.ranks import Ranks, all_agree, from_first
 from jingu.runtime.signals import Told
-from jingu.train.progress import Progress
+from jingu.train.precision import LossScale
 from jingu.train.run import Run
 
-NONE = -1
-"""In place of a step: there is no further checkpoint."""
-IN_MEMORY = 1
-"""In place of the number of a storage: the copies in main memory, which are read before any of the same step."""
+Tensors = Callable[[], dict[str, Tensor]]
+"""Gives what a checkpoint holds, by logical name."""
+
+
+@dataclass
+class Progress:
+    """What a checkpoint must remember besides tensors."""
+
+    step: int = 0
+    """Steps done."""
+    tokens: int = 0
+    """Tokens seen."""
+    seconds: float = 0.0
+    """Time spent training, over all starts of the run; evaluation and saving left out."""
+    loss_sum: float = 0.0
+    """Losses of the steps since the last line of metrics.jsonl."""
+    loss_steps: int = 0
+    evaluation: dict[str, float | None] | None = None
+    """What the last evaluation measured."""
+    evaluation_due: bool = False
+    """Whether the run was stopped at a step that it should have evaluated."""
+    loss_scale: LossScale = field(default_factory=LossScale)
+    fresh_since: int | None = None
+    """Step at which the optimizer began anew, where every start since then asked for that."""
+    receipt: Receipt = field(default_factory=Receipt)
+    """What it has been trained on."""
 
 
 class Keeper:
@@ -51,15 +73,14 @@ class Keeper:
         self,
         run: Run,
         ranks: Ranks,
-        tensors: Callable[[], dict[str, Tensor]],
+        tensors: Tensors,
         optimizer: torch.optim.Optimizer | None = None,
         memory: MemoryCopies | None = None,
     ) -> None:
         """Prepare for the saves to come: take the memory that those in the background need.
 
         Args:
-            tensors: gives what is to be saved, by logical name.
-            optimizer: whose steps change them.
+            optimizer: whose steps change the tensors.
             memory: where copies go besides.
         """
         self._run, self._ranks, self._tensors = run, ranks, tensors
@@ -195,20 +216,15 @@ class Keeper:
 
 
 def go_back(
-    checkpoints: Place,
-    ranks: Ranks,
-    fill: Callable[[Place, dict[str, Any]], None],
-    copies: str | None = None,
-    memory: MemoryCopies | None = None,
+    run: Run, ranks: Ranks, tensors: Tensors, memory: MemoryCopies | None, *, whole: bool
 ) -> dict[str, Any] | None:
     """Fill the run's tensors from its newest good checkpoint; say which were passed over and why.
 
-    Every byte is checked as it is read, so a checkpoint need not be read twice to be trusted.
+    Every byte is checked as it is read, so a checkpoint need not be read twice to be trusted. Copies elsewhere count
+    where they are newer, or good, and those in main memory where they are not older.
 
     Args:
-        fill: loads a checkpoint, given the state beside its tensors, on all ranks, or raises a CheckpointError on all.
-        copies: where copies of the run's checkpoints are, which count where they are newer, or good.
-        memory: copies of the run's state, which count where they are not older.
+        whole: whether this rank has all tensors of the model.
 
     Returns:
         The state beside the tensors; None where the run has no checkpoint.
@@ -217,28 +233,26 @@ def go_back(
         JinguError: there are checkpoints, and none of them is good.
         MismatchError: a good one is of other tensors.
     """
-    places = [checkpoints] if copies is None else [checkpoints, RemotePath.at(copies)]
-    found: list[tuple[int, int]] = []
-    remembered = memory.steps() if memory is not None else []
+    copies, remembered = copies_of(run.config), memory.steps() if memory is not None else []
+    places = [run.checkpoints] if copies is None else [RemotePath.at(copies), run.checkpoints]
+    found: list[tuple[int, int]] = []  # steps, and from which of the places; past them, from memory
     if ranks.is_first:
-        clear_leftovers(checkpoints)
-        found = [(step, 0) for step in all_steps(checkpoints)]
-        found += [(step, -number) for number, place in enumerate(places[1:], 1) for step in complete_steps(place)]
-        found += [(step, IN_MEMORY) for step in remembered]
-        found.sort()
+        clear_leftovers(run.checkpoints)
+        steps = [*map(complete_steps, places[:-1]), all_steps(run.checkpoints), remembered]
+        found = sorted((step, number) for number, held in enumerate(steps) for step in held)
     some = from_first(len(found))
-    while True:
-        step, number = (from_first(value) for value in (found.pop() if found else (NONE, 0)))
-        if step == NONE:
-            break
-        in_memory = memory if number == IN_MEMORY else None
-        folder = step_folder(checkpoints if in_memory is not None else places[-number], step)
+    while from_first(len(found)):
+        step, number = (from_first(value) for value in (found.pop() if found else (0, 0)))
+        in_memory = memory if number == len(places) else None
+        folder = step_folder(run.checkpoints if in_memory is not None else places[number], step)
         try:
             if in_memory is not None:
                 folder = in_memory.gather(step)
             state, error = _state_of(folder)
             if all_agree(error is None):
-                fill(folder, state)
+                prefix = "model/" if begins_anew(run, state) else ""
+                wanted = {name: tensor for name, tensor in tensors().items() if name.startswith(prefix)}
+                load(folder, wanted, prefix=prefix, whole=whole, agree=all_agree)
                 if in_memory is not None:
                     say(f"Step {step} is in the memory of the nodes; no checkpoint is read.")
                 return state
@@ -250,14 +264,21 @@ def go_back(
             if in_memory is not None:
                 in_memory.release()
         why = "another rank could not read it; its log says why." if error is None else error.what
-        say(f"Passing over {folder if number else folder.name}{' in memory' if in_memory else ''}: {why}")
+        own = folder.name if number == len(places) - 1 else folder
+        say(f"Passing over {own}{' in memory' if in_memory else ''}: {why}")
     if some:
         raise JinguError(
             "the run has checkpoints, and none of them is good.",
-            where=checkpoints,
+            where=run.checkpoints,
             fix="Restore one from a copy, or delete the folder to start the run over.",
         )
     return None
+
+
+def begins_anew(run: Run, state: dict[str, Any]) -> bool:
+    """Whether the optimizer does: a command that asks for it and is started again, as launchers do, goes on with its
+    own steps."""
+    return run.going.fresh_optimizer and state["progress"].get("fresh_since") is None
 
 
 def _state_of(folder: Place) -> tuple[dict[str, Any], CheckpointError | None]:

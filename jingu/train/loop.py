@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
-from jingu.config.sections.data import PrefixSettings
 from jingu.config.sections.train import FP16Settings
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import peak_memory
@@ -21,43 +19,35 @@ from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks
 from jingu.runtime.signals import SharedStop
 from jingu.train.evaluate import evaluate, write_samples
-from jingu.train.keep import Keeper
-from jingu.train.metrics import MetricsFile
+from jingu.train.keep import Keeper, Progress
 from jingu.train.optimizer import set_learning_rate
-from jingu.train.precision import LossScale
-from jingu.train.progress import Progress
 from jingu.train.run import Run
 from jingu.train.schedule import learning_rate
 from jingu.train.step import StepResult, train_step
 from jingu.train.task import Task
 
+Write = Callable[..., None]
+"""`MetricsFile.write`; on ranks other than the first it does nothing."""
+
 
 @dataclass(frozen=True)
 class Loop:
-    """What stays the same while the loop runs."""
+    """What is trained, on what, and how a step is divided: it stays the same while the loop runs."""
 
     run: Run
+    plan: BatchPlan
+    ranks: Ranks
     task: Task
     model: Model
     optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    plan: BatchPlan
-    ranks: Ranks
-    flops_per_token: float
-    """Training operations a token (forward and backward)."""
-    peak_flops: float
-    """Measured peak of all ranks together."""
-    measure_peak: Callable[[], float]
-    """Measures it again."""
-    keeper: Keeper
+    compiles: bool
 
 
-def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: MetricsFile | None) -> bool:
+def train_loop(loop: Loop, progress: Progress, keeper: Keeper, meter: Meter, stop: SharedStop, write: Write) -> bool:
     """Train from `progress.step` to the last step, saving on the way and at the end.
 
     Args:
         progress: where to start; brought up to date in place.
-        metrics: where the first rank writes; None on the others.
 
     Returns:
         Whether the run is complete; False where a stop was asked for (and the state saved).
@@ -66,9 +56,11 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
     losses = torch.tensor(progress.loss_sum, dtype=torch.float64, device=loop.ranks.device)
     if progress.evaluation_due:
         progress.evaluation_due = False
-        _evaluate(loop, progress, metrics)
-    meter, held_out = Meter(progress, loop), None
-    with tqdm(total=steps, initial=progress.step, unit="step", disable=metrics is None, dynamic_ncols=True) as bar:
+        _evaluate(loop, progress, write)
+    held_out = None
+    meter.begin(progress)
+    hidden = not loop.ranks.is_first
+    with tqdm(total=steps, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True) as bar:
         while progress.step < steps:
             result = _step(loop, progress)
             losses += result.loss
@@ -78,29 +70,29 @@ def train_loop(loop: Loop, progress: Progress, stop: SharedStop, metrics: Metric
             bar.update()
 
             ends = progress.step == steps
-            told = stop.ask(*loop.keeper.wishes())
+            told = stop.ask(*keeper.wishes())
             stops = bool(told.stop) and not ends
             logs = ends or _due(progress.step, config.train.log_every)
-            saves = ends or stops or loop.keeper.due(progress.step, told)
-            copies = not (ends or stops) and loop.keeper.copies(progress.step)
+            saves = ends or stops or keeper.due(progress.step, told)
+            copies = not (ends or stops) and keeper.copies(progress.step)
             due = ends or _due(progress.step, config.evaluation.every)
             evaluates, progress.evaluation_due = due and not stops, due and stops
             if logs or evaluates or saves or copies:
                 progress.loss_sum = float(losses.item())  # waits for the device, so the clock is read after it
                 meter.read(progress)
             if logs:
-                _log(loop, progress, result, meter, metrics, bar)
+                _log(loop, progress, result, meter, write, bar)
                 losses.zero_()
             if evaluates:
-                held_out = _evaluate(loop, progress, metrics)
+                held_out = _evaluate(loop, progress, write)
             if ends:
-                loop.keeper.save_last(progress)
+                keeper.save_last(progress)
             elif stops:
-                loop.keeper.save_last(progress, config.checkpoint.grace, told.stop)
+                keeper.save_last(progress, config.checkpoint.grace, told.stop)
             elif saves:
-                loop.keeper.save(progress)
+                keeper.save(progress)
             if copies:
-                loop.keeper.copy(progress)
+                keeper.copy(progress)
             if stops:
                 say(f"Stopped at step {progress.step} of {steps}, and saved. The same command goes on from here.")
                 break
@@ -124,8 +116,6 @@ def _step(loop: Loop, progress: Progress) -> StepResult:
         loop.task,
         loop.plan,
         step=progress.step,
-        mesh=loop.mesh,
-        device=loop.ranks.device,
         zero=config.parallel.zero,
         clip_norm=config.train.clip_norm,
         loss_scale=scale.on_sum(loop.plan.tokens_per_step) if scaled else None,
@@ -142,10 +132,18 @@ def _due(step: int, every: int) -> bool:
 
 
 class Meter:
-    """The clock of training: evaluation and saving are left out."""
+    """The clock of training, which leaves out evaluation and saving; and how near the machine's peak it comes.
 
-    def __init__(self, progress: Progress, loop: Loop) -> None:
-        self._peak, self._measure = loop.peak_flops, loop.measure_peak
+    Args:
+        flops_per_token: training operations a token (forward and backward).
+        measure: measures the peak of all ranks together.
+    """
+
+    def __init__(self, flops_per_token: float, measure: Callable[[], float]) -> None:
+        self.flops_per_token, self._measure, self.peak = flops_per_token, measure, measure()
+
+    def begin(self, progress: Progress) -> None:
+        """Start the clock."""
         self._start = time.perf_counter()
         self._logged = (progress.tokens, progress.seconds)
 
@@ -165,81 +163,57 @@ class Meter:
         self._logged = (progress.tokens, progress.seconds)
         return (progress.tokens - tokens) / max(progress.seconds - seconds, 1e-9)
 
-    def share(self, flops: float) -> float:
-        """Share of the peak. Training that is faster than it shows that the measuring was disturbed: it is done again,
-        and what training reaches is a measure, too."""
-        if flops > self._peak:
-            self._peak = max(flops, self._measure())
-        return flops / self._peak
+    def share(self, rate: float) -> float:
+        """Share of the peak, at so many tokens a second. Training that is faster than it shows that the measuring was
+        disturbed: it is done again, and what training reaches is a measure, too."""
+        flops = rate * self.flops_per_token
+        if flops > self.peak:
+            self.peak = max(flops, self._measure())
+        return flops / self.peak
 
 
-def _log(
-    loop: Loop, progress: Progress, result: StepResult, meter: Meter, metrics: MetricsFile | None, bar: tqdm
-) -> None:
-    loss = progress.loss_sum / progress.loss_steps
+def _log(loop: Loop, progress: Progress, result: StepResult, meter: Meter, write: Write, bar: tqdm) -> None:
+    loss, scale = progress.loss_sum / progress.loss_steps, progress.loss_scale
     progress.loss_sum, progress.loss_steps = 0.0, 0
     rate = meter.rate(progress)
-    share = meter.share(rate * loop.flops_per_token)
+    share = meter.share(rate)
     bar.set_postfix_str(f"loss {loss:.3f}, {short(rate)} tokens/s, {share:.0%} of peak")
-    if metrics is not None:
-        metrics.write(
-            "train",
-            progress.step,
-            loss=loss,
-            lr=loop.optimizer.param_groups[0]["lr"],
-            grad_norm=float(result.grad_norm.item()),
-            **{name: float(value.item()) for name, value in result.others.items()},
-            **_scaling(loop, progress.loss_scale),
-            tokens=progress.tokens,
-            tokens_per_second=rate,
-            seconds=progress.seconds,
-            peak_share=share,
-            memory_bytes=peak_memory(loop.ranks.device),
-        )
+    scaled = loop.run.config.precision.type == "fp16"
+    write(
+        "train",
+        progress.step,
+        loss=loss,
+        lr=loop.optimizer.param_groups[0]["lr"],
+        grad_norm=float(result.grad_norm.item()),
+        **{name: float(value.item()) for name, value in result.others.items()},
+        **({"loss_scale": scale.value, "skipped": scale.skipped} if scaled else {}),
+        tokens=progress.tokens,
+        tokens_per_second=rate,
+        seconds=progress.seconds,
+        peak_share=share,
+        memory_bytes=peak_memory(loop.ranks.device),
+    )
     if not math.isfinite(loss):
         say(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
 
 
-def _scaling(loop: Loop, scale: LossScale) -> dict[str, float]:
-    return {"loss_scale": scale.value, "skipped": scale.skipped} if loop.run.config.precision.type == "fp16" else {}
-
-
-def _evaluate(loop: Loop, progress: Progress, metrics: MetricsFile | None) -> float | None:
+def _evaluate(loop: Loop, progress: Progress, write: Write) -> float | None:
     """Measure and write samples; returns the held-out loss, where there is held-out text."""
-    settings, rows, loss = loop.run.config.evaluation, loop.task.held_out, None
+    run, settings, rows, loss = loop.run, loop.run.config.evaluation, loop.task.held_out, None
     if not settings.every:
         return None
     if rows is not None:
-        ends = progress.step == loop.run.config.train.steps
+        ends = progress.step == run.config.train.steps
         wanted = settings.sequences_at_end if ends and settings.sequences_at_end else settings.sequences
+        sequences, lengths = None if wanted == "all" else wanted, run.tokenizer.byte_lengths()
         started = time.perf_counter()
-        measured = evaluate(
-            loop.model,
-            loop.task,
-            rows,
-            loop.run.tokenizer.byte_lengths(),
-            loop.mesh,
-            loop.ranks.device,
-            sequences=None if wanted == "all" else wanted,
-            micro_size=loop.plan.micro_size,
-        )
-        loss, bits, progress.evaluation = measured.loss, measured.bits_per_byte, asdict(measured)
+        found = evaluate(loop.model, loop.task, rows, lengths, sequences=sequences, micro_size=loop.plan.micro_size)
+        loss, bits, progress.evaluation = found.loss, found.bits_per_byte, asdict(found)
         told = "" if bits is None else f", {bits:.4f} bits per byte"
-        say(f"step {progress.step}: held-out loss {measured.loss:.4f}{told}")
-        if metrics is not None:
-            metrics.write("evaluation", progress.step, **asdict(measured), seconds=time.perf_counter() - started)
-    run = loop.run
-    samples = write_samples(
-        loop.model,
-        run.tokenizer,
-        settings.prompts,
-        settings.prompt_tokens,
-        run.config.seed,
-        reads_whole=isinstance(run.config.data.objective, PrefixSettings),
-    )
-    for prompt, text in samples:
-        if metrics is not None:
-            metrics.write("sample", progress.step, prompt=prompt, text=text)
+        say(f"step {progress.step}: held-out loss {loss:.4f}{told}")
+        write("evaluation", progress.step, **asdict(found), seconds=time.perf_counter() - started)
+    for prompt, text in write_samples(run, loop.model):
+        write("sample", progress.step, prompt=prompt, text=text)
     return loss
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,10 +19,10 @@ from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import FOR_ENCODERS, SupervisedSettings
 from jingu.data.batches import BatchSource
-from jingu.data.dataset import TokenDataset, joined, open_dataset
+from jingu.data.dataset import joined, open_dataset
 from jingu.data.objective import Objective, plan_objective
 from jingu.data.sources import open_sources
-from jingu.data.supervised import SupervisedRows, join_rows, open_supervised
+from jingu.data.supervised import join_rows, open_supervised
 from jingu.errors import JinguError
 from jingu.infer.load import encode_prompt
 from jingu.infer.request import room_after
@@ -31,8 +31,8 @@ from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.begin import spec_of_run, trained_spec
-from jingu.train.eight_bits import check_moments
-from jingu.train.optimizer import check_groups
+from jingu.train.optimizer import check_groups, check_moments
+from jingu.train.task import HeldOut
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,8 @@ class Run:
     spec: ModelSpec
     tokenizer: Tokenizer
     source: BatchSource
-    held_out: TokenDataset | None
+    held_out: HeldOut | None
     objective: Objective | None
-    held_out_rows: SupervisedRows | None
-    """`held_out`, where it is supervised."""
     going: Going
     changes: list[str] = field(default_factory=list)
     """What of the configuration has changed since the run was last started."""
@@ -90,13 +88,6 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
     spec = trained_spec(spec_of_run(config, folder, tokenizer), config)
-    held_out = None
-    if config.evaluation.every and config.data.held_out:
-        held_out = joined([open_dataset(each.dataset.path, "held_out") for each in source.sources])
-    rows, objective = None, config.data.objective
-    if held_out is not None and isinstance(objective, SupervisedSettings):
-        places = [each.dataset.path for each in source.sources]
-        rows = join_rows([open_supervised(at, "held_out", objective, config.batch, config.seed) for at in places])
     check_groups(config.optimizer, parameter_shapes(spec).keys())
     check_moments(config)
     if config.train.noise and spec.encoder_layers is not None:
@@ -105,23 +96,22 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
             where="train.noise",
             fix="Set it to 0.",
         )
-    made = _objective(config, spec, source, tokenizer, held_out)
+    objective = _objective(config, spec, source, tokenizer)
+    held_out = _held_out(config, spec, objective, [each.dataset.path for each in source.sources])
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    run = Run(config, folder, spec, tokenizer, source, held_out, made, rows, going, changes)
+    run = Run(config, folder, spec, tokenizer, source, held_out, objective, going, changes)
     _check_checkpoints(run)
     return run
 
 
-def _objective(
-    config: RunConfig, spec: ModelSpec, source: BatchSource, tokenizer: Tokenizer, held_out: TokenDataset | None
-) -> Objective | None:
+def _objective(config: RunConfig, spec: ModelSpec, source: BatchSource, tokenizer: Tokenizer) -> Objective | None:
     """What the text is made into; None: it is trained on as it is. JinguError where the model cannot be."""
-    settings, length = config.data.objective, config.batch.sequence_length
+    settings = config.data.objective
     reads = isinstance(settings, FOR_ENCODERS)
     if reads != (spec.encoder_layers is not None):
         raise JinguError(
@@ -131,13 +121,25 @@ def _objective(
             fix=f"Set it to {'causal' if reads else 'span_corruption'}, or choose a model.family "
             f"{'with' if reads else 'without'} an encoder ({'t5' if reads else 'llama'}).",
         )
-    if reads and held_out is not None and held_out.tokens < length:
+    return plan_objective(config, source, tokenizer)
+
+
+def _held_out(
+    config: RunConfig, spec: ModelSpec, objective: Objective | None, places: Sequence[Path]
+) -> HeldOut | None:
+    """What evaluations read, of all data sets. JinguError where it does not fill one row of an encoder."""
+    if not (config.evaluation.every and config.data.held_out):
+        return None
+    text, length, rows = joined([open_dataset(at, "held_out") for at in places]), config.batch.sequence_length, None
+    if isinstance(settings := config.data.objective, SupervisedSettings):
+        rows = join_rows([open_supervised(at, "held_out", settings, config.batch, config.seed) for at in places])
+    if spec.encoder_layers is not None and text.tokens < length:
         raise JinguError(
-            f"the data set holds {held_out.tokens:,} tokens out, which do not fill one sequence of {length:,}.",
+            f"the data set holds {text.tokens:,} tokens out, which do not fill one sequence of {length:,}.",
             where=config.data.path,
             fix="Build it with a larger data.held_out, set batch.sequence_length lower, or evaluation.every to 0.",
         )
-    return plan_objective(config, source, tokenizer)
+    return HeldOut(text, length, objective, config.data.keeps_apart, rows, spec)
 
 
 def _changes(folder: Path, config: RunConfig, allowed: Collection[str]) -> list[str]:

@@ -16,9 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu import __version__
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.memory import MemoryCopies, id_of
-from jingu.checkpoint.remote import Place
-from jingu.checkpoint.resume import copies_of, step_folder
-from jingu.checkpoint.store import load
+from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import DiskOffloadSettings
@@ -31,31 +29,24 @@ from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.decoder import make_model
 from jingu.model.products import product_dtype
-from jingu.model.spec import Lora, ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.parallel.offload import Disk
 from jingu.parallel.pipeline import Model, Pipeline
-from jingu.parallel.rows import Rows
 from jingu.parallel.sharing import sharing_of
 from jingu.parallel.stages import SPLIT_BACKWARD
-from jingu.parallel.tensor import Vocabulary
 from jingu.runtime.device import has_compiler, measured_peak
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
-from jingu.train.eight_bits import BLOCK, SCALES
-from jingu.train.keep import Keeper, go_back
-from jingu.train.loop import Loop, short, train_loop
-from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss
-from jingu.train.matrices import WHOLE
+from jingu.train.keep import Keeper, Progress, Tensors, begins_anew, go_back
+from jingu.train.loop import Loop, Meter, Write, short, train_loop
 from jingu.train.metrics import MetricsFile
-from jingu.train.optimizer import build_optimizer, named_state
+from jingu.train.optimizer import BLOCK, SCALES, WHOLE, build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
-from jingu.train.progress import Progress
 from jingu.train.run import Run
-from jingu.train.task import Chance, HeldOut, Pretraining, Task, to_device
+from jingu.train.task import Pretraining, to_device
 
 COMPILE_SECONDS = 30.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
@@ -75,33 +66,22 @@ def train_run(
     Args:
         watch: called with model and mesh before the first step.
     """
-    config = run.config
+    config, shapes = run.config, parameter_shapes(run.spec)
     precision = choose_precision(config.precision, ranks.device)
     mesh = build_mesh(axis_sizes(config.parallel, ranks.world, run.spec), ranks.device)
-
-    def measure_peak() -> float:
-        return measured_peak(ranks.device, product_dtype(precision.compute, ranks.device)) * ranks.world
-
-    peak = measure_peak()
-    shapes = parameter_shapes(run.spec)
-    parameters = sum(shape.numel() for shape in shapes.values())
-    flops = _flops_of_text(run, shapes)
-    seconds = config.train.steps * plan.tokens_per_step * flops / (0.5 * peak)
-    splits = mesh["pipeline"].size() > 1 and config.parallel.schedule in SPLIT_BACKWARD
-    wanted = all_agree(_decide_compile(config, ranks.device, seconds, splits_backward=splits))
-    task, model, optimizer, compiles = _prepare(run, mesh, plan, ranks, precision, compiles=wanted)
-    memory = _memory(run, model, optimizer, ranks)
-    progress = _find_way_back(run, model, optimizer, ranks, memory)
-    if isinstance(model, Pipeline):
-        model.refresh_copies()
+    dtype = product_dtype(precision.compute, ranks.device)
+    meter = Meter(_flops_of_text(run, shapes), lambda: measured_peak(ranks.device, dtype) * ranks.world)
+    seconds = config.train.steps * plan.tokens_per_step * meter.flops_per_token / (0.5 * meter.peak)
+    loop = _prepare(run, plan, ranks, mesh, precision, compiles=all_agree(_decide_compile(config, mesh, seconds)))
+    tensors = partial(checkpoint_tensors, loop.model, loop.optimizer)
+    memory = _memory(run, ranks, tensors)
+    progress = _find_way_back(loop, tensors, memory)
+    if isinstance(loop.model, Pipeline):
+        loop.model.refresh_copies()
     if watch is not None:
-        watch(model, mesh)
+        watch(loop.model, mesh)
     if config.data.local is not None:
         copy_in_background([each.dataset for each in run.source.sources], Path(config.data.local))
-    say(_summary(run, plan, ranks, precision, compiles, parameters))
-    if progress.step >= config.train.steps:
-        say(f"The run is complete already: {progress.step} steps are done.")
-        return True
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
@@ -109,29 +89,20 @@ def train_run(
         "ranks": ranks.world,
         "device": ranks.device.type,
         "precision": precision.name,
-        "compile": compiles,
-        "parameters": parameters,
-        "peak_flops": peak,
+        "compile": loop.compiles,
+        "parameters": sum(shape.numel() for shape in shapes.values()),
+        "peak_flops": meter.peak,
         "tokens_per_step": plan.tokens_per_step,
     }
+    say(_summary(run, start))
+    if progress.step >= config.train.steps:
+        say(f"The run is complete already: {progress.step} steps are done.")
+        return True
     with (
-        Keeper(run, ranks, lambda: checkpoint_tensors(model, optimizer), optimizer, memory) as keeper,
-        _metrics(run, ranks, progress, start) as metrics,
+        Keeper(run, ranks, tensors, loop.optimizer, memory) as keeper,
+        _metrics(run, ranks, progress, start) as write,
     ):
-        loop = Loop(
-            run=run,
-            task=task,
-            model=model,
-            optimizer=optimizer,
-            mesh=mesh,
-            plan=plan,
-            ranks=ranks,
-            flops_per_token=flops,
-            peak_flops=peak,
-            measure_peak=measure_peak,
-            keeper=keeper,
-        )
-        return train_loop(loop, progress, stop, metrics)
+        return train_loop(loop, progress, keeper, meter, stop, write)
 
 
 def _flops_of_text(run: Run, shapes: Shapes) -> float:
@@ -143,80 +114,42 @@ def _flops_of_text(run: Run, shapes: Shapes) -> float:
 
 
 @contextmanager
-def _metrics(run: Run, ranks: Ranks, progress: Progress, start: dict[str, Any]) -> Iterator[MetricsFile | None]:
-    """The first rank's file, with the line of this start; None on the others."""
+def _metrics(run: Run, ranks: Ranks, progress: Progress, start: dict[str, Any]) -> Iterator[Write]:
+    """What the first rank writes to its file, with the line of this start."""
     if not ranks.is_first:
-        yield None
+        yield lambda *_, **__: None
         return
     resumed, board = progress.step or None, run.folder / "tensorboard" if run.config.train.tensorboard else None
     file = run.folder / "metrics.jsonl"
     with MetricsFile(file, resume_at=resumed, evaluated=not progress.evaluation_due, tensorboard=board) as metrics:
         metrics.write("start", progress.step, **start, resumed_from=resumed)
-        yield metrics
+        yield metrics.write
 
 
 def _prepare(
-    run: Run, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks, precision: Precision, *, compiles: bool
-) -> tuple[Task, Model, torch.optim.Optimizer, bool]:
-    """Task, model and optimizer, tried once on the real shapes; and whether they are compiled."""
-    length, apart = run.config.batch.sequence_length, run.config.data.keeps_apart
-    rows = None
-    if run.held_out is not None:
-        rows = HeldOut(run.held_out, length, run.objective, apart, run.held_out_rows, run.spec)
+    run: Run, plan: BatchPlan, ranks: Ranks, mesh: DeviceMesh, precision: Precision, *, compiles: bool
+) -> Loop:
+    """What the loop needs, tried once on the real shapes; without the compiler, where that fails."""
     source = Loader(batches(run.source, run.objective), pinned=ranks.device.type == "cuda")
-    task = pretraining(source, rows, run.spec, mesh, run.config, compiles=compiles)
-    model, optimizer = _build(run, mesh, ranks, precision, compiles)
+    task = Pretraining(source, run.held_out, run.spec, mesh, run.config, compiles=compiles)
+    loop = Loop(run, plan, ranks, task, *_build(run, mesh, ranks, precision, compiles), compiles)
     if compiles:
         say("Compiling; the first step takes a while.")
     try:
-        _dry_run(run, task, model, mesh, plan, ranks)
-        return task, model, optimizer, compiles
+        _dry_run(loop, mesh)
+        return loop
     except RuntimeError as error:
         if not (compiles and _from_compiler(error)):
             raise
         say(f"torch.compile failed ({_first_line(error)}); going on without it.")
     torch._dynamo.reset()
-    del model, optimizer
-    return _prepare(run, mesh, plan, ranks, precision, compiles=False)
+    del loop
+    return _prepare(run, plan, ranks, mesh, precision, compiles=False)
 
 
 def _from_compiler(error: BaseException) -> bool:
     """Whether an error is the compiler's own rather than one of the code that it compiles."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
-def pretraining(
-    source: Loader,
-    rows: HeldOut | None,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    config: RunConfig | None = None,
-    *,
-    compiles: bool = False,
-) -> Pretraining:
-    """The task of pretraining, for what this rank computes of the loss."""
-    config = config or RunConfig()
-    vocabulary, train = Vocabulary.of(mesh, spec.vocabulary), config.train
-
-    def chunk(smoothing: float, z: float) -> ChunkLoss:
-        made: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z) if smoothing or z else chunk_loss
-        if mesh["tensor"].size() > 1:
-            made = divided_chunk_loss(vocabulary.start, vocabulary.group, spec.vocabulary, smoothing, z)
-        # The last chunk of a batch has any number of rows: that dim is left open once a second number has come.
-        return torch.compile(made) if compiles else made
-
-    drops = isinstance(spec.adapter, Lora) and spec.adapter.dropout > 0
-    return Pretraining(
-        source,
-        rows,
-        chunk(train.label_smoothing, train.z_loss),
-        vocabulary.most,
-        Rows(mesh).of_context,
-        chunk(0.0, 0.0),
-        Chance(config.seed, config.batch.global_size, train.noise, drops),
-        spec,
-        config.data.rows_alone,
-    )
 
 
 def _build(
@@ -244,29 +177,30 @@ def _build(
     return model, build_optimizer(run.config.optimizer, model, disk)
 
 
-def _dry_run(run: Run, task: Task, model: Model, mesh: DeviceMesh, plan: BatchPlan, ranks: Ranks) -> None:
+def _dry_run(loop: Loop, mesh: DeviceMesh) -> None:
     """Forward and backward once on the real shapes before anything counts: compile and memory trouble shows early.
 
     Raises:
         JinguError: the device's memory does not hold one micro-batch.
     """
-    batch = to_device(task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_size), ranks.device)
+    model, task, plan, config = loop.model, loop.task, loop.plan, loop.run.config
+    batch = to_device(task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_size), loop.ranks.device)
     try:
         if isinstance(model, Pipeline):
             model.rehearse(batch, task.loss)
         else:
-            before_micro_batch(model, run.config.parallel.zero, last=True)
+            before_micro_batch(model, config.parallel.zero, last=True)
             task.loss(model, batch).sum().backward()
     except torch.OutOfMemoryError as error:
         raise JinguError(
-            f"one micro-batch of {plan.micro_size} × {run.config.batch.sequence_length} tokens does not fit into "
+            f"one micro-batch of {plan.micro_size} × {config.batch.sequence_length} tokens does not fit into "
             f"the device's memory ({_first_line(error)}).",
             fix="Set a smaller batch.micro_size, train.activation_checkpointing.type=full, or parallel.zero=3.",
         ) from None
     model.zero_grad(set_to_none=True)
 
 
-def _memory(run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ranks) -> MemoryCopies | None:
+def _memory(run: Run, ranks: Ranks, tensors: Tensors) -> MemoryCopies | None:
     """The run's copies in main memory, where its configuration asks for them.
 
     Raises:
@@ -275,8 +209,7 @@ def _memory(run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ran
     settings = run.config.checkpoint.memory
     if not settings.every:
         return None
-    name = id_of(run.checkpoints, ranks.is_first)
-    memory = MemoryCopies(Path(settings.folder), name, lambda: checkpoint_tensors(model, optimizer))
+    memory = MemoryCopies(Path(settings.folder), id_of(run.checkpoints, ranks.is_first), tensors)
     if run.config.checkpoint.resume == "never" and memory.steps():
         raise JinguError(
             f"the run is in memory at step {memory.steps()[-1]}, and checkpoint.resume is never.",
@@ -286,24 +219,15 @@ def _memory(run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ran
     return memory
 
 
-def _find_way_back(
-    run: Run, model: Model, optimizer: torch.optim.Optimizer, ranks: Ranks, memory: MemoryCopies | None
-) -> Progress:
+def _find_way_back(loop: Loop, tensors: Tensors, memory: MemoryCopies | None) -> Progress:
     """Load the newest good checkpoint of the run, if it has any, and say which were passed over and why; else the
     weights that it begins with.
 
     Raises:
         JinguError: there are checkpoints, and none of them is good.
     """
-
-    def fill(folder: Place, state: dict[str, Any]) -> None:
-        tensors, prefix = checkpoint_tensors(model, optimizer), ""
-        if _begins_anew(run, state):
-            prefix = "model/"
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        load(folder, tensors, prefix=prefix, whole=not isinstance(model, Pipeline), agree=all_agree)
-
-    state = go_back(run.checkpoints, ranks, fill, copies_of(run.config), memory)
+    run, model = loop.run, loop.model
+    state = go_back(run, loop.ranks, tensors, memory, whole=not isinstance(model, Pipeline))
     first = run.config.initialize.from_
     if first is not None and (state is None or model.spec.adapter is not None):  # of which checkpoints hold no weights
         begin_with(model, run.config, run.tokenizer, adapters=state is None)
@@ -312,7 +236,7 @@ def _find_way_back(
             say(f"Beginning with the weights of {first}.")
         return Progress(loss_scale=first_scale(run.config.precision))
     kept = state["progress"]
-    fresh = " with a fresh optimizer" if _begins_anew(run, state) else ""
+    fresh = " with a fresh optimizer" if begins_anew(run, state) else ""
     say(f"Going on from step {kept['step']}{fresh}.")
     parts = {"loss_scale": LossScale(**kept["loss_scale"]), "receipt": Receipt(**kept["receipt"])}
     progress = Progress(**{**kept, **parts})
@@ -328,12 +252,6 @@ def _find_way_back(
     if not run.going.other_samples:
         check_receipt(progress.receipt, run.source, step_folder(run.checkpoints, progress.step))
     return progress
-
-
-def _begins_anew(run: Run, state: dict[str, Any]) -> bool:
-    """Whether the optimizer does: a command that asks for it and is started again, as launchers do, goes on with its
-    own steps."""
-    return run.going.fresh_optimizer and state["progress"].get("fresh_since") is None
 
 
 def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -352,31 +270,29 @@ def checkpoint_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[s
     return tensors
 
 
-def _decide_compile(config: RunConfig, device: torch.device, training_seconds: float, *, splits_backward: bool) -> bool:
+def _decide_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float) -> bool:
     """`train.compile`; auto: where a compiler is present and the run is long enough to earn it."""
-    wanted = config.train.compile
-    if splits_backward:
-        if wanted is True:
-            say(f"A compiled block cannot split its backward pass ({config.parallel.schedule}); going on without.")
-        return False
+    wanted, schedule = config.train.compile, config.parallel.schedule
     if wanted is False or (wanted == "auto" and training_seconds * COMPILE_GAIN < COMPILE_SECONDS):
         return False
-    if not has_compiler(device):
-        if wanted is True:
-            say("train.compile is on, but there is no compiler here; going on without it.")
-        return False
-    return True
+    reason = None
+    if mesh["pipeline"].size() > 1 and schedule in SPLIT_BACKWARD:
+        reason = f"A compiled block cannot split its backward pass ({schedule}); going on without."
+    elif not has_compiler(torch.device(mesh.device_type)):
+        reason = "train.compile is on, but there is no compiler here; going on without it."
+    if reason is not None and wanted is True:
+        say(reason)
+    return reason is None
 
 
-def _summary(run: Run, plan: BatchPlan, ranks: Ranks, precision: Precision, compiles: bool, parameters: int) -> str:
-    steps = run.config.train.steps
-    tokens = steps * plan.tokens_per_step
+def _summary(run: Run, start: dict[str, Any]) -> str:
+    steps, a_step = run.config.train.steps, start["tokens_per_step"]
     used = epochs_used(run.config, run.source)
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
-        f"{run.config.name}: {run.spec.family}, {short(parameters)} parameters, {ranks.world} rank(s) on "
-        f"{ranks.device.type} in {precision.name}{', compiled' if compiles else ''}; {steps} steps of "
-        f"{plan.tokens_per_step:,} tokens, {short(tokens)} in all ({epochs})."
+        f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, {start['ranks']} rank(s) on "
+        f"{start['device']} in {start['precision']}{', compiled' if start['compile'] else ''}; {steps} steps of "
+        f"{a_step:,} tokens, {short(steps * a_step)} in all ({epochs})."
     )
 
 

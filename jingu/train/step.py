@@ -39,8 +39,6 @@ def train_step(
     plan: BatchPlan,
     *,
     step: int,
-    mesh: DeviceMesh,
-    device: torch.device,
     zero: int,
     clip_norm: float | None,
     loss_scale: float | None = None,
@@ -56,7 +54,8 @@ def train_step(
         loss_scale: factor on the summed loss while it flows backward (fp16). The gradient may then overflow: such a
             step is skipped, on all ranks alike, since all have one norm; to know it, the host waits for the device.
     """
-    scale = 1.0 if loss_scale is None else loss_scale
+    mesh, scale = sharing_of(model).mesh, 1.0 if loss_scale is None else loss_scale
+    device = torch.device(mesh.device_type)
     first = data_rank(mesh) * plan.rows_per_rank
     batches = [
         task.batch(step, first + start, plan.micro_size) for start in range(0, plan.rows_per_rank, plan.micro_size)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from jingu.config.schema import RunConfig
 from jingu.data.batch import IGNORED, Batch, changed
 from jingu.data.batches import held_out_batch, held_out_windows
 from jingu.data.dataset import TokenDataset
 from jingu.data.loader import Loader
 from jingu.data.objective import Objective
 from jingu.data.supervised import SupervisedRows
+from jingu.model.attention import SHARED
 from jingu.model.experts import Routing, auxiliary_losses
 from jingu.model.noise import keys
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import Experts, Lora, ModelSpec
 from jingu.parallel.pipeline import Model
-from jingu.train.loss import ChunkLoss, chunk_loss, summed_cross_entropy
-from jingu.train.prompted import prompted
+from jingu.parallel.rows import Rows
+from jingu.parallel.tensor import Vocabulary
+from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss, summed_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,13 @@ class HeldOut:
 
     dataset: TokenDataset
     sequence_length: int
-    objective: Objective | None = None
-    apart: bool = False
+    objective: Objective | None
+    apart: bool
     """Whether attention stays inside documents."""
-    supervised: SupervisedRows | None = None
+    supervised: SupervisedRows | None
     """The rows, where they are supervised."""
-    prompts: ModelSpec | None = None
-    """A model whose prompt tokens the rows get."""
+    spec: ModelSpec
+    """Of the model that they are for."""
 
     @property
     def reads(self) -> bool:
@@ -62,7 +66,7 @@ class HeldOut:
         if self.objective is not None:
             batch = self.objective.of(batch, first)
         batch.labels[max(0, end - first) :] = IGNORED
-        return batch if self.prompts is None else prompted(batch, self.prompts)
+        return prompted(batch, self.spec)
 
 
 class Task(Protocol):
@@ -82,62 +86,48 @@ class Task(Protocol):
         """Summed loss of the batch's trained tokens; or [n], where other sums over them follow it."""
 
 
-@dataclass(frozen=True)
-class Chance:
-    """What is drawn while training, as a function of seed, step and place."""
-
-    seed: int
-    global_size: int
-    noise: float = 0.0
-    """Size of the noise on embedded tokens."""
-    drops: bool = False
-    """Whether adapters drop some of their inputs."""
-
-    def on(self, batch: Batch, step: int, first: int) -> Batch:
-        """The rows of a step from `first` on, with the keys of their tokens, and the scale of their noise: it is the
-        smaller, the longer the document that a token is in."""
-        row, source = step * self.global_size + first, batch.source
-        if self.drops:
-            if source is not None:
-                source = replace(source, keys=keys(self.seed + 1, row, *source.tokens.shape))
-            batch = replace(batch, keys=keys(self.seed, row, *batch.tokens.shape), source=source)
-        if self.noise:
-            key_BT = keys(self.seed, row, *batch.tokens.shape)
-            length_BT = torch.full_like(key_BT, key_BT.shape[1])
-            if batch.documents is not None:
-                documents_BT = batch.documents + 1  # 0: empty
-                counts = key_BT.new_zeros(key_BT.shape[0], key_BT.shape[1] + 1)
-                counts.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
-                length_BT = counts.gather(1, documents_BT)
-            batch = replace(batch, noise=torch.stack([key_BT.double(), self.noise * length_BT.double().rsqrt()]))
-        return batch
-
-
-@dataclass(frozen=True)
 class Pretraining:
-    """Next-token prediction over windows of a corpus; with an encoder, of what is removed from them."""
+    """Next-token prediction over windows of a corpus; with an encoder, of what is removed from them.
 
-    source: Loader
-    held_out: HeldOut | None
-    chunk: ChunkLoss
-    columns: int | None = None
-    """As in `summed_cross_entropy`."""
-    tokens_here: Callable[..., Tensor] = lambda labels_BT, filler=0: labels_BT
-    """From what there is of each token of whole rows to that of the tokens whose loss this rank computes."""
-    scoring: ChunkLoss = chunk_loss
-    """`chunk` for evaluations, which leave out what only training adds to the loss."""
-    chance: Chance | None = None
-    prompts: ModelSpec | None = None
-    """As of `HeldOut`."""
-    alone: bool = False
-    """Whether a row is one document and what fills it up, which nothing before it sees and nobody trains: plain causal
-    attention is then all that it needs."""
+    Args:
+        mesh: that the model is laid out over.
+        compiles: whether the loss is compiled.
+    """
+
+    def __init__(
+        self,
+        source: Loader,
+        held_out: HeldOut | None,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        config: RunConfig,
+        *,
+        compiles: bool = False,
+    ) -> None:
+        self.source, self.held_out, self._spec, self._config = source, held_out, spec, config
+        self._rows, self._vocabulary = Rows(mesh), Vocabulary.of(mesh, spec.vocabulary)
+
+        def chunk(smoothing: float = 0.0, z: float = 0.0) -> ChunkLoss:
+            made: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z) if smoothing or z else chunk_loss
+            if mesh["tensor"].size() > 1:
+                made = divided_chunk_loss(self._vocabulary.start, self._vocabulary.group, spec.vocabulary, smoothing, z)
+            # The last chunk of a batch has any number of rows: that dim is left open once a second number has come.
+            return torch.compile(made) if compiles else made
+
+        # Evaluations leave out what only training adds to the loss.
+        self._training, self._scoring = chunk(config.train.label_smoothing, config.train.z_loss), chunk()
 
     def batch(self, step: int, first: int, count: int) -> Batch:
+        config, row = self._config, step * self._config.batch.global_size + first
         batch = self.source.batch(step, first, count)
-        batch = batch if self.chance is None else self.chance.on(batch, step, first)
-        batch = replace(batch, documents=None) if self.alone else batch
-        return batch if self.prompts is None else prompted(batch, self.prompts)
+        if isinstance(self._spec.adapter, Lora) and self._spec.adapter.dropout > 0:
+            batch = _with_keys(batch, config.seed, row)
+        if config.train.noise:
+            batch = _with_noise(batch, config.seed, row, config.train.noise)
+        if config.data.rows_alone:
+            # Nothing before what fills a row up sees that, and nobody trains it: plain causal attention will do.
+            batch = replace(batch, documents=None)
+        return prompted(batch, self._spec)
 
     def weights(self, model: Model) -> dict[str, float]:
         experts = model.spec.feed_forward
@@ -147,10 +137,10 @@ class Pretraining:
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            labels, factors = self.tokens_here(batch.labels, filler=IGNORED), batch.weights
-            factors = None if factors is None else self.tokens_here(factors)
-            chunk = self.chunk if torch.is_grad_enabled() else self.scoring
-            return summed_cross_entropy(hidden_BTD, weight_VD, labels, chunk, self.columns, factors)
+            labels, factors = self._rows.of_context(batch.labels, filler=IGNORED), batch.weights
+            factors = None if factors is None else self._rows.of_context(factors)
+            chunk = self._training if torch.is_grad_enabled() else self._scoring
+            return summed_cross_entropy(hidden_BTD, weight_VD, labels, chunk, self._vocabulary.most, factors)
 
         def auxiliary(routings: list[Routing]) -> Tensor:
             assert isinstance(model.spec.feed_forward, Experts)
@@ -171,3 +161,48 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return changed(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _with_keys(batch: Batch, seed: int, row: int) -> Batch:
+    """Rows from `row` of the run on, with the keys by which adapters drop inputs of their tokens."""
+    source = batch.source
+    if source is not None:
+        source = replace(source, keys=keys(seed + 1, row, *source.tokens.shape))
+    return replace(batch, keys=keys(seed, row, *batch.tokens.shape), source=source)
+
+
+def _with_noise(batch: Batch, seed: int, row: int, size: float) -> Batch:
+    """Rows from `row` of the run on, with the keys and the scale of the noise on their tokens: it is the smaller, the
+    longer the document that a token is in."""
+    key_BT = keys(seed, row, *batch.tokens.shape)
+    length_BT = torch.full_like(key_BT, key_BT.shape[1])
+    if batch.documents is not None:
+        documents_BT = batch.documents + 1  # 0: empty
+        counts = key_BT.new_zeros(key_BT.shape[0], key_BT.shape[1] + 1)
+        counts.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
+        length_BT = counts.gather(1, documents_BT)
+    return replace(batch, noise=torch.stack([key_BT.double(), size * length_BT.double().rsqrt()]))
+
+
+def prompted(batch: Batch, spec: ModelSpec) -> Batch:
+    """A batch with the prompt tokens of a model, of which none is trained to be predicted.
+
+    The same prompt stands before every document of a row, and is there once.
+    """
+    read, encoded = spec.prompts
+    if read:
+        before = {"tokens": [*spec.prompted(())], "labels": [IGNORED] * read, "positions": list(range(read))}
+        before |= {"documents": [SHARED] * read, **dict.fromkeys(("reach", "weights", "noise"), [0] * read)}
+        moved = {name: x + read for name in ("positions", "reach") if (x := getattr(batch, name)) is not None}
+        batch = replace(batch, **moved)
+        held = {name: getattr(batch, name) for name in before}
+        longer: dict[str, Any] = {name: _before(x, before[name]) for name, x in held.items() if x is not None}
+        batch = replace(batch, **longer)
+    if encoded and batch.source is not None:
+        tokens = torch.tensor([spec.prompted(row, encoder=True) for row in batch.source.tokens.tolist()])
+        batch = replace(batch, source=replace(batch.source, tokens=tokens))
+    return batch
+
+
+def _before(x_BT: Tensor, values: list[int]) -> Tensor:
+    return torch.cat([torch.tensor(values, dtype=x_BT.dtype).expand(*x_BT.shape[:-1], -1), x_BT], -1)

@@ -16,6 +16,7 @@ from jingu.checkpoint.files import names
 from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.slices import slice_of
 from jingu.config.batch import plan_batch
+from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
 from jingu.data.batch import Batch, Source
@@ -29,8 +30,8 @@ from jingu.parallel.pipeline import Pipeline
 from jingu.parallel.sharing import sharing_of
 from jingu.runtime.ranks import all_agree
 from jingu.train.optimizer import build_optimizer
-from jingu.train.session import pretraining
 from jingu.train.step import train_step
+from jingu.train.task import Pretraining
 
 ROWS, TOKENS, STEPS = 8, 13, 5
 """13 tokens a row, which no number of ranks divides."""
@@ -103,21 +104,18 @@ def made(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, 
 
 
 def _five_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documents: bool) -> Result:
-    device = torch.device("cpu")
     model, mesh = made(world, spec, settings)
     optimizer = build_optimizer(AdamWSettings(lr=1e-2), model)
     source: Any = type(
         "Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, documents, bool(spec.encoder_layers)))}
     )
-    task = pretraining(source, None, spec, mesh)
+    task = Pretraining(source, None, spec, mesh, RunConfig())
     micro_size = max(1, ROWS // data_ranks(mesh) // 2)
     settings_of_batch = BatchSettings(sequence_length=TOKENS, global_size=ROWS, micro_size=micro_size)
     plan = plan_batch(settings_of_batch, data_ranks(mesh))
     result = Result()
     for step in range(STEPS):
-        found = train_step(
-            model, optimizer, task, plan, step=step, mesh=mesh, device=device, zero=settings.zero, clip_norm=1.0
-        )
+        found = train_step(model, optimizer, task, plan, step=step, zero=settings.zero, clip_norm=1.0)
         result.losses.append(torch.stack([found.loss, *found.others.values()]))
         result.norms.append(float(found.grad_norm))
     for name, parameter in model.named_parameters():

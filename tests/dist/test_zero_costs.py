@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jingu.config.batch import plan_batch
+from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
 from jingu.data.batch import Batch
@@ -68,7 +69,7 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
     from jingu.parallel.sharing import sharing_of
     from jingu.train import step as step_module
     from jingu.train.optimizer import build_optimizer
-    from jingu.train.session import pretraining
+    from jingu.train.task import Pretraining
 
     mesh = build_mesh(axis_sizes(settings, world, SPEC), torch.device("cpu"))
     with torch.device("meta"):
@@ -88,7 +89,7 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
     seen, moved = [0], [0.0]
 
     class Task:
-        honest = pretraining(None, None, SPEC, mesh)
+        honest = Pretraining(None, None, SPEC, mesh, RunConfig())
         weights = honest.weights
 
         def batch(self, step: int, first: int, count: int) -> Batch:
@@ -126,14 +127,7 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
         plan = plan_batch(BatchSettings(sequence_length=16, global_size=world, micro_size=1), world)
         for step in range(2):
             moved[0] = 0.0
-            step_module.train_step(
-                *(model, optimizer, Task(), plan),
-                step=step,
-                mesh=mesh,
-                device=torch.device("cpu"),
-                zero=settings.zero,
-                clip_norm=1.0,
-            )
+            step_module.train_step(model, optimizer, Task(), plan, step=step, zero=settings.zero, clip_norm=1.0)
     finally:
         step_module.scale_gradients = scaled
         for name, original in originals.items():

@@ -22,8 +22,7 @@ from jingu.checkpoint.store import Reader
 from jingu.config.schema import RunConfig
 from jingu.runtime.signals import Told
 from jingu.train import keep, loop
-from jingu.train.keep import Keeper
-from jingu.train.progress import Progress
+from jingu.train.keep import Keeper, Progress
 from jingu.train.run import open_run
 from jingu.train.verbs import train
 from tests.conftest import this_rank

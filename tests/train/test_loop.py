@@ -63,14 +63,15 @@ def test_equals_a_bare_loop(family, tiny_run, train_on, done):
 def held_out(model: Decoder, run: Run) -> dict[str, Any]:
     """Each held-out token predicted once, window by window, each after the token before it."""
     assert run.held_out is not None
-    ids = [run.tokenizer.end_id, *run.held_out.gather(torch.tensor([0]).numpy(), run.held_out.tokens)[0].tolist()]
+    text = run.held_out.dataset
+    ids = [run.tokenizer.end_id, *text.gather(torch.tensor([0]).numpy(), text.tokens)[0].tolist()]
     length, total = run.config.batch.sequence_length, 0.0
     for start in range(0, len(ids) - 1, length):
         window = torch.tensor(ids[start : start + length + 1])
         with torch.no_grad():
             logits = model.logits(model(window[None, :-1]))
         total += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
-    size = sum(shard.text_bytes for shard in run.held_out.manifest.held_out.shards)
+    size = sum(shard.text_bytes for shard in text.manifest.held_out.shards)
     tokens = len(ids) - 1
     return {"loss": total / tokens, "bits_per_byte": total / math.log(2) / size, "tokens": tokens, "bytes": size}
 
@@ -122,9 +123,7 @@ def test_the_end_is_told(tiny_run, done, capsys, peak):
 
 
 def test_no_more_than_the_whole_peak_is_reached():
-    from types import SimpleNamespace
+    from jingu.train.loop import Meter
 
-    from jingu.train.loop import Meter, Progress
-
-    meter = Meter(Progress(), SimpleNamespace(peak_flops=10.0, measure_peak=lambda: 30.0))
-    assert [meter.share(flops) for flops in (5.0, 20.0, 15.0, 60.0, 30.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]
+    meter = Meter(2.0, iter([10.0, 30.0, 30.0]).__next__)
+    assert [meter.share(rate) for rate in (2.5, 10.0, 7.5, 30.0, 15.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]

@@ -6,8 +6,7 @@ from torch import nn
 
 from jingu.config.sections.train import AdafactorSettings, AdamWSettings, GroupSettings, LionSettings, MuonSettings
 from jingu.errors import JinguError
-from jingu.train.matrices import orthogonal
-from jingu.train.optimizer import build_optimizer, check_groups, named_state, set_learning_rate
+from jingu.train.optimizer import build_optimizer, check_groups, named_state, orthogonal, set_learning_rate
 
 
 class Small(nn.Module):

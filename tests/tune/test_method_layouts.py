@@ -10,7 +10,7 @@ import torch
 from jingu.data.batch import Batch
 from jingu.model.decoder import make_model
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replaced
-from jingu.train.prompted import prompted
+from jingu.train.task import prompted
 from tests.dist.test_layouts import check, tiny
 from tests.rank_pool import RankPool
 

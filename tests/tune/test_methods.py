@@ -24,8 +24,8 @@ from jingu.infer.sampling import Sampling
 from jingu.model.adapters import is_adapter
 from jingu.model.decoder import make_model
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.prompted import prompted
 from jingu.train.run import open_run
+from jingu.train.task import prompted
 from jingu.tune.adapters import export, merge, unmerge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 

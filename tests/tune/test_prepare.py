@@ -21,7 +21,6 @@ from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.loss import chunk_loss
 from jingu.train.run import open_run
 from jingu.train.task import Pretraining
 from jingu.tune.prepare import makers, prepare, row_files
@@ -229,7 +228,8 @@ def test_several_sources_are_measured_together(tuning: Callable[..., RunConfig],
     config = tuning(data__input=[], data__path="data", data__sources=sources, evaluation__every=10)
     prepare(config)
     run = open_run(config)
-    found = run.held_out_rows
+    assert run.held_out is not None
+    found = run.held_out.supervised
     assert found is not None
     manifests = [Manifest.load(tmp_path / name) for name in "ab"]
     tokens = sum(each.held_out.tokens - each.held_out.documents for each in manifests if each is not None)
@@ -272,18 +272,22 @@ def test_a_row_alone_needs_no_mask(tuning: Callable[..., RunConfig]) -> None:
     """What fills up a sequence changes nothing, although nothing hides it."""
     from jingu.model.decoder import Decoder
     from jingu.model.initialise import initialise
+    from jingu.parallel.mesh import axis_sizes, build_mesh
+    from jingu.runtime.ranks import joined
 
     config = tuning(data__objective={"type": "supervised", "template": "plain", "sequences": "padded"})
     prepare(config)
     run = open_run(config)
     model = Decoder(run.spec).double()
     initialise(model, run.spec, 3)
+    with joined("cpu", 1) as ranks:
+        mesh = build_mesh(axis_sizes(config.parallel, 1, run.spec), ranks.device)
+        task = Pretraining(Loader(run.source.batch, pinned=False), None, run.spec, mesh, config)
+    batch = task.batch(0, 0, 4)
+    assert batch.documents is None
     found = []
-    for alone in (True, False):
-        task = Pretraining(Loader(run.source.batch, pinned=False), None, chunk_loss, alone=alone)
-        batch = task.batch(0, 0, 4)
-        assert (batch.documents is None) == alone
-        found.append(task.loss(model, batch))
+    for rows in (batch, run.source.batch(0, 0, 4)):
+        found.append(task.loss(model, rows))
         found += torch.autograd.grad(found[-1], list(model.parameters()))
     half = len(found) // 2
     for mine, other in zip(found[:half], found[half:], strict=True):
