@@ -1,6 +1,7 @@
-"""Line charts as inline SVG: round ticks, gaps where a value is not finite, peaks kept however long the run.
+"""Line charts: round ticks, gaps where a value is not finite, peaks kept however long the run.
 
-Colours and type come from the page's style sheet, so that one drawing serves light, dark and paper.
+chart.html draws them as inline SVG. Colours and type come from the page's style sheet, so that one drawing serves
+light, dark and paper.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from operator import itemgetter
 from statistics import median
 from typing import Literal
 
-from jingu.report.words import plain, safe, short
+from markupsafe import Markup
+
+from jingu.report.template import template
+from jingu.report.words import plain
 
 Point = tuple[int, float]  # step, value
 value_of = itemgetter(1)
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 544, 14, 216  # the frame, in the drawing's units
+_SIZES = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
 MOST_POINTS = 1000
 LARGEST = 1e100  # beyond this a value is as good as infinite, and its square root still fits a float
 
@@ -32,6 +37,11 @@ class Series:
     points: list[Point]
     kind: Literal["line", "dots"] = "line"
     colour: int = 0
+
+    @property
+    def last(self) -> float:
+        """The last value that can be drawn."""
+        return next((value for _, value in reversed(self.points) if drawable(value)), math.nan)
 
 
 @dataclass(frozen=True)
@@ -51,17 +61,23 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values to the drawing's vertical position."""
+    """Values and steps to places in the drawing."""
 
     low: float
     high: float
+    last_step: int
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
+        """How far down a value lies."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
-        return BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
+        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
+
+    def across(self, step: float) -> float:
+        """How far to the right a step lies."""
+        return round(LEFT + step / self.last_step * (RIGHT - LEFT), 1)
 
 
 def drawable(value: float) -> bool:
@@ -96,15 +112,16 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def scale_for(chart: Chart) -> tuple[Scale, list[float]]:
-    """The vertical scale and its ticks; logarithmic where that is allowed and peaks would flatten the rest."""
+    """The scale and its vertical ticks; logarithmic where that is allowed and peaks would flatten the rest."""
+    last_step = max(1, *(step for series in chart.series for step, _ in series.points))
     values = [value for series in chart.series for _, value in series.points if drawable(value)]
     values += [value for _, value in chart.levels]
     low, high = min(values), max(values)
     if low > 0 and high > chart.logarithmic_beyond * median(values):
         low, high = low / 1.04, high * 1.04
-        return Scale(low, high, True), _powers(low, high)
+        return Scale(low, high, last_step, True), _powers(low, high)
     ticks = round_ticks(min(low, 0.0) if chart.from_zero else low, max(high, 0.0) if chart.from_zero else high)
-    return Scale(ticks[0], ticks[-1]), ticks
+    return Scale(ticks[0], ticks[-1], last_step), ticks
 
 
 def _powers(low: float, high: float) -> list[float]:
@@ -122,87 +139,37 @@ def draw(chart: Chart, resumes: Sequence[int] = ()) -> str:
 
     Without a single value that can be drawn, a sentence takes its place.
     """
-    if not any(drawable(value) for series in chart.series for _, value in series.points):
-        return f'<figure><figcaption><b>{safe(chart.title)}</b></figcaption><p class="none">No values yet.</p></figure>'
+    figure = template("chart.html")
+    if all(math.isnan(series.last) for series in chart.series):
+        return figure.render(chart=chart, scale=None)
     scale, ticks = scale_for(chart)
-    last_step = max(1, *(step for series in chart.series for step, _ in series.points))
-    parts = [_grid(scale, ticks, last_step)]
-    parts += [
-        f'<path class="resume" d="M{_across(step, last_step)} {TOP}V{BOTTOM}">'
-        f"<title>resumed from step {step:,}</title></path>"
-        for step in resumes
-        if step <= last_step
-    ]
     shown = [replace(series, points=thin(series.points)) for series in chart.series]
-    parts += [_curve(series, scale, last_step) for series in shown]
-    parts.append(_levels(chart, scale))
-    name = safe(chart.title.lower().replace(" ", "-"))
-    note = " · log scale" if scale.logarithmic else ""
-    return (
-        f'<figure data-chart="{safe(_for_script(shown, scale, last_step))}"><figcaption>'
-        f'<span><b>{safe(chart.title)}</b> <span class="unit">{safe(chart.unit + note)}</span></span>'
-        f'<span class="keys">{_keys(chart)}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{name}-title {name}-desc" tabindex="0">'
-        f'<title id="{name}-title">{safe(chart.title)} by step</title>'
-        f'<desc id="{name}-desc">{safe(_described(chart))}</desc>{"".join(parts)}</svg>{_gaps(chart)}</figure>'
+    return figure.render(
+        chart=chart,
+        scale=scale,
+        ticks=ticks,
+        steps=[tick for tick in round_ticks(0, scale.last_step) if tick <= scale.last_step and tick == int(tick)],
+        resumes=[step for step in resumes if step <= scale.last_step],
+        curves=[_curve(series, scale) for series in shown],
+        described=_described(chart),
+        gaps=sorted({step for series in chart.series for step, value in series.points if not drawable(value)}),
+        data=_for_script(shown, scale),
+        **_SIZES,
     )
 
 
-def _across(step: int, last_step: int) -> float:
-    return round(LEFT + step / last_step * (RIGHT - LEFT), 1)
-
-
-def _grid(scale: Scale, ticks: list[float], last_step: int) -> str:
-    marks = []
-    for tick in ticks:
-        y = round(scale.place(tick), 1)
-        zero = ' class="base"' if tick == ticks[0] and not scale.logarithmic else ""
-        marks.append(f'<line{zero} x1="{LEFT}" x2="{RIGHT}" y1="{y}" y2="{y}"/>')
-        marks.append(f'<text x="{LEFT - 8}" y="{y}" dy=".32em" text-anchor="end">{short(tick)}</text>')
-    for tick in round_ticks(0, last_step):
-        if tick <= last_step and tick == int(tick):
-            x = _across(int(tick), last_step)
-            anchor = "end" if x > RIGHT - 16 else "middle"
-            marks.append(f'<text x="{x}" y="{BOTTOM + 22}" text-anchor="{anchor}">{short(tick)}</text>')
-    marks.append(f'<text x="{LEFT - 16}" y="{BOTTOM + 22}" text-anchor="end">step</text>')
-    return f'<g class="grid">{"".join(marks)}</g>'
-
-
-def _curve(series: Series, scale: Scale, last_step: int) -> str:
-    path, pen_down, dots = [], False, []
+def _curve(series: Series, scale: Scale) -> tuple[Series, Markup, list[tuple[float, float]]]:
+    """A series, its path, and its points where they are few."""
+    path, dots, pen_down = [], [], False
     for step, value in series.points:
-        if not drawable(value):
-            pen_down = False
-            continue
-        x, y = _across(step, last_step), round(scale.place(value), 1)
-        # "h0" makes a point that stands alone visible as a dot.
-        path.append(f"L{x} {y}" if pen_down else f"M{x} {y}h0")
-        dots.append(f'<circle cx="{x}" cy="{y}" r="2.6"/>')
-        pen_down = True
-    marks = "".join(dots) if len(dots) == 1 or (series.kind == "dots" and len(dots) <= 60) else ""
-    return f'<g class="series {series.kind} s{series.colour}"><path d="{"".join(path)}"/>{marks}</g>'
-
-
-def _levels(chart: Chart, scale: Scale) -> str:
-    marks = []
-    for index, (label, value) in enumerate(sorted(chart.levels, key=value_of, reverse=True)):
-        y = round(scale.place(value), 1)
-        # The highest is named above its line, the others below theirs and apart, so that close ones do not collide;
-        # one that lies low is named above its line, too, so that its name does not stand on the axis.
-        x, dy = RIGHT - 2 - 130 * max(0, index - 1), -5 if index == 0 or y + 18 > BOTTOM else 14
-        marks.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y}" y2="{y}"/>')
-        marks.append(f'<text x="{x}" y="{y + dy}" text-anchor="end">{safe(label)} {plain(value)}</text>')
-    return f'<g class="levels">{"".join(marks)}</g>' if marks else ""
-
-
-def _keys(chart: Chart) -> str:
-    """Each series' last value, named and coloured where there are several: the legend, and where hovering writes."""
-    keys = []
-    for series in chart.series:
-        last = next((value for _, value in reversed(series.points) if drawable(value)), math.nan)
-        name = f'<i class="s{series.colour}"></i>{safe(series.label)} ' if len(chart.series) > 1 else ""
-        keys.append(f'<span>{name}<b class="value">{plain(last)}</b></span>')
-    return "".join(keys)
+        if drawable(value):
+            x, y = scale.across(step), scale.place(value)
+            # "h0" makes a point that stands alone visible as a dot.
+            path.append(f"L{x} {y}" if pen_down else f"M{x} {y}h0")
+            dots.append((x, y))
+        pen_down = drawable(value)
+    few = len(dots) == 1 or (series.kind == "dots" and len(dots) <= 60)
+    return series, Markup("".join(path)), dots if few else []
 
 
 def _described(chart: Chart) -> str:
@@ -220,21 +187,12 @@ def _described(chart: Chart) -> str:
     return " ".join(sentences)
 
 
-def _gaps(chart: Chart) -> str:
-    steps = sorted({step for series in chart.series for step, value in series.points if not drawable(value)})
-    if not steps:
-        return ""
-    which = ", ".join(f"{step:,}" for step in steps[:4]) + (" …" if len(steps) > 4 else "")
-    values = "1 value is" if len(steps) == 1 else f"{len(steps):,} values are"
-    return f'<p class="gap">{values} not finite (step {which}): a gap in the line.</p>'
-
-
-def _for_script(shown: list[Series], scale: Scale, last_step: int) -> str:
+def _for_script(shown: list[Series], scale: Scale) -> str:
     """What the page's script needs to show the values under the pointer."""
     points = [
-        [[step, plain(value), round(scale.place(value), 1)] for step, value in series.points if drawable(value)]
+        [[step, plain(value), scale.place(value)] for step, value in series.points if drawable(value)]
         for series in shown
     ]
-    frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": last_step}
+    frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": scale.last_step}
     drawn = {"series": points, "colours": [series.colour for series in shown]}
     return json.dumps(frame | drawn, separators=(",", ":"))

@@ -6,18 +6,16 @@ import base64
 import hashlib
 import math
 from collections.abc import Iterable
-from functools import cache
-from importlib.resources import files
 from statistics import median
 from typing import TypeVar
 
-from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from jingu import __version__
 from jingu.report.charts import Chart, Point, Series, draw, drawable
 from jingu.report.read import Record, Row, number
-from jingu.report.words import ABSENT, duration, memory_unit, plain, rounded, visible
+from jingu.report.template import content, template
+from jingu.report.words import ABSENT, duration, memory_unit, plain, rounded
 
 Item = TypeVar("Item")
 
@@ -29,11 +27,11 @@ LONGEST_SAMPLE = 4000  # characters
 
 def page(record: Record) -> str:
     """The whole file. All text of the run is escaped: what a model writes is not to be trusted."""
-    script = _file("page.js")
-    return _template().render(
+    script = content("page.js")
+    return template("page.html").render(
         record=record,
         version=__version__,
-        style=Markup(_file("page.css")),
+        style=Markup(content("page.css")),
         script=Markup(script),
         # Only this very script may run, whatever should slip through the escaping.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -48,19 +46,6 @@ def page(record: Record) -> str:
         count=_count,
         figures=_figures(record),
     )
-
-
-@cache
-def _template() -> Template:
-    def shown(value: object) -> object:
-        return value if isinstance(value, Markup) else visible(value)
-
-    environment = Environment(autoescape=True, finalize=shown, trim_blocks=True, undefined=StrictUndefined)
-    return environment.from_string(_file("page.html"))
-
-
-def _file(name: str) -> str:
-    return files("jingu.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _points(rows: dict[int, Row], key: str) -> list[Point]:

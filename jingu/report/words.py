@@ -1,8 +1,7 @@
-"""Numbers and texts as people read them, safe inside HTML."""
+"""Numbers and texts as people read them."""
 
 from __future__ import annotations
 
-import html
 import math
 
 ABSENT = "–"
@@ -11,11 +10,6 @@ ABSENT = "–"
 def visible(value: object) -> str:
     """Text with control characters made visible, and no half surrogates."""
     return "".join(map(_visible, str(value)))
-
-
-def safe(value: object) -> str:
-    """Visible text for HTML, content or attribute."""
-    return html.escape(visible(value))
 
 
 def _visible(character: str) -> str:

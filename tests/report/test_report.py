@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -229,7 +230,7 @@ def test_a_long_run_stays_a_small_page_with_its_peak(make_run: MakeRun, realisti
     ]
     source, seen = written(make_run(samples, tail="\n".join(lines) + "\n"))
     assert len(source.encode()) < 1_000_000
-    assert '[24321,"77.5",' in source.replace("&quot;", '"')
+    assert '[24321,"77.5",' in html.unescape(source)
     assert "28 further prompts not shown" in seen
     assert max(len(data["series"][0]) for data in _charts(source)) <= 1002
 
