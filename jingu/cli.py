@@ -193,7 +193,7 @@ VERBS = {
         option("--to", "FILE", path, "the file to write (RUN/report.html)"),
     ),
     "config show": Verb(
-        "print every setting of a run, and what follows from them", "parallel.verbs:show", run_file=True
+        "print every setting of a run, and what follows from them", "train.show:show", run_file=True
     ).taking(_PROCESSES),
     "config from-deepspeed": Verb(
         "print the run's file that a DeepSpeed configuration amounts to", "config.deepspeed:from_deepspeed"

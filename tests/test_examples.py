@@ -25,6 +25,7 @@ from jingu.config.tree import all_keys
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import make_model
 from jingu.parallel.stages import divide_blocks
+from jingu.train.show import show
 from jingu.train.verbs import train
 from jingu.tune.prepare import prepare
 from tests.conftest import Done, Library, peak_unmeasured, tiny
@@ -71,7 +72,8 @@ def test_comments_name_settings_that_exist(file: Path) -> None:
         assert named in all_keys() or Path(named).suffix in (".md", ".py", ".yaml"), named
 
 
-def test_expected_memory_of_the_pipeline() -> None:
+def test_expected_memory_of_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the file says is what `jingu config show` tells, and what one counts by hand."""
     file = EXAMPLES / "pipeline-7b.yaml"
     config = load_config(file)
     found = re.search(r"([\d.]+) GiB for the weights.*?([\d.]+) GiB for the inputs", file.read_text("utf-8"), re.DOTALL)
@@ -86,6 +88,9 @@ def test_expected_memory_of_the_pipeline() -> None:
         held.append((16 * numbers, len(part) * (ranks - stage) * length * spec.width * 2))
     most = max(held, key=sum)
     assert [f"{size / 2**30:.1f}" for size in most] == list(found.groups())
+    show(config, ranks)
+    told = capsys.readouterr().out
+    assert f"{sum(most) / 2**30:.1f} GiB = " in told and f"{most[1] / 2**30:.1f} inputs of blocks" in told
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,10 @@ def _names(path: Path) -> list[str]:
     return found
 
 
-def open_dataset(path: Path, split: SplitName, reading: Reading = "mmap", end_id: int = 0) -> TokenDataset:
-    """Open a split of the data set that `jingu data build` made in `path`, or files of Megatron's format (a prefix),
+def open_dataset(
+    path: Path, split: SplitName, reading: Reading = "mmap", end_id: int = 0, made_by: str = "data build"
+) -> TokenDataset:
+    """Open a split of the data set that a verb made in `path`, or files of Megatron's format (a prefix),
     which do not say that `end_id` ends their documents.
 
     Raises JinguError where there is none, where nothing was held out, and where a file is missing or cut.
@@ -104,7 +106,7 @@ def open_dataset(path: Path, split: SplitName, reading: Reading = "mmap", end_id
     foreign = path.with_name(f"{path.name}.idx").is_file()
     manifest = _manifest_of(path, end_id) if foreign else Manifest.load(path)
     if manifest is None:
-        raise JinguError("there is no data set here.", where=path, fix="Run `jingu data build` first.")
+        raise JinguError("there is no data set here.", where=path, fix=f"Run `jingu {made_by}` first.")
     content, folder = manifest.split(split), path.parent if foreign else path
     if not content.shards:
         raise JinguError(

@@ -65,10 +65,12 @@ def _opened(config: RunConfig, path: Path, seed: int, tokenizer: Tokenizer) -> W
     data, length, order = config.data, config.batch.sequence_length, config.data.order
     if isinstance(data.objective, TargetFilesSettings):
         return open_target_files(path, length, seed, data.reading, data.objective, tokenizer)
+    if isinstance(data.objective, SupervisedSettings):
+        rows = open_supervised(path, "train", data.objective, config.batch, seed)
+        check_tokenizer(rows.dataset, tokenizer)
+        return rows
     dataset = open_dataset(path, "train", data.reading, tokenizer.end_id)
     check_tokenizer(dataset, tokenizer)
-    if isinstance(data.objective, SupervisedSettings):
-        return open_supervised(path, "train", data.objective, config.batch, seed)
     if data.packing == "best_fit":
         return PackedRows(dataset, length, seed)
     if isinstance(order, BlockOrderSettings):

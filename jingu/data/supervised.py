@@ -84,7 +84,7 @@ def open_supervised(
     path: Path, split: SplitName, objective: SupervisedSettings, batch: BatchSettings, seed: int
 ) -> SupervisedRows:
     """Open what `jingu tune prepare` made in `path`. Raises JinguError where it is missing or made otherwise."""
-    dataset = open_dataset(path, split)
+    dataset = open_dataset(path, split, made_by="tune prepare")
     made = dataset.manifest.settings
     now = {**objective.model_dump(mode="json", exclude=NOT_MADE), "sequence_length": batch.sequence_length}
     then = {**made.get("objective", {"type": "causal"}), "sequence_length": made.get("sequence_length")}

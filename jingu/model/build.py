@@ -26,12 +26,6 @@ def spec_from_settings(
         JinguError: an unknown family or preset, dimensions that do not fit together, or a model smaller than the
             tokenizer or the sequences.
     """
-    if start and settings.preset:
-        raise JinguError(
-            "the run begins with another model, which says its own dimensions.",
-            where="model.preset",
-            fix="Leave it out, or leave out initialize.from.",
-        )
     preset = start or _preset(settings)
     family = find_family(settings.family or (preset.family if preset else "llama"))
     template = preset or family.template

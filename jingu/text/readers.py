@@ -92,13 +92,19 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, tally: Tally) 
         try:
             yield from reader.documents(span)
         except damages() as error:
-            if isinstance(error, OSError) and error.strerror:
-                damage = unreadable(span.file.path, error)
-            else:
-                what = f"the file is damaged or was cut while it was written or copied ({error})."
-                fix = "Fetch it anew, or set data.on_error=skip to take what comes before."
-                damage = JinguError(what, where=span.file.path, fix=fix)
-            reader.refuse(damage)
+            reader.refuse(damaged(span.file, error, ", or set data.on_error=skip to take what comes before"))
+
+
+def damaged(file: CorpusFile, error: Exception, otherwise: str = "") -> JinguError:
+    """The words for what reading a file raised.
+
+    Args:
+        otherwise: what can be done instead of mending it.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return unreadable(file.path, error)
+    what = f"the file is damaged or was cut while it was written or copied ({error})."
+    return JinguError(what, where=file.path, fix=f"Fetch it anew{otherwise}.")
 
 
 class _Reader:
@@ -154,7 +160,7 @@ class _Reader:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
             fix = "A .json file holds a list of objects; one object a line is .jsonl."
-            self.wrong(-1, f"the file is not JSON ({_reason(error)}).", fix)
+            self.wrong(-1, f"the file is not JSON ({json_reason(error)}).", fix)
             return
         for number, row in enumerate(found if isinstance(found, list) else [found], start=1):
             yield self._field(row, number, "row"), number
@@ -162,21 +168,22 @@ class _Reader:
     def _lines(self, stream: IO[bytes], span: Span) -> Iterator[tuple[str | None, int]]:
         """The lines that begin in the span, each a document, or a JSON object with one; blank lines are nothing."""
         read = self._object if self.file.kind == "lines" else self._plain
-        for position, line in self._numbered(stream, _first_line(stream, span)):
-            if self._beyond(position, span):
-                return
-            if not _blank(line) or len(line) > self.settings.largest_document:
+        most = self.settings.largest_document
+        for line, position in lines_of(stream, span, most):
+            if not _blank(line) or len(line) > most:
                 yield read(line, position), position
 
     def _blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[str | None, int]]:
         """The stretches of lines between blank ones that begin in the span."""
-        position = _first_line(stream, span)
+        position = first_line(stream, span)
         begins = position == 0 or _blank(_previous_line(stream, position))
         stream.seek(position) if position else None
-        for blank, lines in groupby(self._numbered(stream, position), key=lambda each: _blank(each[1])):
+        for blank, lines in groupby(
+            _numbered(stream, position, self.settings.largest_document), key=lambda each: _blank(each[0])
+        ):
             start, block, size = position, list[bytes](), 0
-            for position, line in lines:
-                if self._beyond(position, span) and (not block or not begins):
+            for line, position in lines:
+                if _beyond(position, span) and (not block or not begins):
                     return
                 start = start if block else position
                 if size <= self.settings.largest_document:
@@ -185,20 +192,6 @@ class _Reader:
             if not blank and begins:
                 yield self._plain(b"".join(block), start), start
             begins = True
-
-    def _numbered(self, stream: IO[bytes], position: int) -> Iterator[tuple[int, bytes]]:
-        """The lines from a byte on, each with its own; of one that is longer than a document may be, its beginning."""
-        most = self.settings.largest_document
-        while line := stream.readline(most + 1):
-            yield position, line
-            position += len(line)
-            while len(line) > most and not line.endswith(b"\n"):
-                line = stream.readline(most + 1)
-                position += len(line)
-
-    def _beyond(self, position: int, span: Span) -> bool:
-        """Whether what begins there belongs to a later part of the file."""
-        return self.file.splits and position >= span.end
 
     def _rows(self, span: Span) -> Iterator[tuple[str | None, int]]:
         """The rows of a .parquet's row groups, or of an .arrow file as `datasets` saves it."""
@@ -224,7 +217,7 @@ class _Reader:
             return self._field(json.loads(text.rstrip()), place, "line")
         except (ValueError, RecursionError) as error:
             fix = "A .jsonl file holds one JSON object a line."
-            self.wrong(place, f"this line is not JSON ({_reason(error)}).", fix)
+            self.wrong(place, f"this line is not JSON ({json_reason(error)}).", fix)
             return None
 
     def _field(self, row: object, place: int, it: str) -> str | None:
@@ -298,7 +291,30 @@ def _blank(line: bytes) -> bool:
     return not line.strip()
 
 
-def _first_line(stream: IO[bytes], span: Span) -> int:
+def lines_of(stream: IO[bytes], span: Span, most: int) -> Iterator[tuple[bytes, int]]:
+    """The lines that begin in the span, each with its byte; one longer than `most` bytes is cut to one byte more."""
+    for line, position in _numbered(stream, first_line(stream, span), most):
+        if _beyond(position, span):
+            return
+        yield line, position
+
+
+def _numbered(stream: IO[bytes], position: int, most: int) -> Iterator[tuple[bytes, int]]:
+    """The lines from a byte on, likewise."""
+    while line := stream.readline(most + 1):
+        yield line, position
+        position += len(line)
+        while len(line) > most and not line.endswith(b"\n"):
+            line = stream.readline(most + 1)
+            position += len(line)
+
+
+def _beyond(position: int, span: Span) -> bool:
+    """Whether what begins there belongs to a later part of the file."""
+    return span.file.splits and position >= span.end
+
+
+def first_line(stream: IO[bytes], span: Span) -> int:
     """Go to the first line that begins in the span; its byte."""
     if span.start == 0:
         return 0
@@ -349,7 +365,8 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names) or "none"
 
 
-def _reason(error: Exception) -> str:
+def json_reason(error: Exception) -> str:
+    """Why a line is not JSON."""
     return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 

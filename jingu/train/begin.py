@@ -58,8 +58,9 @@ def spec_of_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelS
     if other.tokenizer_folder is not None:
         _check_pieces(tokenizer, Tokenizer.load(other.tokenizer_folder), config)
     spec = spec_from_settings(settings, tokenizer.vocabulary, length, other.spec)
-    if parameter_shapes(spec) != parameter_shapes(other.spec):
-        here, there = places(spec), places(other.spec)
+    named = spec if settings.preset is None else spec_from_settings(settings, tokenizer.vocabulary, length)
+    if parameter_shapes(named) != parameter_shapes(other.spec):
+        here, there = places(named), places(other.spec)
         differing = [
             f"{key} is {value}, there {there.get(key)}" for key, value in here.items() if there.get(key) != value
         ]

@@ -156,17 +156,7 @@ def _build(
     run: Run, mesh: DeviceMesh, ranks: Ranks, precision: Precision, compiles: bool
 ) -> tuple[Model, torch.optim.Optimizer]:
     """The model laid out over the mesh with its initial weights, and its optimizer."""
-    with torch.device("meta"):
-        whole = make_model(run.spec).to(precision.masters)
-    model = parallelize(
-        whole,
-        mesh,
-        run.config.parallel,
-        compute=precision.compute,
-        reduce=precision.reduce,
-        activation_checkpointing=run.config.train.activation_checkpointing,
-        compile=compiles,
-    )
+    model = lay_out(run.spec, run.config, mesh, precision, compiles=compiles)
     offload = run.config.parallel.offload
     disk = Disk(Path(offload.path or run.folder / "offload")) if isinstance(offload, DiskOffloadSettings) else None
     if disk is not None:
@@ -175,6 +165,21 @@ def _build(
         model.to_empty(device=torch.device("cpu") if offload.type == "host" else ranks.device)
     sharing_of(model).initialise(model, run.spec, run.config.seed)
     return model, build_optimizer(run.config.optimizer, model, disk)
+
+
+def lay_out(spec: ModelSpec, config: RunConfig, mesh: DeviceMesh, precision: Precision, *, compiles: bool) -> Model:
+    """The model over the mesh, on the meta device."""
+    with torch.device("meta"):
+        whole = make_model(spec).to(precision.masters)
+    return parallelize(
+        whole,
+        mesh,
+        config.parallel,
+        compute=precision.compute,
+        reduce=precision.reduce,
+        activation_checkpointing=config.train.activation_checkpointing,
+        compile=compiles,
+    )
 
 
 def _dry_run(loop: Loop, mesh: DeviceMesh) -> None:

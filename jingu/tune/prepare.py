@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,14 @@ from jingu.data.supervised import NOT_MADE, open_supervised
 from jingu.data.writing import Encode, Encoded
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
-from jingu.text.corpus import checked_corpora, describe_files, find_files
-from jingu.text.readers import Tally
+from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
+from jingu.text.readers import Span, Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.rows import BadRow, Row, RowError, Unit, bad_row, plan_units, read_rows, stop_at
+from jingu.tune.rows import BadRow, Row, RowError, bad_row, read_rows, rows_before, stop_at
 from jingu.tune.supervise import Supervised, supervise
 from jingu.tune.templates import Template, find_template
 
+Unit = tuple[Span, ...]
 UNITS_A_WORKER = 2
 """Processes start only where there is work for them: each takes seconds to begin."""
 READ, CUT, DIVIDED, KEPT, TOKENS, TRAINED, UNENDED = (
@@ -51,8 +52,8 @@ class Maker:
         assert isinstance(found, SupervisedSettings)
         return found
 
-    def rows(self, unit: Unit, tally: Tally) -> Iterator[tuple[int, Supervised]]:
-        """The rows of a unit that are trained on, each with its number there (from 1); what becomes of the others is
+    def rows(self, span: Span, tally: Tally) -> Iterator[tuple[int, Supervised]]:
+        """The rows of a span that are trained on, each with its number there (from 1); what becomes of the others is
         counted. Raises JinguError."""
 
         def bad(found: BadRow) -> None:
@@ -60,13 +61,13 @@ class Maker:
                 stop_at(found)
             tally.skipped.append(f"{found.file}: {found}")
 
-        special = set(self.tokenizer.special_tokens.values())
-        for number, row in read_rows(unit, bad):
+        special, before = set(self.tokenizer.special_tokens.values()), cache(partial(rows_before, span))
+        for number, row in read_rows(span, bad):
             tally.count(f"{READ}{row.kind}")
             try:
                 made = self._fitting(row, tally)
             except RowError as error:
-                bad(bad_row(unit.file, unit.before + number, str(error), row))
+                bad(bad_row(span.file.path, before() + number, str(error), row))
                 continue
             for one in made:
                 trained = one.weights[1:].nonzero()[0]
@@ -76,7 +77,7 @@ class Maker:
                 tally.count(KEPT)
                 tally.count(TOKENS, len(one.ids))
                 tally.count(TRAINED, len(trained))
-                if one.ids[trained[-1] + 1] not in special:
+                if one.ids[trained[-1] + 1] not in special and len(one.ids) < self.length:  # others may have been cut
                     tally.count(UNENDED)
                 yield number, one
 
@@ -126,11 +127,12 @@ def told(tally: Tally, *, drops: bool) -> list[str]:
         return ", ".join(f"{n:,} {what}" for what, n in sorted(found.items(), key=lambda item: -item[1])) or "none"
 
     count = {what: tally.rows.get(what, 0) for what in (KEPT, TOKENS, TRAINED, CUT, DIVIDED, UNENDED)}
+    cut = f"{count[CUT]:,} cut" + (", which teach no end" if count[CUT] else "")
     lines = [
         f"rows: {several(READ)}",
         f"made: {count[KEPT]:,} of {count[TOKENS]:,} tokens, {count[TRAINED]:,} of them trained "
         f"({count[TRAINED] / max(count[TOKENS], 1):.0%})",
-        f"too long: {count[CUT]:,} cut, {count[DIVIDED]:,} divided",
+        f"too long: {count[DIVIDED]:,} divided, {cut}",
         f"left out: {several(LEFT_OUT)}",
     ]
     if copies and not drops:
@@ -142,15 +144,15 @@ def told(tally: Tally, *, drops: bool) -> list[str]:
     return lines
 
 
-def row_files(data: DataSettings) -> list[Path]:
-    """The files of a corpus of rows. Raises JinguError where there are others."""
-    files = [Path(file.path) for file in find_files(data)]
+def units_of(data: DataSettings) -> list[Unit]:
+    """Units of work of a corpus of rows. Raises JinguError where there are other files."""
+    files = find_files(data)
     for file in files:
-        if file.suffix not in (".json", ".jsonl"):
-            raise JinguError(
-                "rows are read from .json and .jsonl files.", where=file, fix="Name such files in data.input."
-            )
-    return files
+        if file.kind not in ("lines", "json"):
+            fix = "Name .json and .jsonl files in data.input."
+            raise JinguError("rows are read from JSON, as a list or a row a line.", where=file.path, fix=fix)
+    # Each part of a list is so much of its rows.
+    return plan_units([replace(file, splits=file.splits or file.kind == "json") for file in files])
 
 
 def makers(config: RunConfig) -> Iterator[Maker]:
@@ -193,7 +195,7 @@ def prepare(config: RunConfig) -> None:
 def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> None:
     data, path = maker.data, Path(maker.data.path)
     encode, units, workers = encoder(config, maker)
-    sizes = [unit.file.stat().st_size // unit.parts for unit in units]
+    sizes = [sum(span.end - span.start for span in unit) for unit in units]
     began = time.monotonic()
     manifest, tally = make(Work(data, maker.tokenizer, settings, encode, units, sizes, workers))
     print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
@@ -209,7 +211,7 @@ def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> No
 def encoder(config: RunConfig, maker: Maker) -> tuple[Encode, list[Unit], int]:
     """What encodes a unit of a corpus; the units; and how many processes should work at them."""
     data, tokenizer = maker.data, maker.tokenizer
-    units = plan_units(row_files(data))
+    units = units_of(data)
     most = usable_cores() if data.workers == "auto" else data.workers
     workers = max(1, min(most, len(units) // UNITS_A_WORKER))
     encode = partial(_encode, Path(config.tokenizer.path), tokenizer.fingerprint(), data, maker.length)
@@ -229,7 +231,8 @@ def _encode(
     maker = _maker(tokenizer, fingerprint, data.model_dump_json(), length)
     dtype = best_dtype(maker.tokenizer.vocabulary)
     ids, weights, hashes = [], [], []
-    for _, row in maker.rows(unit, tally):  # lists of numbers are large, and let go of at once
+    rows = (row for span in unit for _, row in maker.rows(span, tally))
+    for row in rows:  # lists of numbers are large, and let go of at once
         ids.append(np.array(row.ids, dtype))
         weights.append(row.weights)
         hashes.append(hash_of(ids[-1].tobytes()))

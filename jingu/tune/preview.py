@@ -15,8 +15,8 @@ from jingu.data.writing import Encode
 from jingu.runtime.files import cannot_write, replace_text
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.prepare import Maker, encoder, makers, row_files, told
-from jingu.tune.rows import Unit, plan_units
+from jingu.tune.prepare import Maker, Unit, encoder, makers, told, units_of
+from jingu.tune.rows import rows_before
 from jingu.tune.supervise import Supervised
 
 MOST_BAD = 5
@@ -24,10 +24,13 @@ MOST_BAD = 5
 Marked = Callable[[list[str], bool], str]
 """What is shown of neighbouring tokens that are all trained, or all not."""
 
-_PAGE = """<!doctype html><meta charset="utf-8"><title>Trained tokens</title>
-<style>body{{font:15px/1.6 sans-serif;max-width:60em;margin:2em auto;white-space:pre-wrap;overflow-wrap:anywhere}}
-h2,p{{font-size:1em;margin:1em 0 0}}i{{font-style:normal;outline:1px solid #8884}}
-b{{font-weight:normal}}b i{{background:#9d9}}</style>
+_PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Trained tokens</title>
+<style>:root{{color-scheme:light dark}}
+body{{font:15px/1.7 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
+h2{{font-size:1em;margin:2em 0 .5em}}pre{{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}}
+i{{font-style:normal;outline:1px solid #8885;border-radius:2px}}b{{font-weight:normal}}
+b i{{background:light-dark(#a6e3a6,#1d5c2c)}}</style>
 <p>A frame is a token; <b><i>green</i></b> ones are trained.</p>{body}
 """
 
@@ -46,17 +49,18 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
     page = []
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
     for maker in makers(config):
-        units = plan_units(row_files(maker.data))
-        found = ((unit.before + number, unit, row) for unit in units for number, row in maker.rows(unit, Tally()))
-        for number, unit, row in islice(found, rows):
+        spans = (span for unit in units_of(maker.data) for span in unit)
+        found = ((span, number, row) for span in spans for number, row in maker.rows(span, Tally()))
+        for span, number, row in islice(found, rows):
             trained = int((row.weights[1:] > 0).sum())
-            title = f"{unit.file.name}, row {number} ({row.kind}): {trained} of {len(row.ids)} tokens trained"
-            page += [f"<h2>{html.escape(title)}</h2>", _row(row, maker.tokenizer, _in_page)]
+            place = f"{Path(span.file.path).name}, row {rows_before(span) + number} ({row.kind})"
+            title = f"{place}: {trained} of {len(row.ids)} tokens trained"
+            page.append(f"<h2>{html.escape(title)}</h2><pre>{_row(row, maker.tokenizer, _in_page)}</pre>")
             if to is None:
                 print(f"{title}\n{_row(row, maker.tokenizer, _coloured if coloured else _bracketed)}\n")
         totals = [f"{maker.data.path}:", *(f"  {line}" for line in _totals(config, maker))]
         print("\n".join(totals))
-        page.append(f"<p>{html.escape(chr(10).join(totals))}</p>")
+        page.append(f"<h2>{html.escape(totals[0])}</h2><pre>{html.escape(chr(10).join(totals[1:]))}</pre>")
     if to is not None:
         try:
             replace_text(to, _PAGE.format(body="\n".join(page)))

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from jingu.errors import JinguError
-from jingu.runtime.files import unreadable
+from jingu.text.readers import Span, damaged, first_line, json_reason, lines_of
+from jingu.text.storage import CorpusFile, damages, is_address
 
 LARGEST_ROW = 10_000_000
-"""Characters; a longer row is taken for a mistake."""
+"""Bytes; a longer row is taken for a mistake."""
 MOST_WEIGHT = 2.0
 """Of an answer; weights are kept in hundredths, in a byte."""
 RESERVED = re.compile("[\ufdd0-\ufdd2]")
@@ -54,7 +56,7 @@ class Row:
 class BadRow:
     """A row that cannot be used: where it is, what was expected, how it begins."""
 
-    file: Path
+    file: str
     number: int
     reason: str
     start: str
@@ -64,7 +66,7 @@ class BadRow:
         return f"row {self.number}: {self.reason}. It begins: {start}{'…' if len(self.start) > 80 else ''}"
 
 
-def bad_row(file: Path, number: int, reason: str, row: Row) -> BadRow:
+def bad_row(file: str, number: int, reason: str, row: Row) -> BadRow:
     """A row whose form is good, but that cannot be used."""
     return BadRow(file, number, reason, row.messages[0].content if row.messages else row.parts[0][0])
 
@@ -73,56 +75,38 @@ class RowError(ValueError):
     """What is wrong with a row: a field, and what was expected of it."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A part of a file: in bytes of a .jsonl, to which the lines that begin there belong; in rows of a .json."""
-
-    file: Path
-    part: int
-    parts: int
-
-    @cached_property
-    def before(self) -> int:
-        """Rows of the file before it."""
-        if self.file.suffix != ".jsonl":
-            return len(_listed(self.file)) * self.part // self.parts
-        with self.file.open("rb") as stream:
-            left = _begin(stream, self)
-            stream.seek(0)
-            count = 0
-            while left and (piece := stream.read(min(left, 1 << 24))):
-                count, left = count + piece.count(b"\n"), left - len(piece)
-        return count
+def rows_before(span: Span) -> int:
+    """Rows of the file before those of a span: of a .json, or lines."""
+    if span.file.kind == "json":
+        return _share(len(_listed(span.file)), span)[0]
+    with closing(span.file.open()) as stream:
+        left, count = first_line(stream, span), 0
+        stream.seek(0) if left else None  # of what is packed, not every stream can
+        while left and (piece := stream.read(min(left, 1 << 24))):
+            count, left = count + piece.count(b"\n"), left - len(piece)
+    return count
 
 
-def plan_units(files: list[Path], size: int = 1 << 20) -> list[Unit]:
-    """Units of work of about so many bytes, which depend on the files alone."""
-    parts = [(file, max(1, -(-file.stat().st_size // size))) for file in files]
-    return [Unit(file, part, number) for file, number in parts for part in range(number)]
-
-
-def read_rows(unit: Unit, bad: Callable[[BadRow], None], largest: int = LARGEST_ROW) -> Iterator[tuple[int, Row]]:
-    """The good rows of a unit, each with its number there (from 1); `bad` is told of the others.
+def read_rows(span: Span, bad: Callable[[BadRow], None], largest: int = LARGEST_ROW) -> Iterator[tuple[int, Row]]:
+    """The good rows of a span, each with its number there (from 1); `bad` is told of the others.
 
     Raises:
         JinguError: the file cannot be read, or as a whole is not JSON.
     """
+    before = cache(partial(rows_before, span))
     try:
-        values = _lines(unit) if unit.file.suffix == ".jsonl" else _part(unit, largest)
-        for number, text, value in values:
+        for number, text, value in (_part if span.file.kind == "json" else _lines)(span, largest):
             try:
-                if text is not None and len(text) > largest:
-                    raise RowError(f"it has {len(text):,} characters, of {largest:,} at most")
                 if isinstance(value, ValueError):
-                    raise RowError(f"it is not JSON ({value})")
+                    raise value if isinstance(value, RowError) else RowError(f"it is not JSON ({json_reason(value)})")
                 row = parse_row(value)
             except RowError as error:
                 text = json.dumps(value, ensure_ascii=False) if text is None else text
-                bad(BadRow(unit.file, unit.before + number, str(error), text[:100]))
+                bad(BadRow(span.file.path, before() + number, str(error), text[:100]))
             else:
                 yield number, row
-    except OSError as error:
-        raise unreadable(unit.file, error) from error
+    except damages() as error:
+        raise damaged(span.file, error) from error
 
 
 def stop_at(bad: BadRow) -> None:
@@ -132,59 +116,62 @@ def stop_at(bad: BadRow) -> None:
     )
 
 
-def _begin(stream: BinaryIO, unit: Unit) -> int:
-    """Go to the first line that begins in the unit; its place."""
-    start = unit.file.stat().st_size * unit.part // unit.parts
-    stream.seek(max(start - 1, 0))
-    if start:
-        stream.readline()
-    return stream.tell()
-
-
-def _lines(unit: Unit) -> Iterator[tuple[int, str | None, Any]]:
-    """Each row's number, its text, and its value or the ValueError that parsing raised."""
-    end = unit.file.stat().st_size * (unit.part + 1) // unit.parts
-    with unit.file.open("rb") as stream:
-        place, number = _begin(stream, unit), 0
-        while place < end and (line := stream.readline()):
-            begins, place, number = place == 0, place + len(line), number + 1
+def _lines(span: Span, largest: int) -> Iterator[tuple[int, str | None, Any]]:
+    """Each row's number, its text, and its value or the ValueError that says what is wrong with the text."""
+    with closing(span.file.open()) as stream:
+        for number, (line, place) in enumerate(lines_of(stream, span, largest), start=1):
+            wrong = _too_long(largest) if len(line) > largest else None
             try:
-                text = line.decode("utf-8-sig" if begins else "utf-8")
+                text = line.decode("utf-8-sig" if place == 0 else "utf-8")
             except UnicodeDecodeError as error:
-                yield number, line.decode(errors="replace"), ValueError(f"not UTF-8: {error.reason}")
-                continue
-            if text.strip():
-                yield number, text, _parsed(text)
+                text = line.decode(errors="replace")
+                wrong = wrong or RowError(f"it is not UTF-8 ({error.reason} at byte {error.start} of it)")
+            if wrong or text.strip():
+                yield number, text, wrong or _parsed(text)
 
 
-def _part(unit: Unit, largest: int) -> Iterator[tuple[int, str | None, Any]]:
+def _part(span: Span, largest: int) -> Iterator[tuple[int, str | None, Any]]:
     """As `_lines`; the text is None where it cannot be longer than a row may be."""
-    rows = _listed(unit.file)
-    some = rows[unit.before : len(rows) * (unit.part + 1) // unit.parts]
-    short = unit.file.stat().st_size <= largest
-    for number, value in enumerate(some, start=1):
-        yield number, None if short else json.dumps(value, ensure_ascii=False), value
+    rows = _listed(span.file)
+    first, end = _share(len(rows), span)
+    short = span.file.size <= largest and not span.file.compression
+    for number, value in enumerate(rows[first:end], start=1):
+        text = None if short else json.dumps(value, ensure_ascii=False)
+        yield number, text, value if text is None or len(text) <= largest else _too_long(largest)
 
 
-def _listed(file: Path) -> list[Any]:
+def _too_long(largest: int) -> RowError:
+    return RowError(f"it is longer than {largest:,} bytes, and taken for a mistake")
+
+
+def _share(rows: int, span: Span) -> tuple[int, int]:
+    """Which rows of a .json are those of a span: as large a part of them as it is of the file."""
+    size = max(span.file.size, 1)
+    return rows * span.start // size, rows * span.end // size
+
+
+def _listed(file: CorpusFile) -> list[Any]:
     """The rows of a .json file. Raises JinguError."""
-    about = file.stat()
-    return _read_list(file, about.st_mtime_ns, about.st_size)
+    return _read_list(file, 0 if is_address(file.path) else Path(file.path).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
-def _read_list(file: Path, _changed: int, _size: int) -> list[Any]:
-    """`_listed`, once for all units of a file."""
+def _read_list(file: CorpusFile, _changed: int) -> list[Any]:
+    """`_listed`, once for all spans of a file."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with closing(file.open()) as stream:
+            text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise JinguError(f"the file is not UTF-8 ({error.reason} at byte {error.start}).", where=file) from error
+        what = f"the file is not UTF-8 ({error.reason} at byte {error.start})."
+        raise JinguError(what, where=file.path) from error
     whole = _parsed(text)
     if isinstance(whole, ValueError):
         whole = _parsed(without_comments(text))
     if not isinstance(whole, list):
         what = f"the file is not JSON ({whole})" if isinstance(whole, ValueError) else "the file holds no list of rows"
-        raise JinguError(f"{what}.", where=file, fix="A .json file holds [row, row, ...]; a .jsonl file a row a line.")
+        raise JinguError(
+            f"{what}.", where=file.path, fix="A .json file holds [row, row, ...]; a .jsonl file a row a line."
+        )
     return whole
 
 

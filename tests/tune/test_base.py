@@ -149,7 +149,20 @@ def test_its_memory_is_that_of_few_bits(adapted: Callable[..., RunConfig]) -> No
     assert [sizes[kind] / plain for kind in KINDS] == pytest.approx([0.5, 0.3125, 0.28125], rel=0.03)
 
 
-@pytest.mark.parametrize("layout", [{"parallel.zero": 3}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}])
+AGAIN, OFFLOAD = "train.activation_checkpointing.type", "parallel.offload.type"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel.zero": 3},
+        {"parallel.tensor": 2},
+        {"parallel.pipeline": 2},
+        {"parallel.zero": 2, OFFLOAD: "host", AGAIN: "selective", "parallel.expert": 1},
+        pytest.param({"parallel.zero": 1, OFFLOAD: "disk", AGAIN: "full"}, marks=pytest.mark.slow),
+        pytest.param({"parallel.zero": 0}, marks=pytest.mark.slow),
+    ],
+)
 def test_in_every_layout(
     layout: dict[str, Any], adapted: Callable[..., RunConfig], train_on: Train, done: Read
 ) -> None:
@@ -161,6 +174,18 @@ def test_in_every_layout(
         train_on(2, other)
         for column in ("loss", "grad_norm"):
             assert done(other).column(column) == pytest.approx(done(alone).column(column), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4", "nf4"])
+def test_ranks_in_bf16_compute_what_one_does(
+    kind: Kind, adapted: Callable[..., RunConfig], train_on: Train, done: Read
+) -> None:
+    """What the engine gathers, and casts, is of the same few bits."""
+    changes = {"tune.base": kind, "train.steps": 3, "precision.type": "bf16"}
+    alone, sharded = adapted(changes, "alone"), adapted({**changes, "parallel.zero": 3}, "sharded")
+    train_on(1, alone)
+    train_on(2, sharded)
+    assert done(sharded).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-3)
 
 
 def test_mistakes(adapted: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:

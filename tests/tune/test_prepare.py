@@ -18,13 +18,15 @@ from jingu.data.indexed import IndexedReader
 from jingu.data.loader import Loader
 from jingu.data.manifest import Manifest
 from jingu.data.supervised import open_supervised
+from jingu.data.writing import PROGRESS
 from jingu.errors import JinguError
+from jingu.runtime.files import new_folder
 from jingu.text.readers import Tally
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.run import open_run
 from jingu.train.task import Pretraining
-from jingu.tune.prepare import makers, prepare, row_files
-from jingu.tune.rows import plan_units
+from jingu.train.verbs import train
+from jingu.tune.prepare import makers, prepare, units_of
 from tests.conftest import Done, MakeRun
 
 ROWS = [
@@ -83,8 +85,8 @@ def test_packs_hold_every_row_once_with_its_own_positions(tuning: Callable[..., 
 def made(config: RunConfig) -> tuple[list[str], Tally]:
     tally = Tally()
     (maker,) = makers(config)
-    units = plan_units(row_files(config.data))
-    return [maker.tokenizer.decode(row.ids) for unit in units for _, row in maker.rows(unit, tally)], tally
+    spans = [span for unit in units_of(config.data) for span in unit]
+    return [maker.tokenizer.decode(row.ids) for span in spans for _, row in maker.rows(span, tally)], tally
 
 
 def test_lengths(tuning: Callable[..., RunConfig]) -> None:
@@ -110,6 +112,18 @@ def test_mistakes_are_told_or_left_out(tuning: Callable[..., RunConfig]) -> None
     manifest = Manifest.load(Path(config.data.path))
     assert manifest is not None and (manifest.skipped, manifest.duplicates) == (1, 1)
     assert manifest.train.documents + manifest.held_out.documents == 10
+
+
+def test_rows_are_prepared_once_and_by_no_rank(tuning: Callable[..., RunConfig]) -> None:
+    """Ranks only read: they make nothing that is not there, and of two that prepare the second is told."""
+    config = tuning()
+    place = Path(config.data.path)
+    for world in (1, 2):
+        with pytest.raises(JinguError, match="Run `jingu tune prepare` first"):
+            train(config, world)
+    assert not place.exists()
+    with new_folder(place, PROGRESS), pytest.raises(JinguError, match="another process is writing this folder"):
+        prepare(config)
 
 
 def test_other_settings_are_refused(tuning: Callable[..., RunConfig], train_on: Callable[..., None]) -> None:

@@ -47,6 +47,6 @@ def test_what_one_should_know_before(tiny_run: MakeRun, tmp_path: Path, capsys: 
         tiny_run({"data.input": str(file), "data.objective": {"type": "supervised", "template": str(endless)}}), rows=0
     )
     told = capsys.readouterr().out
-    assert "rows: 3 alpaca" in told and "too long: 1 cut, 0 divided" in told
+    assert "rows: 3 alpaca" in told and "too long: 0 divided, 1 cut, which teach no end" in told
     assert "left out: 1 without a trained token" in told
     assert "warning: 1 are copies" in told and "warning: in 2 the last trained token is no special one" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.errors import JinguError
-from jingu.tune.rows import BadRow, Message, RowError, Unit, parse_row, plan_units, read_rows, stop_at, without_comments
+from jingu.text.readers import Span
+from jingu.text.storage import CorpusFile
+from jingu.tune.rows import BadRow, Message, RowError, parse_row, read_rows, rows_before, stop_at, without_comments
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def parts_of(file: Path, parts: int) -> list[Span]:
+    """A file in parts that are about equal."""
+    size = file.stat().st_size if file.exists() else 0
+    splits = CorpusFile(str(file), size, splits=not file.name.endswith(".gz"))
+    return [Span(splits, size * part // parts, size * (part + 1) // parts) for part in range(parts)]
 
 
 def user(text: str) -> Message:
@@ -162,8 +172,8 @@ def test_json_as_people_write_it(tmp_path: Path) -> None:
     file.write_text(
         '[ // two rows\n {"text": "a // b, /* c */ ,]"}, /* and */ {"text": "\\"d",},\n]\n', encoding="utf-8"
     )
-    (unit,) = plan_units([file])
-    found = [(number, row.parts[0][0]) for number, row in read_rows(unit, stop_at)]
+    (span,) = parts_of(file, 1)
+    found = [(number, row.parts[0][0]) for number, row in read_rows(span, stop_at)]
     assert found == [(1, "a // b, /* c */ ,]"), (2, '"d')]
     assert without_comments('{"a": [1,\n// ,\n]}').count("\n") == 2
 
@@ -173,15 +183,27 @@ def test_lines_and_what_is_told_of_bad_ones(tmp_path: Path) -> None:
     lines = ['\ufeff{"text": "好"}', "", "{oops", json.dumps({"text": "x" * 200}), '{"text": ""}']
     file.write_bytes("\n".join(lines).encode() + b"\n\xff")
     bad: list[BadRow] = []
-    (unit,) = plan_units([file])
-    assert [number for number, _ in read_rows(unit, bad.append, largest=100)] == [1]
+    (span,) = parts_of(file, 1)
+    assert [number for number, _ in read_rows(span, bad.append, largest=100)] == [1]
     assert [each.number for each in bad] == [3, 4, 5, 6]
     assert "not UTF-8" in str(bad[3])
     assert "it is not JSON" in str(bad[0]) and "{oops" in str(bad[0])
-    assert "213 characters, of 100 at most" in str(bad[1])
+    assert "longer than 100 bytes" in str(bad[1])
     with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins: {"text": ""}') as caught:
-        list(read_rows(unit, lambda each: stop_at(each) if each.number == 5 else None))
+        list(read_rows(span, lambda each: stop_at(each) if each.number == 5 else None))
     assert str(caught.value.where) == str(file)
+
+
+@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl.gz"])
+def test_packed_files(name: str, tmp_path: Path) -> None:
+    """They are read from front to back; one that was cut is told of."""
+    file, rows = tmp_path / name, [{"text": f"{number} 春"} for number in range(2000)]
+    packed = gzip.compress((json.dumps(rows) if "jsonl" not in name else "\n".join(map(json.dumps, rows))).encode())
+    file.write_bytes(packed)
+    assert [row.parts[0][0] for _, row in read_rows(*parts_of(file, 1), stop_at)] == [row["text"] for row in rows]
+    file.write_bytes(packed[:-2000])
+    with pytest.raises(JinguError, match="damaged or was cut"):
+        list(read_rows(*parts_of(file, 1), stop_at))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +215,7 @@ def test_files_that_cannot_be_read(content: bytes | None, what: str, tmp_path: P
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(JinguError, match=what):
-        list(read_rows(Unit(file, 0, 1), stop_at))
+        list(read_rows(*parts_of(file, 1), stop_at))
 
 
 @given(
@@ -213,8 +235,7 @@ def test_parts_of_a_file_have_each_row_once(
     def bad(row: BadRow) -> None:
         found.append((row.number, "bad"))
 
-    for part in range(parts):
-        unit = Unit(file, part, parts)
-        found += [(unit.before + number, row.parts[0][0]) for number, row in read_rows(unit, bad)]
+    for span in parts_of(file, parts):
+        found += [(rows_before(span) + number, row.parts[0][0]) for number, row in read_rows(span, bad)]
     texts = ["bad" if text == "{}" else json.loads(text)["text"] for text in rows]
     assert sorted(found) == list(enumerate(texts, start=1))

@@ -38,7 +38,8 @@ class ModelSettings(Settings):
     family: str | None = None
     """Model family; `jingu model list` shows them; null: the preset's, or llama."""
     preset: str | None = None
-    """A published model, such as `llama-2-7b`; every setting that is given besides takes its value's place."""
+    """A published model, such as `llama-2-7b`; every setting that is given besides takes its value's place. Where the
+    run begins with a model (`initialize.from`), that must have these dimensions, and what else it says counts."""
     layers: Positive | None = None
     """Number of blocks; null: the preset's, or 6."""
     encoder_layers: Positive | None = None
