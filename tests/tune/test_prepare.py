@@ -14,11 +14,11 @@ import torch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import SupervisedSettings
 from jingu.data.batch import IGNORED
+from jingu.data.build import PROGRESS
 from jingu.data.indexed import IndexedReader
 from jingu.data.loader import Loader
 from jingu.data.manifest import Manifest
 from jingu.data.supervised import open_supervised
-from jingu.data.writing import PROGRESS
 from jingu.errors import JinguError
 from jingu.runtime.files import new_folder
 from jingu.text.readers import Tally
