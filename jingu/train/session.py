@@ -29,6 +29,7 @@ from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.decoder import make_model
 from jingu.model.products import product_dtype
+from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.parallel.offload import Disk
