@@ -19,7 +19,7 @@ from jingu.checkpoint.shards import DTYPE_NAMES, memory_of
 from jingu.checkpoint.stream import ELEMENTS
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
-from jingu.model.families.names import SAME, Entry, entries, their_shape, to_theirs
+from jingu.model.families.names import SAME, Entry, entries
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import one_thread
 from jingu.runtime.files import new_folder
@@ -115,9 +115,8 @@ def _write_weights(
     check: bool,
 ) -> list[str]:
     """The weight files, and their index where there are several; the names of tensors that fail the check."""
-    shapes = parameter_shapes(spec)
-    mapped = entries(FAMILIES[spec.family].rules, spec, shapes)
-    theirs = {entry.theirs: their_shape(entry, spec, shapes) for entry in mapped}
+    mapped = entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    theirs = {entry.theirs: entry.shape for entry in mapped}
     sizes = [prod(shape) * dtype.itemsize for shape in theirs.values()]
     shards = _shards(mapped, sizes, shard_bytes)
     read = _once(read)
@@ -130,7 +129,7 @@ def _write_weights(
             write_all(file, memoryview(header))
             for entry in shard:
                 finite, elements = True, 0
-                for piece in _pieces(_their_parts(entry, spec, read), dtype):
+                for piece in _pieces(_their_parts(entry, read), dtype):
                     finite = finite and not (check and _has_nan_or_infinity(piece))
                     elements += piece.numel()
                     write_all(file, memory_of(piece))
@@ -168,12 +167,12 @@ def _once(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     return read_once
 
 
-def _their_parts(entry: Entry, spec: ModelSpec, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
+def _their_parts(entry: Entry, read: Callable[[str], Tensor]) -> Iterator[Tensor]:
     """Their tensor, in parts along its first dim where it is ours, stacked."""
     if entry.transform is SAME and entry.expert is None:
         yield from (read(name).detach() for name in entry.ours)
     else:
-        yield to_theirs(entry, [read(name).detach() for name in entry.ours], spec)
+        yield entry.to_theirs([read(name).detach() for name in entry.ours])
 
 
 def _shards(mapped: Sequence[Entry], sizes: Sequence[int], shard_bytes: int) -> list[list[Entry]]:

@@ -30,7 +30,7 @@ from jingu.errors import JinguError
 from jingu.model.adapters import add_adapter, is_adapter
 from jingu.model.decoder import Decoder, make_model
 from jingu.model.families import FAMILIES, Family
-from jingu.model.families.names import Entry, entries, read_ours, their_shape, to_ours
+from jingu.model.families.names import Entry, entries, read_ours
 from jingu.model.packed import Packed, pack, packed_reader, unpack
 from jingu.model.spec import Ia3, Lora, ModelSpec
 from jingu.text.formats import tokenizer_file
@@ -277,7 +277,7 @@ def open_described(
         ) from error
     shapes = parameter_shapes(spec)
     mapped = entries(family.rules, spec, shapes)
-    expected = {entry.theirs: their_shape(entry, spec, shapes) for entry in mapped}
+    expected = {entry.theirs: entry.shape for entry in mapped}
     stored = weights(family, expected)
     _compare(expected, stored.shapes, where)
     holders: dict[str, list[Entry]] = {}
@@ -289,14 +289,13 @@ def open_described(
 
     def read(name: str, expert: int | None = None) -> Tensor:
         if expert is not None:
-            entry = holders[name][0]
-            if entry.expert is None:
-                return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name][expert]
-            entry = holders[name][expert]
-            return to_ours(entry, stored.read(entry.theirs), spec, shapes)[name]
+            apart = holders[name][0].expert is not None
+            entry = holders[name][expert if apart else 0]
+            found = entry.to_ours(stored.read(entry.theirs))[name]
+            return found if apart else found[expert]
         if name not in waiting:
             waiting.clear()
-            waiting.update(read_ours(name, holders[name], stored.read, spec, shapes))
+            waiting.update(read_ours(name, holders[name], stored.read))
         return waiting.pop(name)
 
     ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}

@@ -111,34 +111,26 @@ Modules = Mapping[str, int]
 
 
 def _modules(spec: ModelSpec) -> Iterator[tuple[Entry, Modules]]:
-    shapes = parameter_shapes(spec)
-    for entry in entries(FAMILIES[spec.family].rules, spec, shapes):
-        if entry.theirs.endswith(".weight") and len(shapes[entry.ours[0]]) > 1:
-            yield entry, {name.removesuffix(".weight"): shapes[name][-2] for name in entry.ours}
+    for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+        if entry.theirs.endswith(".weight") and len(entry.shape) > 1:
+            yield entry, {name.removesuffix(".weight"): shape[0] for name, shape in entry.ours.items()}
 
 
 def _lora(own: OpenModel, base: OpenModel, held: Shapes, entry: Entry, modules: Modules) -> dict[str, Tensor]:
     having = [module for module in modules if f"{module}.lora_a" in held]
-    a, b = (
-        {
-            module: tensor if entry.expert is None else tensor[entry.expert]
-            for module in having
-            for tensor in [own.read(f"{module}.{leaf}")]
-        }
-        for leaf in ("lora_a", "lora_b")
-    )
+    a, b = ({m: own.read(f"{m}.{leaf}", entry.expert) for m in having} for leaf in ("lora_a", "lora_b"))
     some = next(iter(b.values()))
     parts = [b[m] if m in b else some.new_zeros(rows, 0) for m, rows in modules.items()]
     found = {
         "lora_A.weight": torch.cat(list(a.values())),
-        "lora_B.weight": _rows_to_theirs(entry, torch.block_diag(*parts), base.spec),
+        "lora_B.weight": _rows_to_theirs(entry, torch.block_diag(*parts)),
     }
     if f"{having[0]}.lora_m" in held:
         lengths = [
             own.read(f"{m}.lora_m") if m in having else base.read(f"{m}.weight").to(some.dtype).square().sum(1).sqrt()
             for m in modules
         ]
-        found["lora_magnitude_vector"] = _rows_to_theirs(entry, torch.cat(lengths), base.spec)
+        found["lora_magnitude_vector"] = _rows_to_theirs(entry, torch.cat(lengths))
     return found
 
 
@@ -149,12 +141,12 @@ def _ia3(own: OpenModel, base: OpenModel, held: Shapes, entry: Entry, modules: M
     having = {m: own.read(f"{m}.ia3_out") for m in modules if f"{m}.ia3_out" in held}
     some = next(iter(having.values()))
     factors = [having[m] if m in having else some.new_ones(rows) for m, rows in modules.items()]
-    return {"ia3_l": _rows_to_theirs(entry, torch.cat(factors), base.spec).unsqueeze(1)}
+    return {"ia3_l": _rows_to_theirs(entry, torch.cat(factors)).unsqueeze(1)}
 
 
-def _rows_to_theirs(entry: Entry, rows: Tensor, spec: ModelSpec) -> Tensor:
+def _rows_to_theirs(entry: Entry, rows: Tensor) -> Tensor:
     """What belongs to the outputs of a matrix, in the order that theirs has. A transposed one keeps it."""
-    return rows if entry.transform is TRANSPOSED else entry.transform.to_theirs(rows, spec)
+    return rows if entry.transform is TRANSPOSED else entry.transform.to_theirs(rows, entry.spec)
 
 
 # Prompts
@@ -295,9 +287,9 @@ def _read_lora(
                 experts.setdefault(f"{next(iter(modules))}.{leaf}", []).append(matrix)
             continue
         sizes = list(modules.values())
-        rows = {"lora_b": _rows_to_ours(entry, b, spec).split(sizes)}
+        rows = {"lora_b": _rows_to_ours(entry, b).split(sizes)}
         if magnitudes:
-            rows["lora_m"] = _rows_to_ours(entry, parts["lora_magnitude_vector"], spec).split(sizes)
+            rows["lora_m"] = _rows_to_ours(entry, parts["lora_magnitude_vector"]).split(sizes)
         for number, module in enumerate(modules):
             held |= {f"{module}.lora_a": a, **{f"{module}.{leaf}": pieces[number] for leaf, pieces in rows.items()}}
     held |= {name: torch.stack(each) for name, each in experts.items()}
@@ -313,13 +305,13 @@ def _read_ia3(
         if factors.shape[0] == 1:
             held[f"{next(iter(modules))}.ia3_in"] = factors.squeeze(0)
             continue
-        rows = _rows_to_ours(entry, factors.squeeze(1), spec).split(list(modules.values()))
+        rows = _rows_to_ours(entry, factors.squeeze(1)).split(list(modules.values()))
         held |= {f"{module}.ia3_out": piece for module, piece in zip(modules, rows, strict=True)}
     return Ia3(targets=tuple(sorted({name.rpartition(".")[0] for name in held}))), held
 
 
-def _rows_to_ours(entry: Entry, rows: Tensor, spec: ModelSpec) -> Tensor:
-    return rows if entry.transform is TRANSPOSED else entry.transform.to_ours(rows, spec)
+def _rows_to_ours(entry: Entry, rows: Tensor) -> Tensor:
+    return rows if entry.transform is TRANSPOSED else entry.transform.to_ours(rows, entry.spec)
 
 
 def _read_prompt(

@@ -23,7 +23,7 @@ from jingu.errors import JinguError
 from jingu.model.attention import relative_buckets
 from jingu.model.decoder import Decoder, make_model
 from jingu.model.families import FAMILIES
-from jingu.model.families.names import entries, read_ours, to_theirs
+from jingu.model.families.names import entries, read_ours
 from jingu.model.spec import Experts, RandomProjection, RelativeBias, replaced
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
@@ -251,7 +251,7 @@ def converted(model: Any, dtype: torch.dtype = torch.float32) -> Decoder:
     state: dict[str, Tensor] = {}
     for parameter in shapes:
         holders = [entry for entry in mapped if parameter in entry.ours]
-        state |= read_ours(parameter, holders, theirs.__getitem__, spec, shapes)
+        state |= read_ours(parameter, holders, theirs.__getitem__)
     ours.load_state_dict(state)
     return ours.eval()
 
@@ -289,7 +289,7 @@ def test_logits_loss_and_gradients_equal(case: Case, dtype: torch.dtype) -> None
     for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
         pieces = [held[name].grad for name in entry.ours]
         if entry.theirs in named:
-            gradient = to_theirs(entry, [piece for piece in pieces if piece is not None], spec)
+            gradient = entry.to_theirs([piece for piece in pieces if piece is not None])
             difference = float((gradient - named[entry.theirs].grad).norm())
             # An expert that no token chose has no gradient.
             assert difference <= limit * float(named[entry.theirs].grad.norm()), entry.theirs

@@ -23,7 +23,7 @@ from jingu.errors import JinguError
 from jingu.model.attention import alibi_slopes
 from jingu.model.decoder import Decoder
 from jingu.model.families import FAMILIES
-from jingu.model.families.names import entries, to_ours, to_theirs
+from jingu.model.families.names import entries
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.training import train_tokenizer
 
@@ -369,10 +369,9 @@ def converted(model: Any, dtype: torch.dtype) -> Decoder:
     family = next(f for f in FAMILIES.values() if name in f.architectures)
     spec = family.spec_from_hf(config)
     decoder = Decoder(spec).to(dtype)
-    shapes, theirs = parameter_shapes(spec), model.state_dict()
-    ours = {}
-    for entry in entries(family.rules, spec, shapes):
-        ours |= to_ours(entry, theirs[entry.theirs], spec, shapes)
+    theirs, ours = model.state_dict(), {}
+    for entry in entries(family.rules, spec, parameter_shapes(spec)):
+        ours |= entry.to_ours(theirs[entry.theirs])
     decoder.load_state_dict(ours)
     return decoder
 
@@ -384,7 +383,7 @@ def gradients_in_their_names(decoder: Decoder) -> dict[str, Tensor]:
     for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
         pieces = [held[name].grad for name in entry.ours]
         assert all(piece is not None for piece in pieces)
-        gradients[entry.theirs] = to_theirs(entry, pieces, spec)  # type: ignore[arg-type]
+        gradients[entry.theirs] = entry.to_theirs(pieces)  # type: ignore[arg-type]
     return gradients
 
 

@@ -44,13 +44,36 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule at one block: real names."""
+    """A rule at one block of a model.
+
+    Attributes:
+        theirs: the name of their tensor.
+        ours: names of ours, and the shape of each; of experts, that of one.
+        expert: which slice of ours theirs is; None: all of it.
+    """
 
     theirs: str
-    ours: tuple[str, ...]
+    ours: Mapping[str, torch.Size]
     transform: Transform
-    expert: int | None = None
-    """Which slice of ours theirs is; None: all of it."""
+    spec: ModelSpec
+    expert: int | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of their tensor."""
+        return self._joined([torch.empty(shape, device="meta") for shape in self.ours.values()]).shape
+
+    def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
+        """Our tensors out of theirs, as views where that is possible; of an expert, its slice."""
+        pieces = self.transform.to_ours(theirs, self.spec).split([shape[0] for shape in self.ours.values()])
+        return dict(zip(self.ours, pieces, strict=True))
+
+    def to_theirs(self, ours: Sequence[Tensor]) -> Tensor:
+        """Their tensor out of ours, which are whole."""
+        return self._joined(ours if self.expert is None else [whole[self.expert] for whole in ours])
+
+    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        return self.transform.to_theirs(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), self.spec)
 
 
 def rules(
@@ -89,49 +112,23 @@ def entries(rules: Sequence[Rule], spec: ModelSpec, ours: Mapping[str, torch.Siz
             if any(name not in ours for name in names) or ("*" in theirs) != (len(ours[names[0]]) == 3):
                 continue
             experts = range(ours[names[0]][0]) if "*" in theirs else (None,)
-            found += [Entry(theirs.replace("*", str(n)), names, rule.transform, n) for n in experts]
+            shapes = {name: ours[name][1:] if "*" in theirs else ours[name] for name in names}
+            found += [Entry(theirs.replace("*", str(n)), shapes, rule.transform, spec, n) for n in experts]
     mapped = [name for entry in found if not entry.expert for name in entry.ours]
     if sorted(mapped) != sorted(ours):
         raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(ours)}")
     order = {name: number for number, name in enumerate(ours)}
-    return sorted(found, key=lambda entry: order[entry.ours[0]])
+    return sorted(found, key=lambda entry: order[next(iter(entry.ours))])
 
 
-def to_ours(entry: Entry, theirs: Tensor, spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Our tensors out of theirs, as views where that is possible; of an expert, its slice."""
-    whole = entry.transform.to_ours(theirs, spec)
-    if entry.expert is not None:
-        return {entry.ours[0]: whole}
-    pieces = whole.split([shapes[name][0] for name in entry.ours])
-    return dict(zip(entry.ours, pieces, strict=True))
-
-
-def read_ours(
-    name: str,
-    holders: Sequence[Entry],
-    read: Callable[[str], Tensor],
-    spec: ModelSpec,
-    shapes: Mapping[str, torch.Size],
-) -> dict[str, Tensor]:
+def read_ours(name: str, holders: Sequence[Entry], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """The tensor `name` of ours out of all of theirs that hold it (`holders`), of which one is in memory at a time;
     and those that came with it."""
-    first = to_ours(holders[0], read(holders[0].theirs), spec, shapes)
+    first = holders[0].to_ours(read(holders[0].theirs))
     if holders[0].expert is None:
         return first
-    whole = first[name].new_empty(shapes[name])
+    whole = first[name].new_empty(len(holders), *first[name].shape)
     whole[0] = first[name]
     for entry in holders[1:]:
-        whole[entry.expert] = to_ours(entry, read(entry.theirs), spec, shapes)[name]
+        whole[entry.expert] = entry.to_ours(read(entry.theirs))[name]
     return {name: whole}
-
-
-def to_theirs(entry: Entry, ours: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-    """Their tensor out of ours, in the order of the entry."""
-    if entry.expert is not None:
-        return entry.transform.to_theirs(ours[0][entry.expert], spec)
-    return entry.transform.to_theirs(ours[0] if len(ours) == 1 else torch.cat(list(ours)), spec)
-
-
-def their_shape(entry: Entry, spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> torch.Size:
-    """The shape of their tensor; `shapes` are ours."""
-    return to_theirs(entry, [torch.empty(shapes[name], device="meta") for name in entry.ours], spec).shape
