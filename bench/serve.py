@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from bench.smollm2 import smollm2
+
 PROMPT, STREAMS, TOKENS, PROBES = 200, 16, 400, 12
 
 
@@ -125,7 +127,7 @@ def run(size: str = "") -> str:
         if size == "tiny":
             found = served(tiny(Path(folder)), 600, 30, 3)
         else:
-            found = served("smollm2", 49_152, TOKENS, PROBES)
+            found = served(str(smollm2(Path(folder))), 49_152, TOKENS, PROBES)
     return "\n".join(
         [
             f"| {STREAMS} streams, prompts of {PROMPT} tokens | | must be |",

@@ -84,7 +84,10 @@ class PagedCache:
         self.groups: list[_Group] = []
         self.count = 0
         """Tokens of the step."""
-        self.slots_T = torch.empty(0, dtype=torch.int64)
+        self.slots: Tensor | slice = slice(0)
+        """Where the step's tokens [T] are kept; a slice where these places lie one after another."""
+        self.rows = 0
+        """The same, with what fills them up."""
         self.bias_NH: Tensor | None = None
         self.multiple = ROWS
         """A step's rows are filled up to a multiple of this."""
@@ -146,11 +149,10 @@ class PagedCache:
             pages_NS = torch.tensor(pages, device=self.device)
             self.groups.append(_Group(helds, tokens, rows, pages_NS, run, positions_NQ, mutual))
         self.count, spare = len(ids), -len(ids) % self.multiple
-        group = self.groups[-1]
-        if spare and len(group.helds) == 1:  # what fills up sees what its first token sees
-            group.tokens, group.rows = group.tokens + spare, slice(group.rows.start, group.rows.stop + spare)
-            group.positions = F.pad(group.positions, (0, spare), value=int(group.positions[0, 0]))
-        self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
+        self.rows = self.count + spare
+        self.slots = slice(slots[0], slots[0] + self.count)
+        if slots != list(range(slots[0], slots[0] + self.count)):
+            self.slots = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
         self.reading = reading
         made = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=self.device)
         return made[:1], made[1:], starts
@@ -206,24 +208,24 @@ class _Layer:
                 self._store = zeros((cache.pages, cache.page_tokens, 2, groups, k_BTGK.shape[3]), k_BTGK)
                 self._places = self._store.flatten(0, 1).unsqueeze(0).unbind(2)
         keys, values = self._places
-        keys.index_copy_(1, cache.slots_T, k_BTGK)
-        values.index_copy_(1, cache.slots_T, v_BTGK)
-        found = []
+        if isinstance(cache.slots, slice):
+            keys[:, cache.slots].copy_(k_BTGK[:, : cache.count])
+            values[:, cache.slots].copy_(v_BTGK[:, : cache.count])
+        else:
+            keys.index_copy_(1, cache.slots, k_BTGK)
+            values.index_copy_(1, cache.slots, v_BTGK)
+        y_BTHK = torch.zeros_like(q_BTHK)
         for group in cache.groups:
             bias = self._bias(group, q_BTHK.shape[2], groups, q_BTHK, first_head)
             # Pages that lie one after another are seen where they are.
             pages = self._store.index_select(0, group.pages) if group.run is None else self._store[group.run]
             held = pages.view(len(group.helds), -1, 2, *pages.shape[3:])
             k_NGSK, v_NGSK = held.permute(2, 0, 3, 1, 4)
-            q_BXHK = q_BTHK[:, group.rows] if group.rows.stop - group.rows.start < q_BTHK.shape[1] else q_BTHK
-            found.append(_attended(q_BXHK, k_NGSK, v_NGSK, bias, scale))
-        if spare := q_BTHK.shape[1] - cache.groups[-1].rows.stop:
-            found.append(torch.zeros_like(q_BTHK[:, :spare]))
-        y_BTHK = found[0] if len(found) == 1 else torch.cat(found, 1)
+            _attend(y_BTHK[:, group.rows], q_BTHK[:, group.rows], k_NGSK, v_NGSK, bias, scale)
         return y_BTHK if size == y_BTHK.shape[3] else y_BTHK[..., :size]
 
     def tokens(self, rows: int) -> int:
-        whole = rows == len(self._cache.slots_T)  # else a rank has a part of them
+        whole = rows == self._cache.rows  # else a rank has a part of them
         return self._cache.count if whole else rows
 
     def _bias(self, group: _Group, heads: int, groups: int, like: Tensor, first_head: int) -> Tensor:
@@ -260,7 +262,7 @@ class _Layer:
             for number, held in enumerate(group.helds):
                 rows = slice(group.rows.start + number * group.tokens, group.rows.start + (number + 1) * group.tokens)
                 k, v = (x.transpose(1, 2) for x in held.source[self._number])
-                y_BTHK[:, rows] = _attended(q_BTHK[:, rows], k, v, None, scale)
+                _attend(y_BTHK[:, rows], q_BTHK[:, rows], k, v, None, scale)
         return y_BTHK[..., :size]
 
     def copy(self, page: int, to: int) -> None:
@@ -272,14 +274,15 @@ class _Layer:
             self._store[list(pages)] = 0
 
 
-def _attended(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """[1, N·Q, H, K] of queries alike."""
-    sequences, groups = k_NGSK.shape[:2]
-    q = q_BXHK.view(sequences, -1, groups, q_BXHK.shape[2] // groups, q_BXHK.shape[3]).transpose(1, 2)
-    rows = q.shape[2] * q.shape[3]
-    y = attend(_filled(q.flatten(2, 3)), k_NGSK, v_NGSK, bias, causal=False, scale=scale)
-    y = y if y.shape[2] == rows else y[:, :, :rows]
-    return y.unflatten(2, q.shape[2:4]).transpose(1, 2).reshape(1, -1, *q_BXHK.shape[2:])
+def _attend(y_BXHK: Tensor, q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> None:
+    """Write into `y_BXHK` [1, N·Q, H, K] what queries alike see."""
+    sequences, groups, _, size = k_NGSK.shape
+    split = (sequences, -1, groups, q_BXHK.shape[2] // groups, size)
+    q_NGQRK = q_BXHK.view(split).transpose(1, 2)
+    queries, repeats = q_NGQRK.shape[2:4]
+    y_NGMK = attend(_filled(q_NGQRK.flatten(2, 3)), k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    y_NGQRK = y_NGMK[:, :, : queries * repeats].unflatten(2, (queries, repeats))
+    y_BXHK.view(split).copy_(y_NGQRK.transpose(1, 2))
 
 
 def _filled(rows: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ class Linear(nn.Linear):
         """Nothing: weights come from `initialise` or from a file."""
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias if self.bias is None or self.bias_share == 1.0 else self.bias * self.bias_share
-        return linear(input, self.weight, bias)
+        bias = self.bias
+        return linear(input, self.weight, bias if bias is None or self.bias_share == 1.0 else bias * self.bias_share)
 
 
 class Embedding(nn.Embedding):
@@ -58,11 +58,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
-            norm, epsilon = (
-                torch.linalg.vector_norm(wide, 2, -1, True),
-                _constant(self.epsilon, wide.dtype, wide.device),
-            )
+            wide = x_BTD if x_BTD.dtype == torch.float64 else x_BTD.float()
+            norm = torch.linalg.vector_norm(wide, 2, -1, True)
+            epsilon = _constant(self.epsilon, wide.dtype, wide.device)
             scale = torch.addcmul(epsilon, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
             return (wide * scale).mul_(self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
         # Written out: several times faster than torch's own on CPU, and as fast once compiled.
