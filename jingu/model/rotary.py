@@ -117,7 +117,8 @@ def rotate(x_BTHK: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tens
         y = _of_pairs(first * cos - second * sin, second * cos + first * sin, interleaved)
     else:
         x = x.to(cos.dtype)
-        other = _of_pairs(*reversed(_pairs(x, True)), True) if interleaved else x.roll(turned // 2, -1)
+        # The other of each pair.
+        other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(turned // 2, -1)
         y = (x * cos).add_(other.mul_(sin))
     y = y.to(x_BTHK.dtype)
     return y if rest is None else torch.cat((y, rest), dim=-1)
