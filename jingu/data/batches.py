@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from jingu.data.batch import IGNORED, Batch, changed
@@ -13,11 +12,9 @@ from jingu.data.dataset import TokenDataset
 from jingu.data.drop import Dropped
 from jingu.data.fill import FillInTheMiddle
 from jingu.data.mixture import Mixture
-from jingu.data.order import BlockOrder, Permutation, groups, window_offset
+from jingu.data.order import BlockOrder, Numbers, Permutation, groups, window_offset
 from jingu.data.packing import PackedRows, Rows, apart
 from jingu.errors import JinguError
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

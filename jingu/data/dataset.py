@@ -9,11 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import FILES, Manifest, Shard, Split, SplitName, check_sizes, damaged
-from jingu.data.reading import Numbers, Reading
+from jingu.data.order import Numbers
+from jingu.data.reading import Reading, Stored
 from jingu.errors import JinguError
 from jingu.text.readers import place_in_words
 from jingu.text.tokenizer import Tokenizer
@@ -29,9 +29,9 @@ class TokenDataset:
     path: Path
     split: SplitName
     manifest: Manifest
-    shards: list[Numbers]
+    shards: list[Stored]
     """The ids of each shard."""
-    starts: npt.NDArray[np.int64]
+    starts: Numbers
     """[shards + 1] place of each shard's first token in the whole, and the total."""
     readers: list[IndexedReader]
     """The index of each shard."""
@@ -41,7 +41,7 @@ class TokenDataset:
         """Ids in the split."""
         return int(self.starts[-1])
 
-    def document_lengths(self) -> npt.NDArray[np.int64]:
+    def document_lengths(self) -> Numbers:
         """[documents] tokens of each, its end included. Reads the whole index."""
         return np.concatenate([reader.lengths.astype(np.int64) for reader in self.readers])
 
@@ -74,7 +74,7 @@ class TokenDataset:
         """The id after every document."""
         return self.manifest.end_id
 
-    def gather(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    def gather(self, starts: Numbers, length: int) -> Numbers:
         """[len(starts), length] ids from each start on; rows run over shards, and past the end to the beginning."""
         out = np.empty((len(starts), length), dtype=np.int64)
         firsts = np.searchsorted(self.starts, starts, side="right") - 1

@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from jingu.config.sections.data import DropSettings
 from jingu.data.dataset import TokenDataset
+from jingu.data.order import Numbers
 from jingu.errors import JinguError
 from jingu.runtime.files import unreadable
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,15 @@ Shapes: B rows, S tokens and the one after them.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from jingu.config.sections.data import FillInTheMiddleSettings
 from jingu.data.batch import IGNORED
+from jingu.data.order import Numbers, drawn
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
-
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -37,29 +34,27 @@ class FillInTheMiddle:
     beginning: tuple[int, ...] = ()
     """What a document may begin with, which stays before all parts."""
 
-    def batch(self, tokens: Ids, labels: Ids, samples: Ids) -> tuple[Ids, Ids]:
+    def batch(self, tokens: Numbers, labels: Numbers, samples: Numbers) -> tuple[Numbers, Numbers]:
         """Tokens and labels of rows that are these samples of the run."""
         rows_BS = self.rows(np.concatenate([tokens, labels[:, -1:].clip(min=0)], axis=1), samples)
         tokens, labels = rows_BS[:, :-1], rows_BS[:, 1:]
         # An end after an end is what is left of a document that was dropped.
         return tokens, np.where((tokens == self.end_id) & (labels == self.end_id), IGNORED, labels)
 
-    def rows(self, rows_BS: Ids, samples: Ids) -> Ids:
+    def rows(self, rows_BS: Numbers, samples: Numbers) -> Numbers:
         """The rows, which are these samples of the run."""
         return np.stack([self._row(row, sample) for row, sample in zip(rows_BS, samples.tolist(), strict=True)])
 
-    def _row(self, row_S: Ids, sample: int) -> Ids:
+    def _row(self, row_S: Numbers, sample: int) -> Numbers:
         documents = np.split(row_S, np.flatnonzero(row_S == self.end_id) + 1)
         parts = [self._document(ids, sample, number) for number, ids in enumerate(documents) if len(ids)]
         return np.concatenate(parts)[: len(row_S)]
 
-    def _document(self, ids: Ids, sample: int, number: int) -> Ids:
+    def _document(self, ids: Numbers, sample: int, number: int) -> Numbers:
         text, end = (ids[:-1], ids[-1:]) if ids[-1] == self.end_id else (ids, ids[:0])
         begins = len(self.beginning) if tuple(text[: len(self.beginning)].tolist()) == self.beginning else 0
         before, text = text[:begins], text[begins:]
-        key = f"{self.seed} {sample} {number}".encode()
-        digest = hashlib.blake2b(key, digest_size=24, person=b"jingu fill").digest()
-        chance, first, second = np.frombuffer(digest, "<u8").tolist()
+        chance, first, second = drawn("fill", 3, self.seed, sample, number).tolist()
         if not len(text) or chance >= self.rate * 2**64:
             return ids
         low, high = sorted((first % (len(text) + 1), second % (len(text) + 1)))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from jingu.data.manifest import Shard, damaged
-from jingu.data.reading import Ids, Numbers, Reading, open_numbers
+from jingu.data.reading import Ids, Reading, Stored, open_numbers
 from jingu.errors import JinguError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -158,7 +158,7 @@ class IndexedReader:
         return self._index.read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(dtype)
 
 
-def _layout(path: Path, index: Numbers) -> Layout:
+def _layout(path: Path, index: Stored) -> Layout:
     """Read the header of an index."""
     size, head = len(index), index.read(0, LEGACY.size).tobytes()
     if head[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:

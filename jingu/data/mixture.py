@@ -17,12 +17,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from jingu.data.order import groups
+from jingu.data.order import Numbers, groups
 
 LARGEST_PERIOD = 1 << 16
 """Shares are exact where whole numbers up to this sum have their ratio, else to the nearest such numbers."""
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,8 +12,8 @@ import torch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import ContinuationSettings, PrefixSettings, SpanCorruptionSettings, TargetFilesSettings
 from jingu.data.batch import IGNORED, Batch, Source, written
-from jingu.data.batches import BatchSource, Numbers
-from jingu.data.order import Permutation
+from jingu.data.batches import BatchSource
+from jingu.data.order import Numbers, Permutation, drawn
 from jingu.data.target_files import plan_restoring
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer, sentinels
@@ -59,9 +58,7 @@ class Cut:
     def at(self, tokens: int, sample: int, part: int = 0) -> int:
         """Tokens of the beginning of a sample's n-th part."""
         low, high = self.bounds(tokens)
-        key = f"{self.seed} {sample} {part}".encode()
-        digest = hashlib.blake2b(key, digest_size=8, person=b"jingu prefix").digest()
-        return low + int.from_bytes(digest, "little") % (high - low + 1)
+        return low + int(drawn("prefix", 1, self.seed, sample, part)[0]) % (high - low + 1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ LARGEST = 1 << 48
 SMALL = 256
 """Up to here positions are sorted by a keyed hash: a network of so few bits would mix badly."""
 
-Places = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 
 class Permutation:
@@ -32,9 +32,9 @@ class Permutation:
         self.n = n
         self._half = np.uint64((n - 1).bit_length() + 1 >> 1)
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        self._keys = np.frombuffer(_digest(8 * ROUNDS, seed, epoch, *more), "<u8")
+        self._keys = drawn("order", ROUNDS, seed, epoch, *more)
 
-    def __call__(self, positions: Places) -> Places:
+    def __call__(self, positions: Numbers) -> Numbers:
         """What stands at each of the positions, all of them in [0, n)."""
         x = positions.astype(np.uint64)
         if len(x) and int(x.max()) >= self.n:
@@ -67,7 +67,7 @@ class BlockOrder:
     seed: int
     epoch: int
 
-    def __call__(self, positions: Places) -> Places:
+    def __call__(self, positions: Numbers) -> Numbers:
         """What stands at each of the positions, all of them in [0, n)."""
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.n:
             raise ValueError(f"a position outside [0, {self.n})")
@@ -86,22 +86,22 @@ class BlockOrder:
     @property
     def _short_turn(self) -> int:
         """The turn at which the short block comes (it may have no windows)."""
-        return int.from_bytes(_digest(8, self.seed, self.epoch, 2), "little") % (self._full + 1)
+        return int(drawn("order", 1, self.seed, self.epoch, 2)[0]) % (self._full + 1)
 
-    def _starts(self, turns: Places) -> Places:
+    def _starts(self, turns: Numbers) -> Numbers:
         """The position at which the block of each turn begins; past the last, n."""
         return np.minimum(
             turns * self.block - np.where(turns > self._short_turn, self.block - self.n % self.block, 0), self.n
         )
 
-    def _block_at(self, positions: Places) -> Places:
+    def _block_at(self, positions: Numbers) -> Numbers:
         """The turn to which each position belongs."""
         before = self._short_turn * self.block
         missing = self.block - self.n % self.block
         later = np.maximum((positions + missing) // self.block, self._short_turn)
         return np.where(positions < before, positions // self.block, later)
 
-    def _identity(self, turns: Places) -> Places:
+    def _identity(self, turns: Numbers) -> Numbers:
         """Which block has each turn."""
         blocks = np.full_like(turns, self._full)
         full = turns != self._short_turn
@@ -111,7 +111,7 @@ class BlockOrder:
         return blocks
 
 
-def groups(numbers: Places) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+def groups(numbers: Numbers) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
     """Each number that occurs, and where."""
     for number in np.unique(numbers).tolist():
         yield number, numbers == number
@@ -119,11 +119,13 @@ def groups(numbers: Places) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
 
 def window_offset(sequence_length: int, seed: int, epoch: int) -> int:
     """How far the windows of an epoch are moved, in tokens: not at all in the first, by chance in later ones."""
-    return int.from_bytes(_digest(8, seed, epoch, 4), "little") % sequence_length if epoch else 0
+    return int(drawn("order", 1, seed, epoch, 4)[0]) % sequence_length if epoch else 0
 
 
-def _digest(size: int, *numbers: int) -> bytes:
-    return hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=size, person=b"jingu order").digest()
+def drawn(purpose: str, count: int, *numbers: int) -> npt.NDArray[np.uint64]:
+    """So many numbers below 2^64, by chance: a function of the purpose and of `numbers` alone."""
+    key, person = " ".join(map(str, numbers)).encode(), f"jingu {purpose}".encode()
+    return np.frombuffer(hashlib.blake2b(key, digest_size=8 * count, person=person).digest(), "<u8")
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

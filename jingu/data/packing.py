@@ -16,10 +16,8 @@ import torch
 
 from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset
-from jingu.data.order import Permutation, groups
+from jingu.data.order import Numbers, Permutation, groups
 from jingu.errors import JinguError
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 """Where Linux tells which file system is where."""
 
 
-class Numbers(Protocol):
+class Stored(Protocol):
     """`len()` numbers of one type."""
 
     def __len__(self) -> int: ...
@@ -100,7 +100,7 @@ _KINDS: dict[Reading, type[MappedFile | ReadFile | CachedFile]] = {
 }
 
 
-def open_numbers(path: Path, dtype: str, count: int, reading: Reading) -> Numbers:
+def open_numbers(path: Path, dtype: str, count: int, reading: Reading) -> Stored:
     """The first `count` numbers of type `dtype` (little-endian) in a file."""
     kind = inferred(path) if reading == "infer" else _KINDS[reading]
     return kind(path, dtype, count)

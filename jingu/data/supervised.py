@@ -14,8 +14,8 @@ from jingu.data.batch import IGNORED, Batch
 from jingu.data.dataset import TokenDataset, joined, open_dataset
 from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import SplitName
-from jingu.data.order import Permutation
-from jingu.data.packing import Numbers, PackedRows, Rows, apart, pack
+from jingu.data.order import Numbers, Permutation
+from jingu.data.packing import PackedRows, Rows, apart, pack
 from jingu.text.record import refuse_changes
 
 NOT_MADE = {"sequences"}

@@ -23,7 +23,7 @@ from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import open_dataset
 from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import damaged
-from jingu.data.packing import Numbers
+from jingu.data.order import Numbers
 from jingu.data.reading import Reading
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from jingu.config.schema import RunConfig
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.manifest import Manifest, check_sizes, damaged, print_summary
 from jingu.data.objective import batches, plan_objective
+from jingu.data.order import Numbers
 from jingu.data.sources import MANY_EPOCHS, epochs_used, open_sources
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
             print(f"writes: {tokenizer.decode(written[written >= 0].tolist(), special=True)}")
 
 
-def documents_at(dataset: TokenDataset, places: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], int]]:
+def documents_at(dataset: TokenDataset, places: Numbers) -> Iterator[tuple[tuple[int, int], int]]:
     """The documents that places of a data set belong to, as shard and number, and how many places of each."""
     there = places[places >= 0]
     for part in np.split(there, np.flatnonzero(np.diff(there) != 1) + 1):
@@ -114,7 +114,7 @@ def _show_document(dataset: TokenDataset, document: int, tokenizer: Tokenizer | 
         print(tokenizer.decode(ids))
 
 
-def _print_lengths(lengths: npt.NDArray[np.int64]) -> None:
+def _print_lengths(lengths: Numbers) -> None:
     """Quantiles, and a histogram by powers of two."""
     low, middle, high = np.quantile(lengths, [0.05, 0.5, 0.95])
     print(

@@ -20,11 +20,10 @@ import numpy.typing as npt
 from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.indexed import IndexedWriter
 from jingu.data.manifest import Split, SplitName
+from jingu.data.order import Numbers
 from jingu.errors import JinguError
 from jingu.runtime.files import sync
 from jingu.text.readers import Tally
-
-Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Encoded:
     """Documents: ids one after another, and for each its length, bytes of text, hash, and where it comes from."""
 
     ids: npt.NDArray[Any]
-    lengths: Counts
-    text_bytes: Counts
+    lengths: Numbers
+    text_bytes: Numbers
     hashes: npt.NDArray[np.uint64]
     beside: npt.NDArray[Any]
     """[documents, 2] the file's number in the corpus, and the place in it; of supervised data [ids], their weights."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import IO, Any
 
 from jingu.config.sections.data import DataSettings
@@ -91,6 +91,8 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, tally: Tally) 
         reader = _Reader(span.file, settings, tally)
         try:
             yield from reader.documents(span)
+        except _LeftOut:
+            pass
         except damages() as error:
             reader.refuse(damaged(span.file, error, ", or set data.on_error=skip to take what comes before"))
 
@@ -107,6 +109,10 @@ def damaged(file: CorpusFile, error: Exception, otherwise: str = "") -> JinguErr
     return JinguError(what, where=file.path, fix=f"Fetch it anew{otherwise}.")
 
 
+class _LeftOut(Exception):  # noqa: N818 (not an error)
+    """What is no document, and is counted already."""
+
+
 class _Reader:
     """Reads the documents of one file as the settings say, and counts them.
 
@@ -118,11 +124,15 @@ class _Reader:
 
     def documents(self, span: Span) -> Iterator[Document]:
         """Those that begin in the span."""
-        for text, place in self._texts(span):
+        for value, place in self._values(span):
+            try:
+                text = self._text(value, place)
+            except _LeftOut:
+                continue
             if text:
                 self.tally.documents += 1
                 yield Document(text, len(text.encode()), self.file, place)
-            elif text is not None:
+            else:
                 self.tally.empty += 1
 
     def refuse(self, mistake: JinguError) -> None:
@@ -131,113 +141,83 @@ class _Reader:
             raise mistake
         self.tally.skipped.append(f"{mistake.where}: {mistake.what}")
 
-    def wrong(self, place: int, what: str, fix: str) -> None:
-        """Refuse what is at a place."""
+    def _wrong(self, place: int, what: str, fix: str) -> _LeftOut:
+        """What to raise for what is at a place, where `refuse` does not."""
         self.refuse(JinguError(what, where=self._where(place), fix=fix))
+        return _LeftOut()
 
-    def _texts(self, span: Span) -> Iterator[tuple[str | None, int]]:
-        """Texts and their places; None for one that is left out."""
-        kind, documents = self.file.kind, self.settings.documents
+    def _values(self, span: Span) -> Iterator[tuple[Any, int]]:
+        """What stands for each document, and its place: bytes, or what a row holds."""
+        kind, documents, most = self.file.kind, self.settings.documents, self.settings.largest_document
         if kind in ("parquet", "arrow"):
-            yield from self._rows(span)
+            yield from _rows(self.file, self.settings.text_field, span)
             return
         with closing(self.file.open()) as stream:
             if kind == "json":
-                yield from self._objects(stream)
+                rows = self._json(stream.read(most + 1), -1)
+                yield from zip(rows if isinstance(rows, list) else [rows], count(1))
             elif kind == "lines" or documents == "line":
-                yield from self._lines(stream, span)
+                lines = lines_of(stream, span, most)
+                yield from ((line, place) for line, place in lines if not _blank(line) or len(line) > most)
             elif documents == "block":
                 yield from self._blocks(stream, span)
             else:
-                yield self._plain(stream.read(self.settings.largest_document + 1), -1), -1
+                yield stream.read(most + 1), -1
 
-    def _objects(self, stream: IO[bytes]) -> Iterator[tuple[str | None, int]]:
-        """A list of JSON objects, or one of them."""
-        text = self._decoded(stream.read(self.settings.largest_document + 1), -1)
-        if text is None:
-            return
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            fix = "A .json file holds a list of objects; one object a line is .jsonl."
-            self.wrong(-1, f"the file is not JSON ({json_reason(error)}).", fix)
-            return
-        for number, row in enumerate(found if isinstance(found, list) else [found], start=1):
-            yield self._field(row, number, "row"), number
+    def _text(self, value: Any, place: int) -> str:
+        """The text of a document."""
+        if self.file.kind == "text":
+            text = self._decoded(value, place)
+            text = text.rstrip("\r\n") if place >= 0 else text
+            return text.replace("<n>", "\n") if self.settings.escaped_newlines else text
+        if self.file.kind == "lines":
+            value = self._json(value, place)
+        return self._string(self._field(value, place) if self.file.kind in ("lines", "json") else value, place)
 
-    def _lines(self, stream: IO[bytes], span: Span) -> Iterator[tuple[str | None, int]]:
-        """The lines that begin in the span, each a document, or a JSON object with one; blank lines are nothing."""
-        read = self._object if self.file.kind == "lines" else self._plain
-        most = self.settings.largest_document
-        for line, position in lines_of(stream, span, most):
-            if not _blank(line) or len(line) > most:
-                yield read(line, position), position
-
-    def _blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[str | None, int]]:
+    def _blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[bytes, int]]:
         """The stretches of lines between blank ones that begin in the span."""
-        position = first_line(stream, span)
+        position, most = first_line(stream, span), self.settings.largest_document
         begins = position == 0 or _blank(_previous_line(stream, position))
         stream.seek(position) if position else None
-        for blank, lines in groupby(
-            _numbered(stream, position, self.settings.largest_document), key=lambda each: _blank(each[0])
-        ):
+        for blank, lines in groupby(_numbered(stream, position, most), key=lambda each: _blank(each[0])):
             start, block, size = position, list[bytes](), 0
             for line, position in lines:
                 if _beyond(position, span) and (not block or not begins):
                     return
                 start = start if block else position
-                if size <= self.settings.largest_document:
+                if size <= most:
                     block.append(line)
                 size += len(line)
             if not blank and begins:
-                yield self._plain(b"".join(block), start), start
+                yield b"".join(block), start
             begins = True
 
-    def _rows(self, span: Span) -> Iterator[tuple[str | None, int]]:
-        """The rows of a .parquet's row groups, or of an .arrow file as `datasets` saves it."""
-        number = 0
-        for batch, first in _row_batches(self.file, self.settings.text_field, span):
-            number = number if first is None else first
-            for value in batch:
-                number += 1
-                yield self._string(value, number), number
-
-    def _plain(self, data: bytes, place: int) -> str | None:
-        """A text as it stands in the file."""
-        text = self._decoded(data, place)
-        text = text.rstrip("\r\n") if text and place >= 0 else text
-        return text.replace("<n>", "\n") if text and self.settings.escaped_newlines else text
-
-    def _object(self, line: bytes, place: int) -> str | None:
-        """The text of one line of JSON."""
-        text = self._decoded(line, place)
-        if text is None:
-            return None
+    def _json(self, data: bytes, place: int) -> Any:
+        """What a line of JSON holds, or a file of it."""
         try:
-            return self._field(json.loads(text.rstrip()), place, "line")
+            return json.loads(self._decoded(data, place).rstrip())
         except (ValueError, RecursionError) as error:
-            fix = "A .jsonl file holds one JSON object a line."
-            self.wrong(place, f"this line is not JSON ({json_reason(error)}).", fix)
-            return None
+            if self.file.kind == "lines":
+                it, fix = "this line", "A .jsonl file holds one JSON object a line."
+            else:
+                it, fix = "the file", "A .json file holds a list of objects; one object a line is .jsonl."
+            raise self._wrong(place, f"{it} is not JSON ({json_reason(error)}).", fix) from None
 
-    def _field(self, row: object, place: int, it: str) -> str | None:
+    def _field(self, row: object, place: int) -> Any:
         """The text field of one JSON object, a line or a row."""
-        name = self.settings.text_field
+        name, it = self.settings.text_field, "line" if self.file.kind == "lines" else "row"
         if not isinstance(row, dict):
             fix = f'Each {it} must look like {{"{name}": "…"}}.'
-            self.wrong(place, f"this {it} is JSON but not an object: it is {_kind(row)}.", fix)
-        elif name not in row:
-            what = f'this {it} has no field "{name}"; its fields: {_quoted(row)}.'
-            self.wrong(place, what, _FIELD)
-        else:
-            return self._string(row[name], place)
-        return None
+            raise self._wrong(place, f"this {it} is JSON but not an object: it is {_kind(row)}.", fix)
+        if name not in row:
+            raise self._wrong(place, f'this {it} has no field "{name}"; its fields: {_quoted(row)}.', _FIELD)
+        return row[name]
 
-    def _string(self, value: object, place: int) -> str | None:
+    def _string(self, value: object, place: int) -> str:
         r"""A string. JSON can hold half a character ("\ud800"), which has no UTF-8; it is treated as invalid UTF-8."""
         if not isinstance(value, str):
-            self.wrong(place, f'the field "{self.settings.text_field}" is {_kind(value)}, not a string.', _FIELD)
-            return None
+            what = f'the field "{self.settings.text_field}" is {_kind(value)}, not a string.'
+            raise self._wrong(place, what, _FIELD)
         try:
             value.encode()
             return value
@@ -246,14 +226,13 @@ class _Reader:
             fix = 'Set data.invalid_utf8 to "replace" or "skip", or mend the line.'
             return self._invalid(place, what, fix, re.sub("[\ud800-\udfff]", "\ufffd", value))
 
-    def _decoded(self, data: bytes, place: int) -> str | None:
+    def _decoded(self, data: bytes, place: int) -> str:
         """UTF-8 to text, where it is not too long."""
         most = self.settings.largest_document
         if len(data) > most:
             what = f"a document here is longer than {most:,} bytes (data.largest_document)."
             ways = "Split it (data.documents takes lines or blocks of a text file), or raise that"
-            self.wrong(place, what, f"{ways}, as far as memory allows.")
-            return None
+            raise self._wrong(place, what, f"{ways}, as far as memory allows.")
         try:
             return data.decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
@@ -264,16 +243,15 @@ class _Reader:
             )
             return self._invalid(place or -1, what, fix, data.decode(errors="replace").removeprefix("\ufeff"))
 
-    def _invalid(self, place: int, what: str, fix: str, replaced: str) -> str | None:
-        """What the setting says of a text that is not UTF-8: None leaves it out."""
+    def _invalid(self, place: int, what: str, fix: str, replaced: str) -> str:
+        """What the setting makes of a text that is not UTF-8."""
         if self.settings.invalid_utf8 == "refuse":
-            self.wrong(place, what, fix)
-        elif self.settings.invalid_utf8 == "skip":
+            raise self._wrong(place, what, fix)
+        if self.settings.invalid_utf8 == "skip":
             self.tally.invalid += 1
-        else:
-            self.tally.replaced += 1
-            return replaced
-        return None
+            raise _LeftOut
+        self.tally.replaced += 1
+        return replaced
 
     def _where(self, place: int) -> str:
         """The file, and its line or row; counts the lines before, so only for messages."""
@@ -328,15 +306,14 @@ def _previous_line(stream: IO[bytes], position: int) -> bytes:
     return stream.read(min(position, 4096))[:-1].rpartition(b"\n")[2]
 
 
-def _row_batches(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[list[Any], int | None]]:
-    """Values of a column, some at a time; with the number of rows before, where that is not the sum of those given."""
+def _rows(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[Any, int]]:
+    """Values of a column of a .parquet's row groups, or of an .arrow file as `datasets` saves it; and their numbers."""
     try:
         with closing(file.open()) as stream:
             if file.kind == "arrow":
                 reader = package("pyarrow.ipc", "reading .arrow files", file.path).open_stream(stream)
                 _check_column(reader.schema.names, name, file.path)
-                for batch in reader:
-                    yield batch.column(name).to_pylist(), None
+                yield from zip(_flat(batch.column(name) for batch in reader), count(1))
                 return
             table = package("pyarrow.parquet", "reading .parquet files", file.path).ParquetFile(stream)
             _check_column(table.schema_arrow.names, name, file.path)
@@ -346,13 +323,15 @@ def _row_batches(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[list
                 pages = group.column(0)
                 start = min(filter(None, [pages.dictionary_page_offset, pages.data_page_offset]))
                 if span.start <= start < span.end or not file.splits:
-                    first: int | None = before
-                    for batch in table.iter_batches(batch_size=1024, row_groups=[number], columns=[name]):
-                        yield batch.column(0).to_pylist(), first
-                        first = None
+                    batches = table.iter_batches(batch_size=1024, row_groups=[number], columns=[name])
+                    yield from zip(_flat(batch.column(0) for batch in batches), count(before + 1))
                 before += group.num_rows
     except ValueError as error:  # pyarrow's own errors are ValueErrors and OSErrors
         raise EOFError(str(error).splitlines()[0]) from error
+
+
+def _flat(columns: Iterable[Any]) -> Iterator[Any]:
+    return (value for column in columns for value in column.to_pylist())
 
 
 def _check_column(names: list[str], name: str, path: str) -> None:
