@@ -250,7 +250,7 @@ class Done:
         from jingu.checkpoint import files, store
 
         folder = self.checkpoint()
-        return {name: store.read_tensor(folder, name) for name in files.names(folder)}
+        return {name: store.Reader(folder).read(name) for name in files.names(folder)}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.files import write_all
-from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, parameter_shapes
+from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, parameter_shapes, write_json
 from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.shards import DTYPE_NAMES, memory_of
 from jingu.checkpoint.stream import ELEMENTS
@@ -88,8 +87,8 @@ def export_hf(
         "dtype": str(dtype).removeprefix("torch."),
     }
     with new_folder(to) as folder:
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", special_ids if generation is None else generation)
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", special_ids if generation is None else generation)
         for name in _TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, folder / name)
@@ -138,7 +137,7 @@ def _write_weights(
                 broken += [] if finite else [entry.theirs]
         table |= dict.fromkeys((entry.theirs for entry in shard), name)
     if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": table})
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": table})
     return broken
 
 
@@ -186,7 +185,3 @@ def _shards(mapped: Sequence[Entry], sizes: Sequence[int], shard_bytes: int) -> 
         shards[-1].append(entry)
         held += size
     return shards
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

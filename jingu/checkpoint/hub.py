@@ -179,8 +179,8 @@ def _open_run(path: Path) -> tuple[OpenModel, Path]:
     }
     shapes = parameter_shapes(spec)
     _compare({name: shape for name, shape in shapes.items() if spec.adapter is None or is_adapter(name)}, stored, step)
-    tokenizer, settings = run / "tokenizer", run / "config.yaml"
-    whole = settings.is_file() and isinstance(load_config(settings, []).data.objective, PrefixSettings)
+    tokenizer, config = run / "tokenizer", config_of(run)
+    whole = config is not None and isinstance(config.data.objective, PrefixSettings)
 
     def read(name: str, expert: int | None = None) -> Tensor:
         name = f"model/{name}"
@@ -248,11 +248,11 @@ def open_hf(folder: Path) -> OpenModel:
         JinguError: no config, an unknown architecture, a config that asks for its own code, weights that are
             pickled, damaged, or not those that the config describes.
     """
-    config = _read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
+    config = read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
     opened = open_described(folder, folder / "config.json", config, partial(_stored, folder))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        opened = replace(opened, generation=_read_json(generation))
+        opened = replace(opened, generation=read_json(generation))
     return replace(opened, tokenizer_folder=folder if tokenizer_file(folder) else None)
 
 
@@ -309,7 +309,7 @@ def described_model(path: Path) -> ModelSpec | None:
             return ModelSpec.from_json((folder / "model.json").read_bytes(), folder / "model.json")
     if not (path / "config.json").is_file():
         return None
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     return _family(config, path / "config.json").spec_from_hf(config)
 
 
@@ -424,7 +424,7 @@ def _stored(folder: Path, family: Family, expected: Shapes) -> Weights:
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files, all of them present."""
     if (folder / INDEX).is_file():
-        table = _read_json(folder / INDEX).get("weight_map")
+        table = read_json(folder / INDEX).get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
             raise JinguError("the index has no weight_map.", where=folder / INDEX, fix="Fetch the file again.")
         names = sorted(set(table.values()))
@@ -446,13 +446,20 @@ def _weight_files(folder: Path) -> list[Path]:
     raise JinguError(f"there are no weights here (no {WEIGHTS}).", where=folder, fix="Fetch the model again.")
 
 
-def _read_json(path: Path, absent: str = "the file is missing.") -> dict[str, Any]:
+def read_json(
+    path: Path, absent: str = "the file is missing.", fix: str = "Give a run or a Hugging Face folder."
+) -> dict[str, Any]:
+    """What a file says. Raises JinguError where it is absent, or no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise JinguError(absent, where=path.parent, fix="Give a run or a Hugging Face folder.") from None
+        raise JinguError(absent, where=path.parent, fix=fix) from None
     except ValueError as error:
         raise JinguError(f"the file is damaged ({error}).", where=path, fix="Fetch the file again.") from error
     if not isinstance(value, dict):
         raise JinguError("the file is damaged (not a JSON object).", where=path, fix="Fetch the file again.")
     return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

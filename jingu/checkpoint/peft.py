@@ -7,7 +7,6 @@ small matrices one upon the other, and the second ones side by side in a block d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from jingu.checkpoint.hub import OpenModel, Shapes, open_model, open_run_apart, parameter_shapes, with_adapters
+from jingu.checkpoint.hub import (
+    OpenModel,
+    Shapes,
+    open_model,
+    open_run_apart,
+    parameter_shapes,
+    read_json,
+    with_adapters,
+    write_json,
+)
 from jingu.checkpoint.stream import read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
@@ -59,7 +67,7 @@ def write_adapters(own: OpenModel, base: OpenModel, where: Path, to: Path) -> No
     with new_folder(to) as place:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, place / WEIGHTS, metadata={"format": "pt"})
-        (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(place / CONFIG, config)
 
 
 # Beside matrices
@@ -340,10 +348,9 @@ def _read_prompt(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise JinguError(f"there is no adapter of peft here ({error}).", where=folder) from error
+    config = read_json(
+        folder / CONFIG, f"there is no adapter of peft here (no {CONFIG}).", "Give a folder that has one."
+    )
     kinds = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
     other = ["peft_type"] if config.get("peft_type") not in kinds else []
     other += ["bias"] if config.get("bias", "none") != "none" else []
@@ -353,4 +360,4 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"the adapter sets {', '.join(f'{key} to {config.get(key)!r}' for key in other)}, which is not supported.",
             where=folder / CONFIG,
         )
-    return dict(config)
+    return config

@@ -44,12 +44,6 @@ class RemotePath:
     def __str__(self) -> str:
         return str(self._store.unstrip_protocol(self._path))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
     def absolute(self) -> RemotePath:
         """Itself: an address is never relative."""
         return self

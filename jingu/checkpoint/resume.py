@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from jingu.checkpoint.files import begin, cause_of, read_state, remove, verify
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
@@ -129,7 +128,7 @@ def prune(checkpoints: Place, keep: Keep, current: int) -> list[int]:
     if keep.last < 1:
         raise ValueError(f"keep.last is {keep.last}, and at least one checkpoint is kept")
     steps = [step for step in complete_steps(checkpoints) if step <= current]
-    doomed = superfluous(steps, keep, lambda step: read_state(step_folder(checkpoints, step)))
+    doomed = _superfluous(checkpoints, steps, keep)
     for step in doomed:
         folder = step_folder(checkpoints, step)
         if isinstance(folder, Path):
@@ -178,12 +177,12 @@ def copy(folder: Place, address: str, keep: Keep) -> None:
         raise CheckpointError(f"it could not be copied to {address} ({cause}).") from error
 
 
-def superfluous(steps: list[int], keep: Keep, state_of: Callable[[int], dict[str, Any]]) -> list[int]:
+def _superfluous(checkpoints: Place, steps: list[int], keep: Keep) -> list[int]:
     """The steps whose checkpoints need not stay. Of equally good ones the later is the better."""
     measured = []
     for step in steps if keep.best else []:
         try:
-            progress = state_of(step).get("progress", {})
+            progress = read_state(step_folder(checkpoints, step)).get("progress", {})
         except CheckpointError:
             continue
         value = (progress.get("evaluation") or {}).get(keep.metric)

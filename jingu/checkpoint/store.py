@@ -181,11 +181,6 @@ def together(work: Callable[[], T], where: Place, agree: Agree) -> T:
     raise error or CheckpointError("another rank failed here, and its log says why.", where=where)
 
 
-def read_tensor(folder: Place, name: str) -> Tensor:
-    """One whole logical tensor, in main memory. `Reader` reads several."""
-    return Reader(folder).read(name)
-
-
 class Reader:
     """Tensors of a checkpoint, one at a time; its manifest, and the header of each file, are read and checked once."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from jingu.checkpoint.shards import DTYPES
 from jingu.errors import JinguError
+from jingu.runtime.device import advise
 
 ELEMENTS = 1 << 20
 """Elements that are cast, checked or dequantised at a time: about what a processor's cache holds."""
@@ -72,7 +72,5 @@ def read_at(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) ->
 def read_often(tensor: Tensor) -> None:
     """Tell the system that a tensor, which may be one of `read_at`, is read again and again, in any order."""
     if tensor.device.type == "cpu" and tensor.nbytes:
-        madvise = getattr(ctypes.CDLL(None), "madvise", None)
-        before = tensor.data_ptr() % mmap.PAGESIZE
-        if madvise is not None:
-            madvise(ctypes.c_void_p(tensor.data_ptr() - before), ctypes.c_size_t(before + tensor.nbytes), 0)
+        before, normal = tensor.data_ptr() % mmap.PAGESIZE, 0
+        advise(tensor.data_ptr() - before, before + tensor.nbytes, normal)

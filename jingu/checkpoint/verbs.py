@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.files import names, read_state, remove
+from jingu.checkpoint.files import read_state, remove
 from jingu.checkpoint.files import verify as problems_of
 from jingu.checkpoint.hub import OpenModel, checkpoints_in, config_of, open_model
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
@@ -93,18 +93,20 @@ def _rows(checkpoints: Place) -> list[tuple[str, ...]]:
     unfinished = sorted(checkpoints.glob(".step-*.partial")) if isinstance(checkpoints, Path) else ()
     words = "unfinished: being written, or left by a run that was killed"
     return [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)] + [
-        (path.name, size_in_words(_bytes_under(path)), "", "", words) for path in unfinished
+        (path.name, size_in_words(sum(_sizes(path).values())), "", "", words) for path in unfinished
     ]
 
 
 def _row(folder: Place) -> tuple[str, ...]:
+    sizes = _sizes(folder)
+    size = size_in_words(sum(sizes.values()))
     try:
         manifest = read_manifest(folder / MANIFEST)
     except CheckpointError as error:
-        return folder.name, size_in_words(_bytes_under(folder)), "", "", f"not usable: {error.what}"
-    short = [name for name, record in manifest.files.items() if _length(folder / name) != record.bytes]
+        return folder.name, size, "", "", f"not usable: {error.what}"
+    short = [name for name, record in manifest.files.items() if sizes.get(name) != record.bytes]
     state = f"damaged: {', '.join(short)} missing or cut short" if short else "complete"
-    return folder.name, size_in_words(_bytes_under(folder)), str(len(manifest.tensors)), str(manifest.ranks), state
+    return folder.name, size, str(len(manifest.tensors)), str(manifest.ranks), state
 
 
 def verify(path: Place) -> None:
@@ -172,7 +174,7 @@ def prune(run: Place, keep: int = 1, keep_every: int = 0, keep_best: int = 0, da
 
 
 def _bytes_below(checkpoints: Place) -> int:
-    return sum(_bytes_under(folder) for folder in checkpoints.iterdir() if folder.is_dir())
+    return sum(sum(_sizes(folder).values()) for folder in checkpoints.iterdir() if folder.is_dir())
 
 
 @dataclass(frozen=True)
@@ -188,11 +190,11 @@ class Difference:
 def diff(first: Place, second: Place) -> None:
     """Print what differs between two checkpoints, tensor by tensor; a run stands for its newest checkpoint."""
     folder_a, folder_b = _locate(first), _locate(second)
-    names_a, names_b = names(folder_a), names(folder_b)
     reader_a, reader_b = Reader(folder_a), Reader(folder_b)
+    names_a, names_b = set(reader_a.manifest.tensors), set(reader_b.manifest.tensors)
     rows: list[tuple[str, ...]] = []
     equal = 0
-    for name in sorted(set(names_a) & set(names_b)):
+    for name in sorted(names_a & names_b):
         tensor_a, tensor_b = reader_a.read(name), reader_b.read(name)
         if (tensor_a.shape, tensor_a.dtype) != (tensor_b.shape, tensor_b.dtype):
             rows.append((name, f"{_kind(tensor_a)} → {_kind(tensor_b)}", "", "", ""))
@@ -205,7 +207,7 @@ def diff(first: Place, second: Place) -> None:
     if rows:
         print_table(("tensor", "kind", "largest difference", "norm in first", "norm in second"), rows, right=(2, 3, 4))
         print()
-    for which, only in (("the first", set(names_a) - set(names_b)), ("the second", set(names_b) - set(names_a))):
+    for which, only in (("the first", names_a - names_b), ("the second", names_b - names_a)):
         for name in sorted(only):
             print(f"only in {which}: {name}")
     state_a, state_b = read_state(folder_a), read_state(folder_b)
@@ -271,12 +273,8 @@ def _locate(path: Place) -> Place:
 # Printing
 
 
-def _length(path: Place) -> int | None:
-    return path.stat().st_size if path.is_file() else None
-
-
-def _bytes_under(folder: Place) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _sizes(folder: Place) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
 
 
 def size_in_words(count: float) -> str:

@@ -73,17 +73,18 @@ def keep_freed_memory() -> None:
         mallopt(mmap_max, 0)
 
 
-def gather_in_large_pages(blocks: Iterable[tuple[int, int]]) -> None:
-    """Let the system hold these blocks of memory (address, bytes) in pages of 2 MB, where it can: what is read from
-    main memory all the time is then read up to a fifth faster.
+def advise(address: int, size: int, advice: int) -> None:
+    """Tell the system how a block of memory will be used: `madvise` of Linux; elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
 
-    Linux's MADV_COLLAPSE, from 6.1 on; elsewhere nothing happens.
-    """
+
+def gather_in_large_pages(blocks: Iterable[tuple[int, int]]) -> None:
+    """Let the system hold these blocks of memory (address, bytes) in pages of 2 MB, where it can (from Linux 6.1 on):
+    what is read from main memory all the time is then read up to a fifth faster."""
     size, collapse = 1 << 21, 25
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if sys.platform == "linux" and madvise is not None:
-        for page in {page for first, count in blocks for page in range(first // size, (first + count - 1) // size + 1)}:
-            madvise(ctypes.c_void_p(page * size), ctypes.c_size_t(size), collapse)
+    for page in {page for first, count in blocks for page in range(first // size, (first + count - 1) // size + 1)}:
+        advise(page * size, size, collapse)
 
 
 def total_memory(device: torch.device) -> int:

@@ -115,16 +115,12 @@ def _prepare_nccl() -> tuple[str, ...]:
 
 def all_agree(mine: bool) -> bool:
     """True where every rank says True. A barrier, too."""
-    vote = torch.tensor([int(mine)], dtype=torch.int32)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
-    return bool(vote.item())
+    return all(from_all(mine))
 
 
 def from_first(value: int) -> int:
     """The first rank's whole number, on every rank."""
-    box = torch.tensor([value], dtype=torch.int64)
-    dist.broadcast(box, src=0)
-    return int(box.item())
+    return int(from_all(value)[0])
 
 
 def from_all(mine: Any) -> list[Any]:

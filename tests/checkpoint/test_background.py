@@ -17,7 +17,7 @@ from torch import Tensor
 from jingu.checkpoint.background import BackgroundSaver, Outcome
 from jingu.checkpoint.files import partial_name, read_state, verify
 from jingu.checkpoint.resume import Keep, all_steps, step_folder
-from jingu.checkpoint.store import load, read_tensor
+from jingu.checkpoint.store import Reader, load
 
 
 def some_state() -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
     assert verify(folder) == []
     for name, tensor in expected.items():
-        assert torch.equal(read_tensor(folder, name), tensor), name
+        assert torch.equal(Reader(folder).read(name), tensor), name
 
 
 def pause(saver: BackgroundSaver) -> None:

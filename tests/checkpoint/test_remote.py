@@ -22,7 +22,7 @@ from jingu.checkpoint.resume import (
     prune,
     step_folder,
 )
-from jingu.checkpoint.store import load, read_tensor, save
+from jingu.checkpoint.store import Reader, load, save
 from jingu.errors import JinguError
 
 PLACE = "memory://bucket/run/checkpoints"
@@ -52,7 +52,7 @@ def test_a_copy_is_read_where_it_is(tmp_path):
     assert complete_steps(here()) == [1, 2]
     folder = step_folder(here(), 2)
     assert verify(folder) == [] and str(folder) == "memory:///bucket/run/checkpoints/step-00000002"
-    assert torch.equal(read_tensor(folder, "w"), torch.full((5,), 2.0))
+    assert torch.equal(Reader(folder).read("w"), torch.full((5,), 2.0))
     (folder / "state.json").unlink()
     assert verify(folder) == ["state.json is missing"]
 
@@ -63,7 +63,7 @@ def test_saved_at_an_address(store):
     for value in (1.0, 2.0):
         save(folder, {"w": torch.full((700, 3), value)}, {"step": 3})
         assert verify(folder) == [] and complete_steps(here()) == [3]
-        assert torch.equal(read_tensor(folder, "w"), torch.full((700, 3), value))
+        assert torch.equal(Reader(folder).read("w"), torch.full((700, 3), value))
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["manifest.json", "shard-00000-of-00001.safetensors", "state.json"]
     with pytest.raises(TypeError):

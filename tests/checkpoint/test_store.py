@@ -101,7 +101,7 @@ def test_any_layout_loads_any_layout(tmp_path_factory, journey):
     assert files.verify(folder) == []
     assert_loads(folder, tensors, *here)
     for name, tensor in tensors.items():
-        assert same(store.read_tensor(folder, name), tensor)
+        assert same(store.Reader(folder).read(name), tensor)
 
 
 @pytest.mark.parametrize("chunk", [64, 1000])

@@ -17,7 +17,7 @@ from torch import Tensor
 from jingu.checkpoint import files, writer
 from jingu.checkpoint.resume import all_steps, clear_leftovers, find_latest, step_folder
 from jingu.checkpoint.shards import bytes_of, plan_part
-from jingu.checkpoint.store import held_blocks, read_tensor
+from jingu.checkpoint.store import Reader, held_blocks
 
 KEEP = {"last": 1, "every": 0, "best": 0, "metric": "loss"}
 
@@ -40,7 +40,7 @@ def assert_good(checkpoints: Path, *steps: int) -> None:
     found = find_latest(checkpoints)
     assert found.step in steps and found.folder is not None
     for name, tensor in tensors_of(found.step).items():
-        assert torch.equal(read_tensor(found.folder, name), tensor)
+        assert torch.equal(Reader(found.folder).read(name), tensor)
 
 
 class Killed(BaseException):

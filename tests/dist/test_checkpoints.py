@@ -61,7 +61,7 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
     assert files.names(folder) == sorted(expected)
     for name, tensor in expected.items():
-        assert torch.equal(store.read_tensor(folder, name), tensor), (folder, name)
+        assert torch.equal(store.Reader(folder).read(name), tensor), (folder, name)
 
 
 @pytest.mark.parametrize("layouts", [list(LAYOUTS)[1::2], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)])

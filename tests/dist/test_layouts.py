@@ -241,8 +241,8 @@ def test_what_one_layout_saves_another_loads_to_the_last_bit(tmp_path, ranks):
     shapes = parameter_shapes(spec)
     assert sorted(names(last)) == sorted(shapes)
     for name, shape in shapes.items():
-        found = store.read_tensor(last, name)
-        assert torch.equal(found, store.read_tensor(first, name)) and found.shape == shape
+        found = store.Reader(last).read(name)
+        assert torch.equal(found, store.Reader(first).read(name)) and found.shape == shape
         assert torch.equal(found, initial_values(name, shape, spec, 3).double())
 
 

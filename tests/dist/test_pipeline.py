@@ -113,7 +113,7 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
         model.refresh_copies()
         held = [dict(stage.named_parameters()) for stage in model.stages]
         weights = [stage["embedding.weight"] for stage in held if "embedding.weight" in stage]
-        whole = store.read_tensor(source, "model/embedding.weight")
+        whole = store.Reader(source).read("model/embedding.weight")
         equal = all(torch.equal(weight, whole) for weight in weights)
     return equal
 
@@ -132,7 +132,7 @@ def test_what_a_pipeline_saves_and_loads_is_bitwise_the_same(model, tiny_run, tr
     for folder in (there, back):
         assert files.names(folder) == sorted(weights)
         for name, tensor in weights.items():
-            assert torch.equal(store.read_tensor(folder, name), tensor), name
+            assert torch.equal(store.Reader(folder).read(name), tensor), name
 
 
 @pytest.mark.slow
