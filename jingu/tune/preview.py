@@ -30,8 +30,8 @@ _PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="w
 body{{font:15px/1.7 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
 h2{{font-size:1em;margin:2em 0 .5em}}pre{{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}}
 i{{font-style:normal;outline:1px solid #8885;border-radius:2px}}b{{font-weight:normal}}
-b i{{background:light-dark(#a6e3a6,#1d5c2c)}}</style>
-<p>A frame is a token; <b><i>green</i></b> ones are trained.</p>{body}
+b i{{background:light-dark(#a6e3a6,#1d5c2c)}}s{{text-decoration:none;opacity:.4}}</style>
+<p>A frame is a token, or several of one character; <b><i>green</i></b> ones are trained.</p>{body}
 """
 
 
@@ -119,5 +119,5 @@ def _bracketed(texts: list[str], trained: bool) -> str:
 
 
 def _in_page(texts: list[str], trained: bool) -> str:
-    shown = "".join(f"<i>{html.escape(text)}</i>" for text in texts)
+    shown = "".join(f"<i>{html.escape(text)}</i>" for text in texts).replace("\n", "<s>↵</s>\n")
     return f"<b>{shown}</b>" if trained else shown

@@ -76,7 +76,7 @@ def encode(shown: Rendered, tokenizer: Tokenizer) -> tuple[list[int], list[tuple
     found: list[list[int]] = [[] for _ in shown.answers]
     for start, end, special in _pieces(shown, tokenizer):
         # Of each answer what is in this piece; of one that is not, nothing.
-        spans = [(max(a, start) - start, min(b, end) - start) for a, b in shown.answers]
+        spans = [(min(max(a, start), end) - start, min(max(b, start), end) - start) for a, b in shown.answers]
         if special is None:
             part, places = tokenizer.encode_spans(shown.text[start:end], spans)
         else:

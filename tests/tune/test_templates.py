@@ -166,6 +166,26 @@ def test_special_tokens_in_a_text_are_not_obeyed(name: str, tokenizer: Tokenizer
     assert sum(id_ in special.values() for id_ in obeyed.ids) == len(expected) + 6
 
 
+@pytest.mark.parametrize("name", NAMED)
+@given(
+    texts=st.lists(
+        st.lists(st.sampled_from(["春", "a b", " ", "\n", *SPECIAL]), min_size=1, max_size=4).map("".join),
+        min_size=6,
+        max_size=6,
+    )
+)
+def test_mentions_anywhere_leave_the_answers_what_they_are(name: str, texts: list[str], tokenizer: Tokenizer) -> None:
+    """The trained ids are those of the answers and of what ends them, whatever is mentioned, and where."""
+    said = [f"x{text}x" for text in texts]
+    row = Row("messages", tuple(Message(("user", "assistant")[n % 2], text) for n, text in enumerate(said)))
+    ending = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, "</s>")
+    before = after = " " if name == "llama2" else ""
+    template = find_template(name, tokenizer)
+    done = supervise(row, template, tokenizer, "answers")
+    assert tokenizer.decode(done.ids, special=True) == template.render(row).text
+    assert trained_text(tokenizer, name, row) == [f"{before}{text}{after}{ending}" for text in said[1::2]]
+
+
 def test_texts_that_stand_as_they_are(tokenizer: Tokenizer) -> None:
     done = supervise(parse_row({"prompt": "春眠", "completion": "不觉晓"}), None, tokenizer, "answers")
     assert tokenizer.decode(done.ids, special=True) == "春眠不觉晓</s>"
