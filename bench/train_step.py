@@ -98,7 +98,7 @@ def trainer(precision: str, compiled: bool):
 
     current: list[Batch] = []
     task = Constant(None, None, spec, mesh, RunConfig(), compiles=compiled)  # type: ignore[arg-type]
-    plan = BatchPlan(1, BATCH, BATCH, 1, BATCH * SEQUENCE)
+    plan = BatchPlan(BATCH, BATCH, 1, BATCH * SEQUENCE)
 
     def step(batch: Batch) -> None:
         current[:] = [batch]

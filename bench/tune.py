@@ -152,7 +152,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     current: list[Any] = []
     source: Any = SimpleNamespace(batch=lambda step, first, count: current[0])
     task = Pretraining(source, None, spec, mesh, config, compiles=compiles)
-    plan = BatchPlan(1, BATCH, BATCH, 1, BATCH * length)
+    plan = BatchPlan(BATCH, BATCH, 1, BATCH * length)
 
     def step(batch: Any) -> None:
         current[:] = [batch]

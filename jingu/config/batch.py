@@ -15,7 +15,6 @@ AUTO_TOKENS = 8192
 class BatchPlan:
     """How one optimizer step is divided: over ranks first, then into micro batches one after another."""
 
-    ranks: int
     rows_per_rank: int
     """Sequences of a step that one rank computes."""
     micro_size: int
@@ -53,7 +52,7 @@ def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1) -> BatchPlan
         raise JinguError(
             f"batch.micro_size {micro:,} does not divide {share}{why}:", fix=f"take {_sizes(below, above)}, or auto."
         )
-    return BatchPlan(ranks, rows, micro, rows // micro, size * batch.sequence_length)
+    return BatchPlan(rows, micro, rows // micro, size * batch.sequence_length)
 
 
 def _auto(rows: int, sequence_length: int, least: int) -> int:

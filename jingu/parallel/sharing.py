@@ -55,23 +55,13 @@ class Part:
         """Number of ranks that hold the same part."""
         return prod(self.mesh.size(axis) for axis, dim in enumerate(self.dims) if dim is None)
 
-    @property
-    def sharing_axes(self) -> list[int]:
-        """The axes whose ranks hold other parts."""
-        return [axis for axis in self.order if self.mesh.size(axis) > 1]
-
-    @property
-    def sharers(self) -> int:
-        """Number of ranks that hold the whole between them."""
-        return prod(self.mesh.size(axis) for axis in self.sharing_axes)
-
-    @property
-    def place(self) -> int:
-        """This rank's place among them."""
-        place = 0
-        for axis in self.sharing_axes:
-            place = place * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return place
+    def has_turn(self, number: int) -> bool:
+        """Whether this rank's turn comes at `number`, of the ranks that hold the whole between them."""
+        ranks, place = 1, 0
+        for axis in self.order:
+            size = self.mesh.size(axis)
+            ranks, place = ranks * size, place * size + self.mesh.get_local_rank(axis)
+        return number % ranks == place
 
     def whole(self, held: Tensor) -> Tensor:
         """The whole tensor on every rank, from the parts that they hold."""

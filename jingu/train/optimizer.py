@@ -288,7 +288,7 @@ class Muon(AdamW):
 def _shared(held: Tensor, part: Part, number: int) -> Tensor:
     """The orthogonal form of a matrix of which each rank holds a part, computed by one of the ranks that share it."""
     whole = part.whole(held)
-    if number % part.sharers == part.place:
+    if part.has_turn(number):
         whole = orthogonal(whole)
     else:
         whole.zero_()

@@ -60,12 +60,12 @@ def train_run(
     plan: BatchPlan,
     ranks: Ranks,
     stop: SharedStop,
-    watch: Callable[[nn.Module, DeviceMesh], None] | None = None,
+    watch: Callable[[nn.Module], None] | None = None,
 ) -> bool:
     """Build the model on its mesh, find the way back, and run the loop; returns whether the run is complete.
 
     Args:
-        watch: called with model and mesh before the first step.
+        watch: called with the model before the first step.
     """
     config, shapes = run.config, parameter_shapes(run.spec)
     precision = choose_precision(config.precision, ranks.device)
@@ -80,7 +80,7 @@ def train_run(
     if isinstance(loop.model, Pipeline):
         loop.model.refresh_copies()
     if watch is not None:
-        watch(loop.model, mesh)
+        watch(loop.model)
     if config.data.local is not None:
         copy_in_background([each.dataset for each in run.source.sources], Path(config.data.local))
     start = {

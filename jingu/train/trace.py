@@ -18,12 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jingu.model.sharding import styled
 from jingu.parallel.mesh import data_rank
+from jingu.parallel.pipeline import stages_of
+from jingu.parallel.sharing import sharing_of
 
 SUMS = 4
 AXES = ("context", "tensor")
@@ -41,11 +42,12 @@ class Trace:
         self._summands: set[str] = set()
         self._place: dict[str, Any] = {}
 
-    def attach(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Begin to listen to the modules of a model, or of the stages of one that this rank has."""
+        mesh = sharing_of(model).mesh
         axes = {axis: (mesh.get_local_rank(axis), mesh[axis].size()) for axis in AXES}
         self._place = {"first_row": data_rank(mesh) * self._rows, "axes": axes}
-        for part in getattr(model, "stages", [model]):
+        for part in stages_of(model):
             if axes["tensor"][1] > 1:
                 # Of a matrix whose inputs are divided each rank computes one summand, added up outside of the module.
                 self._summands |= {name for name, _, style in styled(part) if style in ("row", "from_heads")}

@@ -12,13 +12,13 @@ from jingu.errors import JinguError
 @pytest.mark.parametrize(
     ("settings", "ranks", "plan"),
     [
-        (BatchSettings(), 1, BatchPlan(1, 32, 16, 2, 16384)),
-        (BatchSettings(), 2, BatchPlan(2, 16, 16, 1, 16384)),
-        (BatchSettings(global_size=24, micro_size=3), 4, BatchPlan(4, 6, 3, 2, 12288)),
-        (BatchSettings(global_size=21, sequence_length=1000), 1, BatchPlan(1, 21, 7, 3, 21000)),
-        (BatchSettings(global_size=17, sequence_length=1000), 1, BatchPlan(1, 17, 1, 17, 17000)),
-        (BatchSettings(global_size=3, sequence_length=2**20), 3, BatchPlan(3, 1, 1, 1, 3 * 2**20)),
-        (BatchSettings(global_size=1, sequence_length=1), 1, BatchPlan(1, 1, 1, 1, 1)),
+        (BatchSettings(), 1, BatchPlan(32, 16, 2, 16384)),
+        (BatchSettings(), 2, BatchPlan(16, 16, 1, 16384)),
+        (BatchSettings(global_size=24, micro_size=3), 4, BatchPlan(6, 3, 2, 12288)),
+        (BatchSettings(global_size=21, sequence_length=1000), 1, BatchPlan(21, 7, 3, 21000)),
+        (BatchSettings(global_size=17, sequence_length=1000), 1, BatchPlan(17, 1, 17, 17000)),
+        (BatchSettings(global_size=3, sequence_length=2**20), 3, BatchPlan(1, 1, 1, 3 * 2**20)),
+        (BatchSettings(global_size=1, sequence_length=1), 1, BatchPlan(1, 1, 1, 1)),
     ],
 )
 def test_the_batch_is_divided(settings: BatchSettings, ranks: int, plan: BatchPlan) -> None:
@@ -30,7 +30,7 @@ def test_an_automatic_micro_batch_is_the_largest_that_fits(length: int, rows: in
     plan = plan_batch(BatchSettings(sequence_length=length, global_size=rows * ranks), ranks)
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= AUTO_TOKENS]
     assert plan.micro_size == max(fitting, default=1)
-    assert plan.micro_size * plan.accumulation * plan.ranks * length == plan.tokens_per_step
+    assert plan.micro_size * plan.accumulation * ranks * length == plan.tokens_per_step
 
 
 @pytest.mark.parametrize(
