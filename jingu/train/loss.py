@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from jingu.model.products import accumulate_product, matmul
 from jingu.parallel.collectives import all_reduce
+from jingu.parallel.tensor import Vocabulary
 
 # Elements of one chunk of logits. On CPU a chunk should stay near the caches (16 MB in fp32); on a card it should
 # be large enough to fill it.
@@ -26,64 +26,47 @@ ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 the label is -100, both are finite, and nobody uses them."""
 
 
-def chunk_loss(logits_CV: Tensor, labels_C: Tensor, smoothing: float = 0.0, z: float = 0.0) -> tuple[Tensor, Tensor]:
+def chunk_loss(
+    logits_CV: Tensor, labels_C: Tensor, smoothing: float = 0.0, z: float = 0.0, share: Vocabulary | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each token of a chunk, and its gradient. The arithmetic is fp32 at least; the gradient has the
     logits' dtype.
 
     Args:
         smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et al., 2016).
         z: weight of the squared logarithm of the softmax's sum, which keeps logits near zero (PaLM, section 5).
+        share: of the vocabulary, whose logits these are; None: all. Every rank that has a share gets the whole losses,
+            and the gradient with respect to its own entries.
     """
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    picked_C1 = labels_C.clamp_min(0).unsqueeze(1)
-    scores_CV = torch.log_softmax(wide_CV, dim=1)
-    losses_C = -(1.0 - smoothing) * scores_CV.gather(1, picked_C1).squeeze(1)
-    if smoothing:
-        losses_C = losses_C - smoothing * scores_CV.mean(1)
-    log_sum_C = torch.logsumexp(wide_CV, 1) if z else None
-    # In place: the chunk is the largest tensor of a step.
-    gradient_CV = scores_CV.exp_()
-    if log_sum_C is not None:
-        losses_C = losses_C + z * log_sum_C.square()
-        gradient_CV.mul_((1.0 + 2.0 * z * log_sum_C).unsqueeze(1))
-    gradient_CV.scatter_add_(1, picked_C1, torch.full_like(picked_C1, smoothing - 1.0, dtype=gradient_CV.dtype))
-    if smoothing:
-        gradient_CV.sub_(smoothing / wide_CV.shape[1])
-    return losses_C, gradient_CV.to(logits_CV.dtype)
-
-
-def divided_chunk_loss(
-    start: int, group: dist.ProcessGroup, vocabulary: int, smoothing: float = 0.0, z: float = 0.0
-) -> ChunkLoss:
-    """`chunk_loss` where the vocabulary is divided over the ranks of `group`, and begins here with entry `start`.
-
-    Every rank gets the whole losses, and the gradient with respect to its own entries.
-    """
-
-    def chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-        wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        most_C = all_reduce(wide_CV.amax(1), "max", group)
+    size, start = (wide_CV.shape[1], 0) if share is None else (share.size, share.start)
+    picked_C1 = (labels_C - start).unsqueeze(1)
+    here_C1 = (picked_C1 >= 0) & (picked_C1 < wide_CV.shape[1])
+    picked_C1 = picked_C1.where(here_C1, 0)
+    if share is None:
+        scores_CV = torch.log_softmax(wide_CV, 1)
+    else:
+        most_C = all_reduce(wide_CV.amax(1), "max", share.group)
         scores_CV = wide_CV - most_C.unsqueeze(1)
-        picked_C1 = (labels_C - start).unsqueeze(1)
-        here_C1 = (picked_C1 >= 0) & (picked_C1 < wide_CV.shape[1])
-        picked_C1 = picked_C1.where(here_C1, 0)
-        target_C = (1.0 - smoothing) * (scores_CV.gather(1, picked_C1) * here_C1).squeeze(1)
-        if smoothing:
-            target_C += smoothing / vocabulary * scores_CV.sum(1)
-        gradient_CV = scores_CV.exp_()
-        sums_2C = all_reduce(torch.stack([gradient_CV.sum(1), target_C]), "sum", group)
-        losses_C, factor_C = sums_2C[0].log() - sums_2C[1], 1.0 / sums_2C[0]
-        if z:
-            log_sum_C = sums_2C[0].log() + most_C
-            losses_C = losses_C + z * log_sum_C.square()
-            factor_C = factor_C * (1.0 + 2.0 * z * log_sum_C)
+    target_C = (1.0 - smoothing) * (scores_CV.gather(1, picked_C1) * here_C1).squeeze(1)
+    if smoothing:
+        target_C = target_C + smoothing / size * scores_CV.sum(1)
+    # In place: the chunk is the largest tensor of a step.
+    gradient_CV, factor_C = scores_CV.exp_(), torch.ones_like(target_C)
+    if share is not None:
+        sum_C, target_C = all_reduce(torch.stack([gradient_CV.sum(1), target_C]), "sum", share.group)
+        target_C, factor_C = target_C - sum_C.log(), 1.0 / sum_C
+    losses_C = -target_C
+    if z:
+        log_sum_C = torch.logsumexp(wide_CV, 1) if share is None else most_C + sum_C.log()
+        losses_C = losses_C + z * log_sum_C.square()
+        factor_C = factor_C * (1.0 + 2.0 * z * log_sum_C)
+    if z or share is not None:
         gradient_CV.mul_(factor_C.unsqueeze(1))
-        gradient_CV.scatter_add_(1, picked_C1, (smoothing - 1.0) * here_C1.to(gradient_CV.dtype))
-        if smoothing:
-            gradient_CV.sub_(smoothing / vocabulary)
-        return losses_C, gradient_CV.to(logits_CV.dtype)
-
-    return chunk
+    gradient_CV.scatter_add_(1, picked_C1, (smoothing - 1.0) * here_C1.to(gradient_CV.dtype))
+    if smoothing:
+        gradient_CV.sub_(smoothing / size)
+    return losses_C, gradient_CV.to(logits_CV.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -146,7 +129,7 @@ def summed_cross_entropy(
         hidden_BTD: final hidden states.
         weight_VD: weight of the head.
         labels_BT: the token each position should predict, or -100.
-        chunk: `chunk_loss`, or a compiled form of it; or the one of a divided vocabulary.
+        chunk: `chunk_loss`, or a compiled form of it.
         columns: entries of the vocabulary on the rank that has most, so that all cut the same chunks; None: those here.
         factors_BT: of each place's loss; None: 1.
     """

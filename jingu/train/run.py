@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,14 +96,15 @@ def open_run(config: RunConfig, going: Going | None = None) -> Run:
             where="train.noise",
             fix="Set it to 0.",
         )
+    held_out = _held_out(config, spec, [each.dataset.path for each in source.sources])
     objective = _objective(config, spec, source, tokenizer)
-    held_out = _held_out(config, spec, objective, [each.dataset.path for each in source.sources])
     _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
+    held_out = held_out and replace(held_out, objective=objective)
     run = Run(config, folder, spec, tokenizer, source, held_out, objective, going, changes)
     _check_checkpoints(run)
     return run
@@ -124,9 +125,7 @@ def _objective(config: RunConfig, spec: ModelSpec, source: BatchSource, tokenize
     return plan_objective(config, source, tokenizer)
 
 
-def _held_out(
-    config: RunConfig, spec: ModelSpec, objective: Objective | None, places: Sequence[Path]
-) -> HeldOut | None:
+def _held_out(config: RunConfig, spec: ModelSpec, places: Sequence[Path]) -> HeldOut | None:
     """What evaluations read, of all data sets. JinguError where it does not fill one row of an encoder."""
     if not (config.evaluation.every and config.data.held_out):
         return None
@@ -139,7 +138,7 @@ def _held_out(
             where=config.data.path,
             fix="Build it with a larger data.held_out, set batch.sequence_length lower, or evaluation.every to 0.",
         )
-    return HeldOut(text, length, objective, config.data.keeps_apart, rows, spec)
+    return HeldOut(text, length, config.data.keeps_apart, rows, spec)
 
 
 def _changes(folder: Path, config: RunConfig, allowed: Collection[str]) -> list[str]:

@@ -24,7 +24,7 @@ from jingu.model.spec import Experts, Lora, ModelSpec
 from jingu.parallel.pipeline import Model
 from jingu.parallel.rows import Rows
 from jingu.parallel.tensor import Vocabulary
-from jingu.train.loss import ChunkLoss, chunk_loss, divided_chunk_loss, summed_cross_entropy
+from jingu.train.loss import ChunkLoss, chunk_loss, summed_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class HeldOut:
 
     dataset: TokenDataset
     sequence_length: int
-    objective: Objective | None
     apart: bool
     """Whether attention stays inside documents."""
     supervised: SupervisedRows | None
     """The rows, where they are supervised."""
     spec: ModelSpec
     """Of the model that they are for."""
+    objective: Objective | None = None
 
     @property
     def reads(self) -> bool:
@@ -108,9 +108,8 @@ class Pretraining:
         self._rows, self._vocabulary = Rows(mesh), Vocabulary.of(mesh, spec.vocabulary)
 
         def chunk(smoothing: float = 0.0, z: float = 0.0) -> ChunkLoss:
-            made: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z) if smoothing or z else chunk_loss
-            if mesh["tensor"].size() > 1:
-                made = divided_chunk_loss(self._vocabulary.start, self._vocabulary.group, spec.vocabulary, smoothing, z)
+            share = self._vocabulary if mesh["tensor"].size() > 1 else None
+            made: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z, share=share)
             # The last chunk of a batch has any number of rows: that dim is left open once a second number has come.
             return torch.compile(made) if compiles else made
 

@@ -45,3 +45,12 @@ def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run
         weights = one.tensors()
         for key, tensor in many.tensors().items():
             torch.testing.assert_close(tensor, weights[key], rtol=1e-9, atol=1e-10, msg=f"{name} {key}")
+
+
+def test_label_smoothing_and_z_loss_over_a_divided_vocabulary(tiny_run, train_on, done):
+    changes = {"train.steps": 3, "train.label_smoothing": 0.1, "train.z_loss": 1e-2}
+    alone, divided = tiny_run(changes, name="alone"), tiny_run({**changes, "parallel.tensor": 2}, name="divided")
+    train_on(1, alone)
+    train_on(2, divided)
+    assert done(divided).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
+    assert done(divided).column("grad_norm") == pytest.approx(done(alone).column("grad_norm"), rel=1e-9)
