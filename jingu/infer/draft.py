@@ -129,14 +129,14 @@ class Draft:
 
 
 def _check(draft: Loaded, of: Loaded) -> None:
-    if draft.spec.encoder_layers is not None or of.spec.encoder_layers is not None:
-        raise JinguError("a model with an encoder has no draft and is none.", where="draft", fix="Leave it out.")
-    if of.ranks > 1:
-        raise JinguError("a model that processes share has no draft.", where="draft", fix="Leave it out.")
-    if draft.spec.prompts[0]:
-        raise JinguError(
-            "a draft has no trained prompt.", where="draft", fix="Use the model that the prompt was trained for."
-        )
+    encoders = {draft.spec.encoder_layers, of.spec.encoder_layers} != {None}
+    for wrong, what, fix in (
+        (encoders, "a model with an encoder has no draft and is none.", "Leave it out."),
+        (of.ranks > 1, "a model that processes share has no draft.", "Leave it out."),
+        (draft.spec.prompts[0], "a draft has no trained prompt.", "Use the model that the prompt was trained for."),
+    ):
+        if wrong:
+            raise JinguError(what, where="draft", fix=fix)
     ours, theirs = of.tokenizer.pieces(), draft.tokenizer.pieces()
     if ours != theirs:
         other = sum(theirs.get(token) != id_ for token, id_ in ours.items())

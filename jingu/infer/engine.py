@@ -232,7 +232,7 @@ class Engine:
         reading = None
         while self._waiting and self._fits(self._waiting[0]) and reading is None:
             choice = self._waiting.popleft()
-            names = self._names(choice)
+            names = [] if not choice.job.shares or _tells_prompt(choice) else self._names(choice, len(choice.ids) - 1)
             pages = []
             for name in names:
                 page = self._pages.share(name)
@@ -248,7 +248,7 @@ class Engine:
                 if wanted > self._pages.free:
                     break
                 continue
-            choice.held, choice.done, choice.names = Held(pages), len(pages) * self._pages.tokens, names
+            choice.held, choice.done = Held(pages), len(pages) * self._pages.tokens
             self._running.append(choice)
             coming |= set(names[len(pages) :])
             if not choice.job.begun:
@@ -265,15 +265,12 @@ class Engine:
         beams = sum(job.request.beams for job in {id(job): job for job in running if job.searches}.values())
         return sum(not job.searches for job in running) + beams + choice.job.request.beams <= self.settings.max_batch
 
-    def _names(self, choice: Choice) -> list[bytes]:
-        """Names of the pages that a choice's tokens fill, but for the last token, whose scores are wanted."""
-        job = choice.job
-        if not job.shares or _tells_prompt(choice):
-            return []
-        name, names, size = (job.request.adapter or "").encode(), [], self._pages.tokens
-        for first in range(0, (len(choice.ids) - 1) // size * size, size):
-            name = name_of(name, choice.ids[first : first + size])
-            names.append(name)
+    def _names(self, choice: Choice, tokens: int) -> list[bytes]:
+        """Names of a choice's pages, of those at least that so many of its tokens fill."""
+        names, size = choice.names, self._pages.tokens
+        for first in range(len(names) * size, tokens // size * size, size):
+            before = names[-1] if names else (choice.job.request.adapter or "").encode()
+            names.append(name_of(before, choice.ids[first : first + size]))
         return names
 
     def _schedule(self) -> list[_Work]:
@@ -381,11 +378,8 @@ class Engine:
         if choice.finish == "error":
             self._clear(choice)
         elif choice.job.shares:
-            names = choice.names
+            names = self._names(choice, choice.done)
             for number in range(before // size, choice.done // size):
-                if number == len(names):
-                    root = names[-1] if names else (choice.job.request.adapter or "").encode()
-                    names.append(name_of(root, choice.ids[number * size : (number + 1) * size]))
                 self._pages.name(choice.held.pages[number], names[number])
         if choice.finish is not None:
             self._stop(choice)

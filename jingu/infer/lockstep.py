@@ -83,6 +83,10 @@ class Lockstep:
             self._orders.hand_out(None)
 
 
+Driven = Engine | Lockstep
+"""What is called to generate."""
+
+
 def follow(engine: Engine) -> None:
     """Take the steps that the first rank takes, until it leaves. Signals are its to answer."""
     orders = _Orders(engine)
@@ -143,7 +147,7 @@ def ranks_of(device: str) -> Iterator[Ranks | None]:
 
 
 @contextmanager
-def in_lockstep(engine: Engine, ranks: Ranks | None) -> Iterator[Engine | Lockstep | None]:
+def in_lockstep(engine: Engine, ranks: Ranks | None) -> Iterator[Driven | None]:
     """The engine to call, on the first of the ranks; on the others None, when that has left."""
     if ranks is None:
         yield engine

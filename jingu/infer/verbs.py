@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Loaded, Precision, load
-from jingu.infer.lockstep import Lockstep, in_lockstep, ranks_of
+from jingu.infer.lockstep import Driven, in_lockstep, ranks_of
 from jingu.infer.request import Finish, Request
 from jingu.infer.sampling import Sampling
 from jingu.runtime.ranks import Ranks
@@ -115,7 +115,7 @@ class Written(NamedTuple):
         return f"{self.tokens} tokens, {self.tokens / self.seconds:.1f} a second"
 
 
-def write(engine: Engine | Lockstep, request: Request, before: str = "") -> Written:
+def write(engine: Driven, request: Request, before: str = "") -> Written:
     """Print a text, an answer as it grows, and a new line. Ctrl-C ends it. Raises JinguError where the engine does."""
     pieces: list[str] = []
     tokens, finish, broken = 0, None, None

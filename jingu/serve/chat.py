@@ -20,16 +20,9 @@ from jingu.serve.openai import REASONS, engine_request, streamed, usage
 from jingu.serve.schema import ChatMessage, ChatRequest, ResponseFormat, StrictRoute
 from jingu.serve.service import Choice, Served, Service, constraint, gathered, off_loop
 from jingu.serve.tools import Calls, forced, offered
-from jingu.tune.rows import Fields, Message, Role, RowError
+from jingu.tune.rows import Fields, Message, RowError
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 
 
 @router.post("/chat/completions", responses=MAY_STREAM)
@@ -119,7 +112,7 @@ def _message(given: ChatMessage, place: int) -> Message:
         calls.append({"name": call.function.name, "arguments": arguments})
     if content is None and not calls:
         raise invalid(f"`{where}` has no content", "messages")
-    return Message(_ROLES[given.role], content or "", tuple(calls))
+    return Message("system" if given.role == "developer" else given.role, content or "", tuple(calls))
 
 
 def _constraint(wanted: ResponseFormat | None) -> Constraint | None:

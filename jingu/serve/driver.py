@@ -16,35 +16,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from jingu.errors import JinguError
-from jingu.infer.engine import EngineStats
-from jingu.infer.load import Loaded
+from jingu.infer.lockstep import Driven
 from jingu.infer.request import Event, Request
 from jingu.serve.errors import ServeError
 
 LOGGER = logging.getLogger("jingu.serve")
 FAILED = "the engine failed on this; the server's log tells more"
 T = TypeVar("T")
-
-
-class Steps(Protocol):
-    """What is driven: `jingu.infer.engine.Engine`, or what behaves as it does."""
-
-    @property
-    def loaded(self) -> Loaded: ...
-
-    def submit(self, request: Request) -> int: ...
-
-    def cancel(self, number: int) -> None: ...
-
-    def step(self) -> list[Event]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def busy(self) -> bool: ...
 
 
 @dataclass
@@ -85,8 +66,9 @@ class Ticket:
         self._awaited = {(number, choice) for number, each in enumerate(requests) for choice in range(each.n)}
         self._met: set[int] = set()
         self._failure: ServeError | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self.closed = False
+        late = ServeError(504, f"the request took more than {driver.seconds:g} seconds", kind="incomplete_generation")
+        self._timer = asyncio.get_running_loop().call_later(driver.seconds, self.fail, late, "timeout")
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Events, each with the place of its request in `requests`, in the lots in which they came.
@@ -101,21 +83,14 @@ class Ticket:
 
     def cancel(self) -> None:
         """Give up what is not finished. Nothing happens where all is."""
-        if self._awaited and self._failure is None:
-            self.fail(ServeError(499, "the client has left"), "cancelled")
-            self._driver.drop(self)
-
-    def limit(self, timer: asyncio.TimerHandle) -> None:
-        """Have a timer that is called off when the ticket ends."""
-        if self.closed:
-            timer.cancel()
-        self._timer = timer
+        self.fail(ServeError(499, "the client has left"), "cancelled")
 
     def fail(self, error: ServeError, finish: str = "error") -> None:
-        """End the request with an error, unless it has ended. On the event loop's thread."""
+        """End the request with an error, unless it has ended; the engine forgets it. On the event loop's thread."""
         if not self.closed:
             self._failure = error
             self._close(finish)
+            self._driver.drop(self)
 
     def receive(self, events: list[tuple[int, Event]], now: float) -> None:
         """Take what a step has brought. On the event loop's thread."""
@@ -138,7 +113,6 @@ class Ticket:
         broken = next((event for _, event in events if event.finish in ("error", "cancelled")), None)
         self._lots.put_nowait([each for each in events if each[1].finish not in ("error", "cancelled")])
         if broken is not None:
-            self._driver.drop(self)
             self.fail(ServeError(500, broken.error or "the engine gave the request up", kind="generation"))
         elif not self._awaited:
             self._close(account.finish)
@@ -147,8 +121,7 @@ class Ticket:
         self.closed = True
         self.account.finish = finish
         self.account.ended = time.perf_counter()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._lots.put_nowait(None)
         self._driver.closed(self)
 
@@ -159,12 +132,15 @@ class Driver:
     Args:
         engine: what is driven.
         capacity: requests accepted and not finished, at most; the next is refused with 429.
+        seconds: that one may take; then it ends with an error.
         on_end: told of each ticket that ends.
     """
 
-    def __init__(self, engine: Steps, capacity: int, on_end: Callable[[Ticket], None] = lambda _: None) -> None:
+    def __init__(
+        self, engine: Driven, capacity: int, seconds: float, on_end: Callable[[Ticket], None] = lambda _: None
+    ) -> None:
         self.engine = engine
-        self.capacity = capacity
+        self.capacity, self.seconds = capacity, seconds
         self.open = 0
         self.broken: Exception | None = None
         """Why the engine cannot go on."""
@@ -243,8 +219,9 @@ class Driver:
         return await asyncio.wrap_future(answer)
 
     def drop(self, ticket: Ticket) -> None:
-        """Let the engine forget a ticket's requests."""
-        self._orders.put(lambda: self._forget(ticket))
+        """Let the engine forget a ticket's requests, unless it is beyond that."""
+        if self.broken is None:
+            self._orders.put(lambda: self._forget(ticket))
 
     def closed(self, ticket: Ticket) -> None:
         """Told by a ticket that has ended."""
@@ -257,7 +234,6 @@ class Driver:
         """End every ticket with an error."""
         for ticket in list(self._tickets):
             ticket.fail(error)
-            self.drop(ticket)
 
     async def stop(self) -> None:
         """End the thread, after the step that it is in."""

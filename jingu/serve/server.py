@@ -19,10 +19,11 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jingu.errors import JinguError
+from jingu.infer.lockstep import Driven
 from jingu.runtime.signals import handling
 from jingu.serve.answers import dump
 from jingu.serve.app import create
-from jingu.serve.driver import Driver, Steps
+from jingu.serve.driver import Driver
 from jingu.serve.errors import ServeError
 from jingu.serve.gate import HEADER_BYTES, log_to_stderr
 from jingu.serve.metrics import Metrics
@@ -187,7 +188,7 @@ class Server(uvicorn.Server):
 
 
 def make(
-    engine: Steps,
+    engine: Driven,
     settings: ServeSettings,
     name: str,
     speech: Speech | None = None,
@@ -195,12 +196,12 @@ def make(
 ) -> Server:
     """A server, not started yet."""
     metrics = Metrics(name)
-    driver = Driver(engine, settings.queue, metrics.ended)
+    driver = Driver(engine, settings.queue, settings.timeout, metrics.ended)
     service = Service(engine.loaded, driver, settings, metrics, name, speech)
     return Server(create(service), driver, settings, on_start)
 
 
-def run(engine: Steps, settings: ServeSettings, name: str, speech: Speech | None, listener: socket.socket) -> None:
+def run(engine: Driven, settings: ServeSettings, name: str, speech: Speech | None, listener: socket.socket) -> None:
     """Serve until a signal asks to stop. Raises RuntimeError where the engine fails and cannot go on."""
 
     def tell(address: str) -> None:

@@ -124,20 +124,11 @@ class Service:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     async def submit(self, http: HttpRequest, requests: Sequence[Request]) -> Ticket:
-        """As `Driver.submit`; the ticket ends with an error when its time is over. The log tells of it."""
+        """As `Driver.submit`. The log tells of the ticket."""
         ticket = await unless_gone(http.receive, self.driver.submit(requests, http.state.arrived))
         http.state.log["ticket"] = ticket
         if self.settings.log_prompts:
             http.state.log["prompts"] = [self.loaded.tokenizer.decode(list(each.prompt)) for each in requests]
-        seconds = self.settings.timeout
-        late = ServeError(504, f"the request took more than {seconds:g} seconds", kind="incomplete_generation")
-
-        def end() -> None:
-            if not ticket.closed:
-                ticket.fail(late, "timeout")
-                self.driver.drop(ticket)
-
-        ticket.limit(asyncio.get_running_loop().call_later(seconds, end))
         return ticket
 
 

@@ -178,20 +178,15 @@ class Conversation:
 
     def help(self, _: str) -> None:
         """/help: what can be said."""
+        for name in _COMMANDS:
+            print(getattr(self, name).__doc__)
         print(
-            "/system TEXT   set the system prompt; without TEXT, show it\n"
-            "/retry         another answer to the last message\n"
-            "/undo          take back the last message and its answer\n"
-            "/reset         begin anew; the system prompt stays\n"
-            "/set           show the settings; /set temperature=0.3 top_p=0.9 changes them\n"
-            "/save FILE     write the conversation as JSON; /load FILE goes on with one\n"
-            "/quit          leave (so does Ctrl-D)\n"
             f"A line that ends in \\ goes on in the next; {_QUOTES} alone on a line begins and ends a long message.\n"
             "Ctrl-C stops an answer. A message that begins with / is typed //."
         )
 
     def system(self, text: str) -> None:
-        """/system: set or show the system prompt."""
+        """/system TEXT: set the system prompt; without TEXT, show it."""
         said = [message for message in self.messages if message.role != "system"]
         if text:
             if self._speech is None:
@@ -204,7 +199,7 @@ class Conversation:
             print(self.messages[0].content if len(said) < len(self.messages) else "(none)")
 
     def reset(self, _: str) -> None:
-        """/reset: forget what was said."""
+        """/reset: begin anew; the system prompt stays."""
         self.messages = [message for message in self.messages if message.role == "system"]
 
     def undo(self, _: str) -> None:
@@ -214,7 +209,7 @@ class Conversation:
             pass
 
     def retry(self, _: str) -> None:
-        """/retry: another answer."""
+        """/retry: another answer to the last message."""
         last, before = self._last_message(), list(self.messages)
         self.undo("")
         try:
@@ -230,14 +225,15 @@ class Conversation:
         return last
 
     def set(self, words: str) -> None:
-        """/set: show or change settings."""
+        """/set: show the settings; /set temperature=0.3 top_p=0.9 changes them."""
         for word in words.split():
             name, sign, value = word.partition("=")
             if name not in _SETTINGS or not sign:
                 raise JinguError(f"there is no setting {name}.", fix=f"Known are {', '.join(_SETTINGS)}.")
             self._set(name, value)
         if not words:
-            print("\n".join(f"{name}={value}" for name, value in self._settings().items()))
+            shown = self._settings().items()
+            print("\n".join(f"{name}={'none' if value is None else value}" for name, value in shown))
 
     def _set(self, name: str, value: Any) -> None:
         try:
@@ -258,7 +254,7 @@ class Conversation:
                 if name in _SETTINGS}  # fmt: skip
 
     def save(self, name: str) -> None:
-        """/save: write the conversation, in the form of a row of instruction data."""
+        """/save FILE: write the conversation as JSON, a row that `jingu tune` reads."""
         file = self._named(name)
         if file.exists() and file != self._file:
             raise JinguError("there is a file already.", where=file, fix="Choose another name.")
@@ -271,7 +267,7 @@ class Conversation:
         self._file = file
 
     def load(self, name: str) -> None:
-        """/load: go on with a conversation that was saved here or exported from the chat page."""
+        """/load FILE: go on with a conversation that was saved so, or exported from the chat page."""
         file = self._named(name)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
@@ -288,7 +284,7 @@ class Conversation:
             if key in _SETTINGS:
                 self._set(key, setting)
         self.messages, self._file = said, file
-        print(f"{len(self.messages)} messages")
+        print(f"{len(said)} message{'s' * (len(said) != 1)}")
 
     def _named(self, name: str) -> Path:
         if not name and self._file is None:
@@ -296,5 +292,5 @@ class Conversation:
         return Path(name).expanduser() if name else self._file  # type: ignore[return-value]
 
     def quit(self, _: str) -> None:
-        """/quit: leave."""
+        """/quit: leave (so does Ctrl-D)."""
         self.ended = True

@@ -26,7 +26,6 @@ from jingu.infer.text import TextStream
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
 from jingu.model.initialise import initialise
-from jingu.serve.driver import Steps
 from jingu.serve.server import Server, make
 from jingu.serve.service import ServeSettings
 from jingu.text.tokenizer import Tokenizer
@@ -163,7 +162,7 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
     logger.addHandler(handler)
     before, logger.level = logger.level, logging.INFO
 
-    def start(engine: Steps | None = None, template: str | None = "qwen", **settings: Any) -> Running:
+    def start(engine: Any = None, template: str | None = "qwen", **settings: Any) -> Running:
         chosen = ServeSettings(**{"port": 0, "grace": 5.0, **settings})
         driven = engine or Engine(loaded, EngineSettings(max_batch=16))
         speech = None if template is None else find_speech(Path("nowhere"), loaded.tokenizer, template)

@@ -120,7 +120,7 @@ def test_what_was_saved_is_loaded_whatever_it_is(
     file = tmp_path / "talk.json"
     said = f"/system near\n/save {file}\n/load {file}\n/system\n"
     assert piped(monkeypatch, folder, said, "--template", "chatml") == 0
-    assert capsys.readouterr().out == "1 messages\nnear\n"
+    assert capsys.readouterr().out == "1 message\nnear\n"
     value = {"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": ""}]}
     file.write_text(json.dumps(value))
     assert piped(monkeypatch, folder, f"/load {file}\nfar\n", "--template", "chatml", "--max-tokens", "3") == 0
