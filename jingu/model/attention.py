@@ -195,32 +195,29 @@ def attention_mask(
 
     Returns:
         None where it can; documents, where these are all there is to say; else booleans that broadcast to
-        [B, H, T, S], or what is added to the scores.
+        [B, H, T, S], or what is added to the scores. Four dims: of three, CPUs' kernel takes no mask.
     """
-    tokens, window = positions_BT.shape[-1], spec.attention.window
-    narrow, alibi = window is not None and tokens > window, isinstance(spec.position, specs.AlibiPositions)
-    if documents_BT is None and reach_BT is None and not narrow and not alibi and bias_NH is None:
-        return None
-    plain = not (narrow or alibi or any(spec.prompts)) and bias_NH is None and reach_BT is None
-    if documents_BT is not None and plain:
-        return Documents.of(documents_BT, spec.attention.head_size, dtype, causal=causal)
-    places = torch.arange(tokens, device=positions_BT.device)
-    distance = places[:, None] - places
-    if documents_BT is not None and any(spec.prompts):  # one prompt stands right before each of the documents
-        distance = positions_BT[..., :, None] - positions_BT[..., None, :]
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    seen = seen.unsqueeze(-3) if seen.dim() == 3 else seen
+    tokens, window, prompted = positions_BT.shape[-1], spec.attention.window, any(spec.prompts)
+    biased = bias_NH is not None or isinstance(spec.position, specs.AlibiPositions)
+    if reach_BT is None and not biased and (window is None or tokens <= window):
+        if documents_BT is None:
+            return None
+        if not prompted:
+            return Documents.of(documents_BT, spec.attention.head_size, dtype, causal=causal)
+    place_1T = torch.arange(tokens, device=positions_BT.device).unsqueeze(0)
+    # One prompt stands right before each of the documents.
+    own_BT = positions_BT if prompted and documents_BT is not None else place_1T
+    distance_BTS = own_BT.unsqueeze(2) - own_BT.unsqueeze(1)
+    seen_BTS = distance_BTS >= 0 if causal else torch.ones_like(distance_BTS, dtype=torch.bool)
     if reach_BT is not None:
-        seen = seen | (places < reach_BT.unsqueeze(-1)).unsqueeze(1)
+        seen_BTS = seen_BTS | (place_1T.unsqueeze(1) < reach_BT.unsqueeze(2))
     if window is not None:
-        near = distance.abs() < window
-        seen = seen & (near.unsqueeze(-3) if near.dim() == 3 else near)
+        seen_BTS = seen_BTS & (distance_BTS.abs() < window)
     if documents_BT is not None:
-        keys_B1S = documents_BT[:, None, :]
-        same = documents_BT[:, :, None] == keys_B1S
-        seen = seen & (same | (keys_B1S == SHARED) if any(spec.prompts) else same).unsqueeze(1)
-    bias = head_bias(spec, distance, dtype, bias_NH, causal=causal)
-    return seen if bias is None else bias.masked_fill(~seen, -torch.inf)
+        same_BTS = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+        seen_BTS = seen_BTS & (same_BTS | (documents_BT == SHARED).unsqueeze(1) if prompted else same_BTS)
+    bias = head_bias(spec, distance_BTS, dtype, bias_NH, causal=causal)
+    return seen_BTS.unsqueeze(1) if bias is None else bias.masked_fill(~seen_BTS.unsqueeze(1), -torch.inf)
 
 
 def score_bias(

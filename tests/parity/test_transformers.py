@@ -540,6 +540,12 @@ def test_alibi_slopes_equal() -> None:
         torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs)
 
 
+def test_an_option_that_changes_no_number_is_passed_over() -> None:
+    """Published configs of Llama 2 ask for products in slices."""
+    config = llama_case("sliced").config.to_dict()
+    assert FAMILIES["llama"].spec_from_hf({**config, "pretraining_tp": 2}) == FAMILIES["llama"].spec_from_hf(config)
+
+
 def test_windows_on_some_layers_only_are_refused() -> None:
     config = Qwen2Config(use_sliding_window=True, num_hidden_layers=4, max_window_layers=2).to_dict()
     with pytest.raises(JinguError, match="either all layers have the window, or none"):

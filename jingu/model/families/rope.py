@@ -68,20 +68,18 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     """Both spellings."""
     position, context = spec.position, spec.context
     assert isinstance(position, RotaryPositions)
-    scaling: dict[str, Any] = {}
-    if position.scaling is not None:
-        values = position.scaling.model_dump()
-        scaling = {"rope_type": values.pop("type"), **values}
-        original = scaling.pop("original_context", None)
-        if isinstance(position.scaling, DynamicScaling):
-            context = position.scaling.original_context
-        elif original is not None:
-            scaling["original_max_position_embeddings"] = original
+    scaling = {} if position.scaling is None else position.scaling.model_dump()
+    scaling = {"rope_type": scaling.pop("type", "default"), **scaling}
+    original = scaling.pop("original_context", None)
+    if isinstance(position.scaling, DynamicScaling):
+        context = position.scaling.original_context
+    elif original is not None:
+        scaling["original_max_position_embeddings"] = original
     return {
         "max_position_embeddings": context,
         "rope_theta": position.base,
-        "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": position.base},
+        "rope_scaling": scaling if position.scaling else None,
+        "rope_parameters": {**scaling, "rope_theta": position.base},
     }
 
 
