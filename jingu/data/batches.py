@@ -161,17 +161,11 @@ def held_out_batch(
     too, hold the end token and the label -100. `inside`: attention stays inside documents.
     """
     start = first * sequence_length
-    size = count * sequence_length
-    there = min(max(dataset.tokens - start, 0), size)
-    labels = np.full(size, IGNORED, dtype=np.int64)
-    tokens = np.full(size, dataset.end_id, dtype=np.int64)
-    if there:
-        labels[:there] = dataset.gather(np.array([start]), there)[0]
-        before = dataset.gather(np.array([start - 1]), 1)[0, 0] if start else dataset.end_id
-        tokens[:there] = np.concatenate([[before], labels[: there - 1]])
-    tokens_BT, labels_BT = tokens.reshape(count, sequence_length), labels.reshape(count, sequence_length)
-    # Copies, so that each is contiguous and the two share no memory.
-    tokens_BT, labels_BT = tokens_BT.copy(), labels_BT.copy()
+    # Before the first token is the last one, an end.
+    ids = dataset.gather(np.array([(start - 1) % dataset.tokens]), count * sequence_length + 1)[0]
+    past = np.arange(start, start + count * sequence_length) >= dataset.tokens
+    tokens_BT = np.where(past, dataset.end_id, ids[:-1]).reshape(count, sequence_length)
+    labels_BT = np.where(past, IGNORED, ids[1:]).reshape(count, sequence_length)
     if not inside:
         return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(labels_BT))
     return apart(Rows(tokens_BT, labels_BT, between_ends(tokens_BT, dataset.end_id)))

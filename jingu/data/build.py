@@ -31,7 +31,7 @@ from jingu.data.workers import Executor, spread
 from jingu.data.writing import Encode, Encoded, UnitFile, assemble, encode_unit
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
-from jingu.runtime.files import new_folder, replace_text
+from jingu.runtime.files import cannot_write, new_folder, replace_text
 from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
 from jingu.text.readers import Document, Span, Tally, read_documents
 from jingu.text.record import refuse_changes
@@ -122,7 +122,10 @@ def build_source(
         executor,
     )
     began = time.monotonic()
-    made = make(work) if part is None else _make_part(work, *part)
+    try:
+        made = make(work) if part is None else _make_part(work, *part)
+    except OSError as error:  # of a part: else `new_folder` tells
+        raise cannot_write(error, work.path, "run the command again (it goes on with what is done)") from error
     if made is not None:
         by = "a Ray cluster" if executor == "ray" else f"{work.workers} process(es)"
         print(f"data: built in {data.path} in {time.monotonic() - began:.1f} s by {by}.")

@@ -132,17 +132,17 @@ def _charts(record: Record) -> list[Chart]:
     memory = [(step, value / size) for step, value in _points(train, "memory_bytes")]
     levels = [(name, number(row, "bits_per_byte")) for name, row in record.baselines.items()]
     levels = [(name, value) for name, value in levels if drawable(value)]
-    losses = [Series("training", _points(train, "loss")), *_held_out(record, "loss")]
-    rate = [Series("rate", _points(train, "lr"))]
-    norm = [Series("norm", _points(train, "grad_norm"))]
-    speed = [Series("rate", _points(train, "tokens_per_second"))]
+
+    def one(label: str, key: str) -> list[Series]:
+        return [Series(label, _points(train, key))]
+
     return [
-        Chart("Loss", "nats a token", losses, logarithmic_beyond=3),
+        Chart("Loss", "nats a token", [*one("training", "loss"), *_held_out(record, "loss")], logarithmic_beyond=3),
         *[Chart("Bits per byte", "held-out text", _held_out(record, "bits_per_byte"), levels=levels)]
         * _counts_bytes(record),
-        Chart("Learning rate", "", rate, from_zero=True),
-        Chart("Gradient norm", "before clipping", norm, from_zero=True, logarithmic_beyond=10),
-        Chart("Throughput", "tokens a second", speed, from_zero=True),
+        Chart("Learning rate", "", one("rate", "lr"), from_zero=True),
+        Chart("Gradient norm", "before clipping", one("norm", "grad_norm"), from_zero=True, logarithmic_beyond=10),
+        Chart("Throughput", "tokens a second", one("rate", "tokens_per_second"), from_zero=True),
         Chart("Memory", f"{unit}, peak of one rank", [Series("memory", memory)], from_zero=True),
     ]
 

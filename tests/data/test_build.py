@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import jingu.data.build as build_module
+import jingu.data.writing as writing_module
 from jingu.config.schema import RunConfig
 from jingu.data.build import build
 from jingu.data.indexed import IndexedReader, IndexedWriter
@@ -341,6 +342,23 @@ def test_parts_of_other_settings_are_not_joined(make_config: MakeConfig, tmp_pat
         f"{tmp_path}/data.parts: other parts here were built otherwise: held_out was 0.2 and is now 0.5. "
         "Delete the folder, and build all parts anew."
     )
+
+
+def test_a_full_disk_is_told_by_a_part(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing_module.np, "save", full)
+        with pytest.raises(JinguError) as caught:
+            build(make_config(), part=(1, 2))
+    assert str(caught.value) == (
+        f"{tmp_path}/data: the disk is full. Make room, or run the command again (it goes on with what is done)."
+    )
+    assert [item.name for item in (tmp_path / "data.parts").iterdir()] == ["progress.json"]
+    build(make_config(), part=(1, 2))
 
 
 def test_copies_are_left_out_on_request(

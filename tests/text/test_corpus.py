@@ -16,6 +16,7 @@ from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
 from jingu.text.readers import Tally, place_in_words, read_documents
+from jingu.text.storage import CorpusFile
 
 
 def corpus_settings(*inputs: object, **others: Any) -> DataSettings:
@@ -82,6 +83,13 @@ def test_small_files_share_a_unit_and_text_files_stay_whole(tmp_path: Path) -> N
     units = plan_units(find_files(corpus_settings(tmp_path)), 100)
     assert [len(unit) for unit in units] == [3, 2]
     assert [len(unit) for unit in plan_units(find_files(corpus_settings(tmp_path)), 10)] == [1] * 5
+
+
+def test_a_large_corpus_has_larger_units() -> None:
+    files = [CorpusFile("a.jsonl", 1 << 40, splits=True), CorpusFile("b.jsonl", 1 << 20, splits=True)]
+    assert [sum(span.end - span.start for span in unit) for unit in plan_units(files[1:])] == [1 << 20]
+    units = plan_units(files)
+    assert len(units) == 4096 and units[0][0].end == sum(file.size for file in files) // 4096
 
 
 def test_a_listing_tells_corpora_apart(tmp_path: Path) -> None:
