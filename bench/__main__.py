@@ -1,4 +1,7 @@
-"""`python -m bench [NAME[=ARGUMENT] ...]`: run the benchmarks and bring docs/benchmarks.md up to date."""
+"""`python -m bench [NAME[=ARGUMENT] ...]`: run the benchmarks and bring docs/benchmarks.md up to date.
+
+NAME=tiny shows that one runs, where it has such a size, and leaves the page alone. The benchmarks are:
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,9 @@ def section(name: str, argument: str = "") -> str:
 
 def main() -> None:
     """Run the benchmarks named on the command line, or all, and replace their sections in the page."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__, *(f"  {name:13}  {what}" for name, what in NAMES.items()), sep="\n")
+        return
     wanted = dict(word.partition("=")[::2] for word in sys.argv[1:]) or dict.fromkeys(NAMES, "")
     if unknown := [name for name in wanted if name not in NAMES]:
         sys.exit(f"There is no benchmark {unknown[0]}. There are {', '.join(NAMES)}.")
@@ -69,6 +75,8 @@ def main() -> None:
     for name, argument in wanted.items():
         made = section(name, argument)
         print(made, flush=True)
+        if argument == "tiny":
+            continue
         pattern = re.compile(rf"\n## {re.escape(NAMES[name])}\n.*?(?=\n## |\Z)", re.DOTALL)
         text = pattern.sub(lambda _match, made=made: made, text) if pattern.search(text) else text + made
     PAGE.parent.mkdir(exist_ok=True)

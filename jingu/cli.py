@@ -56,7 +56,7 @@ _COMPUTE = (
 )
 _HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", path, "the folder to write", required=True)
-_DTYPE = option("--dtype", "TYPE", one_of("auto", "fp32", "bf16", "fp16"), "weights in this; auto: as stored", "auto")
+_DTYPE = option("--dtype", "TYPE", one_of("auto", "fp32", "bf16", "fp16"), "fp32, bf16 or fp16; auto: as stored", "auto")
 _CONVERT = (_MODEL, _TO, _DTYPE, switch("--check", "refuse weights that hold NaN or infinity"))
 
 VERBS = {
@@ -69,8 +69,8 @@ VERBS = {
     ),
     "data build": Verb("make the data set of the corpus", "data.build:build", run_file=True).taking(
         option("--part", "I/N", part, "build the I-th of N parts, each by a job; the last joins them"),
-        option("--on-error", "WHAT", one_of("stop", "skip"), "stop at a mistake in the corpus, or skip it"),
-        option("--executor", "WHAT", one_of("processes", "ray"), "processes here, or a Ray cluster", "processes"),
+        option("--on-error", "WHAT", one_of("stop", "skip"), "stop at a mistake in the corpus, or skip the document"),
+        option("--executor", "WHAT", one_of("processes", "ray"), "processes here, or ray: a Ray cluster", "processes"),
     ),
     "data inspect": Verb("show a data set, and check it", "data.verbs:inspect").taking(
         place("path", "FOLDER", "the folder of the data set"),
@@ -122,7 +122,7 @@ VERBS = {
         option("--all", "N", whole(2), "every layout of N ranks instead", dest="all_of"),
         option("--processes", "N", whole(1), "ranks of the other layout (as few as it takes)"),
         option("--steps", "N", whole(1), "optimizer steps to compare", 3),
-        option("--precision", "TYPE", one_of("fp64", "fp32", "bf16", "fp16"), "compute in this", "fp64"),
+        option("--precision", "TYPE", one_of("fp64", "fp32", "bf16", "fp16"), "fp64, fp32, bf16 or fp16", "fp64"),
     ),
     "generate": Verb("continue a text", "infer.verbs:generate", on_ranks=True).taking(
         _MODEL,
@@ -130,7 +130,7 @@ VERBS = {
         option("--max-tokens", "N", whole(1), "tokens to write at most", 128),
         option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.0),
         *_SAMPLING,
-        several("--stop", "TEXT", "stop at this text; can be given again"),
+        several("--stop", "TEXT", "stop at this text"),
         option("--beams", "N", whole(1), "hypotheses of a beam search, of which the best is written; 1: none", 1),
         option("--length-penalty", "P", _from_0, "above 0, longer hypotheses of a beam search are preferred", 1.0),
         *_COMPUTE,
@@ -154,7 +154,7 @@ VERBS = {
         option("--name", "NAME", str, "by which clients ask for the model (its own)"),
         several("--adapter", "NAME=PATH", "adapters beside it, by a name of their own"),
         option("--template", "NAME", str, "for conversations: a name, or a file (the tokenizer's own)"),
-        several("--api-key", "KEY", "ask clients for it; can be given again"),
+        several("--api-key", "KEY", "ask clients for it"),
         option("--api-key-file", "FILE", path, "the same, a key a line"),
         option("--max-batch", "N", whole(1), "texts to generate at a time", 64),
         option("--queue", "N", whole(1), "requests to take before the next is told to come later", 128),
@@ -176,7 +176,13 @@ VERBS = {
         option("--tokenizer", "FOLDER", path, "its tokenizer; pieces that the old one knows keep their rows"),
         option("--vocabulary", "N", whole(1), "rows of the embedding; new ones are the mean of the old"),
         option("--layers", "N", whole(1), "blocks; new ones are copies that are silent at first"),
-        option("--depth-rule", "RULE", one_of("interleaved", "stacked"), "where copies stand", "interleaved"),
+        option(
+            "--depth-rule",
+            "RULE",
+            one_of("interleaved", "stacked"),
+            "copies stand behind their own block, or stacked behind all",
+            "interleaved",
+        ),
         switch("--whole-copies", "copies of blocks speak from the start"),
         option("--width", "N", whole(1), "a multiple of the width; heads and feed-forward are repeated, too"),
         option("--experts", "N", whole(1), "experts a block, each a copy of the feed-forward"),

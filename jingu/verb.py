@@ -51,13 +51,13 @@ def option(
     flag: str, metavar: str, convert: Callable[[str], Any], words: str, default: Any = None, **more: Any
 ) -> Argument:
     """An option with a value; `more` is argparse's."""
-    shown = "" if default is None else f" ({default})"
+    shown = "" if default is None else f" ({default:g})" if isinstance(default, float) else f" ({default})"
     return flag, {"metavar": metavar, "type": convert, "help": words + shown, "default": default, **more}
 
 
 def several(flag: str, metavar: str, words: str) -> Argument:
     """An option that can be given again."""
-    return flag, {"metavar": metavar, "action": "append", "help": words}
+    return flag, {"metavar": metavar, "action": "append", "help": f"{words}; can be given again"}
 
 
 def switch(flag: str, words: str, **more: Any) -> Argument:

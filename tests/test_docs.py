@@ -81,6 +81,16 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert ":" in link or (document.parent / link.split("#")[0]).exists(), link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_keep_their_columns(document: Path) -> None:
+    """A bar in a cell, also in code, begins another unless a backslash stands before it."""
+    for table in re.findall(r"(?:^\|.*\n)+", document.read_text(encoding="utf-8"), re.MULTILINE):
+        head, *rows = [len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()]
+        assert set(rows) == {head}, table
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"<[a-z][^>]*>", text) == [], "a reader would take it for markup"
+
+
 def test_list_of_settings_is_up_to_date() -> None:
     guides = ROOT / "docs" / "guides"
     spec = importlib.util.spec_from_file_location("configuration_guide", guides / "configuration.py")

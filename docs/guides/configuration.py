@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
-from jingu.config.tree import describe, field_kinds, fields, item_sections, sections
+from jingu.config.tree import describe, field_kinds, fields, item_sections, meaning_of, sections
 from jingu.errors import either
 
 OPENING = """\
@@ -65,21 +65,34 @@ def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
         elif prefix and len(inner) > 1:
             default = field.get_default(call_default_factory=True).type
             meaning = " ".join(f"`{tag}`: {part.__doc__}" for tag, part in inner.items())
-            yield f"| `{prefix}{key}.type` | `{default}` | {either(list(inner))} | {meaning} |"
-        for part in inner.values() if prefix else ():
-            yield from (row(part, own, f"{prefix}{key}.") for own in fields(part) if own != "type" or len(inner) == 1)
+            yield cells(f"`{prefix}{key}.type`", f"`{default}`", either(list(inner)), meaning)
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for tag, part in inner.items() if prefix else ():
+            for own in fields(part):
+                if own != "type" or len(inner) == 1:
+                    alike.setdefault(values(part, own, f"{prefix}{key}."), []).append(f"`{tag}`")
+        for (*left, meaning), tags in alike.items():
+            yield cells(*left, f"{either(tags, 'and')}: {meaning}" if len(inner) > 1 else meaning)
         if items:
             yield from (row(items, own, f"{prefix}{key}.") for own in fields(items))
 
 
 def row(model: type[Settings], key: str, prefix: str) -> str:
     """A line of the table; nothing for a setting that the section does not have."""
-    field = fields(model).get(key)
-    if field is None:
-        return ""
+    return cells(*values(model, key, prefix)) if key in fields(model) else ""
+
+
+def values(model: type[Settings], key: str, prefix: str) -> tuple[str, ...]:
+    """What a line of the table says."""
+    field = fields(model)[key]
     default = field.get_default(call_default_factory=True)
     shown = default if isinstance(default, str) else json.dumps(default)
-    return f"| `{prefix}{key}` | `{shown}` | {describe(field_kinds(field))} | {field.description} |"
+    return f"`{prefix}{key}`", f"`{shown}`", describe(field_kinds(field)), meaning_of(field)
+
+
+def cells(*texts: str) -> str:
+    """A line of the table: Markdown would take a bar, also in code, or a line break for its end."""
+    return "| " + " | ".join(" ".join(text.split()).replace("|", "\\|") for text in texts) + " |"
 
 
 if __name__ == "__main__":

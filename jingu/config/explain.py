@@ -21,6 +21,7 @@ from jingu.config.tree import (
     find,
     item_kinds,
     item_sections,
+    meaning_of,
     sections,
     takes_text,
     written,
@@ -271,7 +272,7 @@ def _wrong(name: str, value: Any, takes: list[Kind], path: KeyPath, field: Field
     choices = [written(kind.value) for kind in takes if kind.value is not None]
     bare = bool(choices) and len(choices) == len(takes)
     given = letters if letters is not None and value is not None else _given(value, bare=bare)
-    meaning = (field.description or "").split(". ")[0].rstrip(".")
+    meaning = meaning_of(field).split(". ")[0].rstrip(".")
     hints = [_hint(takes, value, choices, field), f"Meaning: {meaning}." if meaning else None]
     return f"{name} takes {describe(takes)}, {_but(given)}.", " ".join(filter(None, hints)) or None
 

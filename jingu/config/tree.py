@@ -59,6 +59,11 @@ def fields(model: type[Settings]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
+def meaning_of(field: FieldInfo) -> str:
+    """The docstring under a field, as one line."""
+    return " ".join((field.description or "").split())
+
+
 def sections(field: FieldInfo) -> Sections:
     """The sections that a field takes, by their tag; empty for a single value."""
     found = [kind.type for kind in field_kinds(field) if isinstance(kind.type, type)]

@@ -92,7 +92,7 @@ class SpanCorruptionSettings(Settings):
     mean_length: Annotated[float, Field(ge=1)] = 3.0
     """Mean length of a removed span, in tokens."""
     sentinels: Positive = 100
-    """Special tokens (<extra_id_0> and so on) that mark the spans of a text; `jingu tokenizer train` adds them."""
+    """Special tokens (`<extra_id_0>` and so on) that mark the spans of a text; `jingu tokenizer train` adds them."""
 
 
 class CutSettings(Settings):
@@ -205,7 +205,7 @@ class DataSettings(Settings):
     largest_document: Positive = 100_000_000
     """Bytes; a longer document is a mistake, told before memory runs out."""
     beginning: bool = True
-    """Whether each document begins with what the tokenizer would have texts begin with (<s> of Llama; mostly none)."""
+    """Whether each document begins with what the tokenizer would have texts begin with (`<s>` of Llama; mostly none)."""
     on_error: Literal["stop", "skip"] = "stop"
     """What to do about a mistake in the corpus: stop, or leave the document out, counted and listed in skipped.txt."""
     workers: Positive | Literal["auto"] = "auto"
