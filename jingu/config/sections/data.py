@@ -205,7 +205,7 @@ class DataSettings(Settings):
     largest_document: Positive = 100_000_000
     """Bytes; a longer document is a mistake, told before memory runs out."""
     beginning: bool = True
-    """Whether each document begins with what the tokenizer would have texts begin with (`<s>` of Llama; mostly none)."""
+    """Whether a document begins with what the tokenizer would have texts begin with (`<s>` of Llama; mostly none)."""
     on_error: Literal["stop", "skip"] = "stop"
     """What to do about a mistake in the corpus: stop, or leave the document out, counted and listed in skipped.txt."""
     workers: Positive | Literal["auto"] = "auto"
