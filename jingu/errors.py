@@ -35,6 +35,11 @@ def refuse(wrong: bool, name: str, value: object, allowed: str) -> None:
         raise JinguError(f"it is {value}, and should be {allowed}.", where=name)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 shard`, `1,200 shards`, `2 processes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 def either(words: Sequence[str], last: str = "or") -> str:
     """`a`, `a or b`, `a, b or c`."""
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

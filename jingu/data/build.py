@@ -29,7 +29,7 @@ from jingu.data.indexed import best_dtype
 from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
 from jingu.data.workers import Executor, spread
 from jingu.data.writing import Encode, Encoded, UnitFile, assemble, encode_unit
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.files import cannot_write, new_folder, replace_text
 from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
@@ -127,7 +127,7 @@ def build_source(
     except OSError as error:  # of a part: else `new_folder` tells
         raise cannot_write(error, work.path, "run the command again (it goes on with what is done)") from error
     if made is not None:
-        by = "a Ray cluster" if executor == "ray" else f"{work.workers} process(es)"
+        by = "a Ray cluster" if executor == "ray" else counted(work.workers, "process")
         print(f"data: built in {data.path} in {time.monotonic() - began:.1f} s by {by}.")
         print_summary(made[0])
 

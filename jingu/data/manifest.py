@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.text.record import read_record, write_record
 
 NAME = "manifest.json"
@@ -131,8 +131,8 @@ def print_summary(manifest: Manifest) -> None:
     """What a data set holds, and what was left out of it."""
     for title, split in (("train", manifest.train), ("held out", manifest.held_out)):
         print(
-            f"  {title}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
-            f" ({split.text_bytes / max(split.tokens, 1):.2f} a token), {len(split.shards)} shard(s)"
+            f"  {title}: {counted(split.documents, 'document')}, {split.tokens:,} tokens,"
+            f" {split.text_bytes:,} bytes of text ({split.text_bytes / max(split.tokens, 1):.2f} a token), {counted(len(split.shards), 'shard')}"
         )
     print(
         f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"

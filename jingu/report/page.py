@@ -12,6 +12,7 @@ from typing import TypeVar
 from markupsafe import Markup
 
 from jingu import __version__
+from jingu.errors import counted
 from jingu.report.charts import Chart, Point, Series, draw, drawable
 from jingu.report.read import Record, Row, number
 from jingu.report.template import content, template
@@ -43,7 +44,7 @@ def page(record: Record) -> str:
         compared=_compared(record),
         samples=_samples(record),
         most_prompts=PROMPTS,
-        count=_count,
+        count=counted,
         figures=_figures(record),
     )
 
@@ -60,10 +61,6 @@ def _last(rows: dict[int, Row]) -> Row:
     return rows[max(rows)] if rows else {}
 
 
-def _count(value: int, noun: str) -> str:
-    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
-
-
 def summary(record: Record) -> str:
     """The run in one sentence."""
     start = record.starts[-1] if record.starts else {}
@@ -74,13 +71,13 @@ def summary(record: Record) -> str:
     if not record.train:
         return f"{model}: no step has been logged yet."
     last = _last(record.train)
-    sentence = f"{model}, {_count(max(record.train), 'step')}"
+    sentence = f"{model}, {counted(max(record.train), 'step')}"
     if number(last, "tokens") > 0:
         sentence += f", {rounded(number(last, 'tokens'))} tokens"
     if number(last, "seconds") > 0:
         sentence += f" in {duration(number(last, 'seconds'))}"
     if 0 < ranks < math.inf:
-        sentence += f" on {_count(int(ranks), 'rank')} ({start.get('device', '?')}, {start.get('precision', '?')})"
+        sentence += f" on {counted(int(ranks), 'rank')} ({start.get('device', '?')}, {start.get('precision', '?')})"
     bits = number(_last(record.evaluations), "bits_per_byte")
     return sentence + (f": {plain(bits)} bits per byte on held-out text." if math.isfinite(bits) else ".")
 
@@ -100,7 +97,7 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
         ("Tokens a second", rounded(median(rates)) if rates else ABSENT, "median"),
         ("Share of peak", share, f"of {_flops(peak)}" if peak > 0 else "of the machine's arithmetic"),
         ("Peak memory", f"{plain(memory / size)} {unit}" if math.isfinite(memory) else ABSENT, "of one rank"),
-        ("Training time", duration(number(last, "seconds")), _count(max(record.train, default=0), "step")),
+        ("Training time", duration(number(last, "seconds")), counted(max(record.train, default=0), "step")),
     ]
 
 

@@ -59,7 +59,7 @@ def train_loop(loop: Loop, progress: Progress, keeper: Keeper, meter: Meter, sto
         _evaluate(loop, progress, write)
     held_out = None
     meter.begin(progress)
-    hidden = not loop.ranks.is_first
+    hidden = None if loop.ranks.is_first else True  # None: where there is no terminal
     with tqdm(total=steps, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True) as bar:
         while progress.step < steps:
             result = _step(loop, progress)
@@ -177,7 +177,10 @@ def _log(loop: Loop, progress: Progress, result: StepResult, meter: Meter, write
     progress.loss_sum, progress.loss_steps = 0.0, 0
     rate = meter.rate(progress)
     share = meter.share(rate)
-    bar.set_postfix_str(f"loss {loss:.3f}, {short(rate)} tokens/s, {share:.0%} of peak")
+    words = f"loss {loss:.3f}, {short(rate)} tokens/s, {share:.0%} of peak"
+    bar.set_postfix_str(words)
+    if bar.disable and loop.ranks.is_first:
+        say(f"step {progress.step}: {words}")
     scaled = loop.run.config.precision.type == "fp16"
     write(
         "train",

@@ -24,7 +24,7 @@ from jingu.data.loader import Loader, copy_in_background
 from jingu.data.objective import batches
 from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.decoder import make_model
@@ -296,7 +296,7 @@ def _summary(run: Run, start: dict[str, Any]) -> str:
     used = epochs_used(run.config, run.source)
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
-        f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, {start['ranks']} rank(s) on "
+        f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, {counted(start['ranks'], 'rank')} on "
         f"{start['device']} in {start['precision']}{', compiled' if start['compile'] else ''}; {steps} steps of "
         f"{a_step:,} tokens, {short(steps * a_step)} in all ({epochs})."
     )

@@ -16,7 +16,7 @@ from jingu.data.build import NOT_OF_THE_BUILD, Work, already_made, hash_of, load
 from jingu.data.indexed import best_dtype
 from jingu.data.supervised import NOT_MADE, open_supervised
 from jingu.data.writing import Encode, Encoded
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.runtime.devices import usable_cores
 from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
 from jingu.text.readers import Span, Tally
@@ -198,7 +198,7 @@ def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> No
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
     began = time.monotonic()
     manifest, tally = make(Work(data, maker.tokenizer, settings, encode, units, sizes, workers))
-    print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {workers} process(es).")
+    print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {counted(workers, 'process')}.")
     for line in told(tally, drops=data.duplicates == "drop"):
         print(f"  {line}")
     length = config.batch.sequence_length
