@@ -132,7 +132,8 @@ def print_summary(manifest: Manifest) -> None:
     for title, split in (("train", manifest.train), ("held out", manifest.held_out)):
         print(
             f"  {title}: {counted(split.documents, 'document')}, {split.tokens:,} tokens,"
-            f" {split.text_bytes:,} bytes of text ({split.text_bytes / max(split.tokens, 1):.2f} a token), {counted(len(split.shards), 'shard')}"
+            f" {split.text_bytes:,} bytes of text ({split.text_bytes / max(split.tokens, 1):.2f} a token),"
+            f" {counted(len(split.shards), 'shard')}"
         )
     print(
         f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"

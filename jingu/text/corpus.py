@@ -183,9 +183,11 @@ def _walk(folder: Path, suffixes: list[str]) -> list[str]:
     if not found:
         there = ", ".join(f"{count} {ending}" for ending, count in others.most_common(5)) or "no files at all"
         raise JinguError(
-            f"no file in this folder ends in {either(suffixes)}; there are {there}.",
+            f"no file in this folder ends in {either(suffixes)}; it holds {there}.",
             where=folder,
-            fix="Set data.suffixes to the endings of your files.",
+            fix="Set data.suffixes to the endings of your files."
+            if others
+            else "Set data.input to where your texts are.",
         )
     return sorted(found)
 
