@@ -182,12 +182,12 @@ def test_nothing_to_read_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(JinguError) as caught:
         find_files(DataSettings(input="corpus"))
     assert str(caught.value) == (
-        "corpus: no file in this folder ends in .txt or .jsonl; there are no files at all. "
-        "Set data.suffixes to the endings of your files."
+        "corpus: no file in this folder ends in .txt or .jsonl; it holds no files at all. "
+        "Set data.input to where your texts are."
     )
     for name in ("a.py", "b.py", "README"):
         (tmp_path / "corpus" / name).write_text("x")
-    with pytest.raises(JinguError, match=r"ends in \.txt or \.jsonl; there are 2 \.py, 1 \(no ending\)\. Set data"):
+    with pytest.raises(JinguError, match=r"ends in \.txt or \.jsonl; it holds 2 \.py, 1 \(no ending\)\. Set data"):
         find_files(DataSettings(input="corpus"))
 
 
