@@ -129,7 +129,7 @@ VERBS = {
     "generate": Verb("continue a text", "infer.verbs:generate", on_ranks=True).taking(
         _MODEL,
         ("prompt", {"metavar": "PROMPT", "help": "the text to continue"}),
-        option("--max-tokens", "N", whole(1), "tokens to write at most", 128),
+        option("--max-tokens", "N", whole(1), "tokens to write at most (128, or what there is room for)"),
         option("--temperature", "T", _from_0, "0 takes the likeliest token each time", 0.0),
         *_SAMPLING,
         several("--stop", "TEXT", "stop at this text"),

@@ -148,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
             missing = words.removeprefix("the following arguments are required: ").split(", ")
             words = either(missing, "and") + (" is missing" if len(missing) == 1 else " are missing")
         name, _, reason = words.partition(": ")
-        if reason == "expected one argument":
+        if reason.startswith("expected "):
             words = f"{name} needs a value after it"
         elif reason.startswith("takes "):
             words = f"{name} {reason}"

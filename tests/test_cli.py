@@ -260,6 +260,7 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("generate", "MODEL and PROMPT are missing. `jingu generate --help` tells what it takes."),
         ("generate model one two", "there is a word too many: two. `jingu generate --help` tells what it takes."),
         ("export model", "--to is missing. `jingu export --help` tells what it takes."),
+        ("verify run.yaml --against", "--against needs a value after it. `jingu verify --help` tells what it takes."),
         ("export model --to", "--to needs a value after it. `jingu export --help` tells what it takes."),
         (
             "export model --to x --dtype int8",

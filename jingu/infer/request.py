@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jingu.errors import JinguError, refuse
+from jingu.errors import JinguError, counted, refuse
 from jingu.infer.sampling import Sampling
 from jingu.model.spec import ModelSpec
 
@@ -141,8 +141,8 @@ def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
         raise JinguError(
-            f"the prompt has {len(prompt)} tokens and {max_tokens} more were asked for, but the model's context is "
-            f"{spec.context} tokens.",
+            f"the prompt has {counted(len(prompt), 'token')} and {max_tokens:,} more were asked for, but the model's "
+            f"context is {spec.context} tokens.",
             where="prompt",
             fix=f"{fix}{' or shorten the prompt' if room > 0 else ''}.",
         )

@@ -13,7 +13,7 @@ from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Device, Loaded, Precision, load
 from jingu.infer.lockstep import Driven, in_lockstep, ranks_of
-from jingu.infer.request import Finish, Request
+from jingu.infer.request import Finish, Request, room_after
 from jingu.infer.sampling import Sampling
 from jingu.runtime.ranks import Ranks
 from jingu.runtime.signals import STOPPED, interruptible
@@ -53,7 +53,7 @@ def generate(
     model: Path,
     prompt: str,
     *,
-    max_tokens: int = 128,
+    max_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -70,7 +70,7 @@ def generate(
     Args:
         model: a run, a step of a run, a Hugging Face folder or a GGUF file.
         prompt: empty to begin a new document.
-        max_tokens: most tokens to generate.
+        max_tokens: most tokens to generate; None: 128, or what the model's context has room for.
         beams: hypotheses of a beam search, whose best one is printed when all have ended; 1: none.
         length_penalty: power of the length that divides a hypothesis's log-probability.
         compute: as of `Compute`.
@@ -85,9 +85,10 @@ def generate(
     how = Compute(**compute)
     with ranks_of(how.device) as ranks:
         made = how.load(model, ranks)
-        request = Request(
-            made.encode(prompt), sampling, max_tokens, tuple(stop or ()), beams=beams, length_penalty=length_penalty
-        )
+        ids = made.encode(prompt)
+        if max_tokens is None:
+            max_tokens = max(1, min(128, room_after(made.spec, len(ids))))
+        request = Request(ids, sampling, max_tokens, tuple(stop or ()), beams=beams, length_penalty=length_penalty)
         with in_lockstep(how.engine(made), ranks) as engine:
             if engine is None:
                 return 0

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.errors import JinguError
+from jingu.errors import JinguError, either
 from jingu.model.spec import Experts, ModelSpec
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -62,12 +62,14 @@ def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisS
     fixed = {axis: size for axis, size in given.items() if axis != filled}
     product = prod(fixed.values())
     if ranks % product or (filled is None and product != ranks):
-        named = " × ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "1"
+        named = [f"{axis} {size}" for axis, size in fixed.items() if size > 1] or ["1"]
+        layout = " × ".join(named) + f" = {product:,}" * (len(named) > 1)
         rule = "does not divide" if filled else "is not"
         raise JinguError(
-            f"the layout {named} = {product:,} {rule} the number of ranks, {ranks:,}.",
+            f"the layout {layout} {rule} the number of ranks, {ranks:,}.",
             where="parallel",
-            fix=f"Start {product:,} processes{' or a multiple' if filled else ''}, or set one of the axes to auto.",
+            fix=f"Start {product:,} processes{' or a multiple' if filled else ''} (--processes), "
+            "or set one of the axes to auto.",
         )
     if filled is not None:
         given[filled] = ranks // product
@@ -108,7 +110,7 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
         # Too few key-value heads are repeated.
         if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
             named = f"the {number} {what} heads of a tensor rank"
-            raise _undivided(named, sizes.context, "context", number, or_else="or parallel.context_by=ring")
+            raise _undivided(named, sizes.context, "context", number, or_else="parallel.context_by=ring")
     for what, number in (("vocabulary", spec.vocabulary), ("feed-forward's inner size", spec.feed_forward.size)):
         if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
             raise JinguError(
@@ -129,8 +131,8 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
 
 
 def _undivided(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
-    divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-    fix = f"Choose one of {divisors}{', ' * bool(or_else)}{or_else}."
+    divisors = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+    fix = f"Choose {either([*divisors, or_else] if or_else else divisors)}."
     return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)
 
 

@@ -112,7 +112,8 @@ def filesystem(address: str) -> tuple[Any, str]:
         found: tuple[Any, str] = fsspec.core.url_to_fs(address)
         return found
     except (ImportError, ValueError) as error:
-        raise JinguError(f"the address cannot be opened ({error}).", where=address) from error
+        fix = "Check how it begins, or install the package that opens such addresses (s3fs for s3://)."
+        raise JinguError(f"the address cannot be opened ({error}).", where=address, fix=fix) from error
 
 
 def package(name: str, what: str, where: str) -> ModuleType:

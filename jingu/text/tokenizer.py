@@ -58,7 +58,7 @@ class Tokenizer:
         file = tokenizer_file(folder)
         if file is None:
             raise JinguError("the tokenizer's folder has no tokenizer.json.", where=folder, fix=fix)
-        folder = file.parent
+        given, folder = folder, file.parent
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             # Older releases of transformers kept special tokens in the first of these.
@@ -76,7 +76,7 @@ class Tokenizer:
                 config.pop("added_tokens_decoder", None)
             return cls(content, config)
         except Exception as error:  # the library raises bare Exception for bad content
-            raise JinguError(f"the tokenizer is damaged ({error}).", where=folder, fix=fix) from error
+            raise JinguError(f"the tokenizer is damaged ({error}).", where=given, fix=fix) from error
 
     def save(self, folder: Path) -> None:
         """Write the two files into `folder`, as they were read; transformers' AutoTokenizer loads them."""

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from jingu.config.batch import BatchPlan
+from jingu.config.explain import nearest
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
+from jingu.config.tree import all_keys
 from jingu.errors import JinguError
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.devices import choose_cards
@@ -53,6 +55,10 @@ def train(
     if weights_only_from is not None:
         begins = config.initialize.model_copy(update={"from_": weights_only_from})
         config = config.model_copy(update={"initialize": begins})
+    for key in allow or ():
+        if key not in all_keys():
+            near = nearest(key, list(all_keys()))
+            raise JinguError(f"{key} is not a setting.", where="--allow", fix=f"Did you mean {near}?" if near else None)
     going = Going(tuple(allow or ()), fresh_optimizer)
     cards = None if devices is None else _cards(config, devices, processes)
     processes = len(cards) if cards else processes

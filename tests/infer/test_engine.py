@@ -202,6 +202,8 @@ def test_verb_prints_prompt_and_continuation(tiny: Loaded, tmp_path: Path, capsy
     verbs.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", beams=3)
     searched = Request(tiny.encode("the end"), Sampling(), 9, beams=3)
     assert capsys.readouterr().out == f"the end{Engine(tiny).run([searched])[0]}\n"
+    verbs.generate(tmp_path / "out", "the end", precision="fp32")  # as much as the context has room for
+    assert len(capsys.readouterr().out) > len(printed.out)
 
 
 def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:

@@ -38,9 +38,13 @@ def test_auto_takes_the_ranks_that_are_left(settings, ranks, expected):
     ("settings", "ranks", "words"),
     [
         ({"zero": 0, "shard": 4}, 4, "ZeRO 0 shards nothing, but parallel.shard is 4"),
-        ({"shard": 3}, 8, r"shard 3 = 3 does not divide the number of ranks, 8\. Start 3 processes or a multiple"),
+        (
+            {"shard": 3},
+            8,
+            r"the layout shard 3 does not divide the number of ranks, 8\. Start 3 processes or a multiple",
+        ),
         ({"shard": 2, "replicate": 2}, 8, "replicate 2 × shard 2 = 4 is not the number of ranks, 8. Start 4 processes"),
-        ({"tensor": 4}, 4, r"6 attention heads cannot be divided over 4 ranks\. Choose one of 1, 2, 3, 6\."),
+        ({"tensor": 4}, 4, r"6 attention heads cannot be divided over 4 ranks\. Choose 1, 2, 3 or 6\."),
         ({"tensor": 2, "context": 2}, 4, "the 3 attention heads of a tensor rank cannot be divided over 2 ranks.*ring"),
         ({"expert": 2}, 2, "the model has no experts"),
         ({"tensor": "auto", "context": "auto"}, 8, "context and tensor are both auto"),

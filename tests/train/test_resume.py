@@ -233,6 +233,8 @@ def test_what_is_allowed_passes_and_is_told(tiny_run, done, capsys):
     assert train_until(config, 2) == 75
     changed = tiny_run({"train.steps": 6, "checkpoint.every": 2, "optimizer.lr": 0.02, "seed": 6, "train.log_every": 2})
     assert "go on with --allow seed --allow optimizer.lr --allow train.steps." in mistake(changed)
+    with pytest.raises(JinguError, match=r"--allow: optimizer\.lrr is not a setting\. Did you mean optimizer\.lr\?"):
+        train(changed, allow=["optimizer.lrr"])
     with pytest.raises(JinguError, match=r"go on with --allow optimizer\.lr --allow train\.steps"):
         train(changed, allow=["seed"])
     capsys.readouterr()
