@@ -56,9 +56,7 @@ _COMPUTE = (
 )
 _HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", path, "the folder to write", required=True)
-_DTYPE = option(
-    "--dtype", "TYPE", one_of("auto", "fp32", "bf16", "fp16"), "fp32, bf16 or fp16; auto: as stored", "auto"
-)
+_DTYPE = option("--dtype", "TYPE", one_of("auto", "fp32", "bf16", "fp16"), "fp32, bf16, fp16; auto: as stored", "auto")
 _CONVERT = (_MODEL, _TO, _DTYPE, switch("--check", "refuse weights that hold NaN or infinity"))
 
 VERBS = {

@@ -296,9 +296,9 @@ def _summary(run: Run, start: dict[str, Any]) -> str:
     used = epochs_used(run.config, run.source)
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
-        f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, {counted(start['ranks'], 'rank')} on "
-        f"{start['device']} in {start['precision']}{', compiled' if start['compile'] else ''}; {steps} steps of "
-        f"{a_step:,} tokens, {short(steps * a_step)} in all ({epochs})."
+        f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, "
+        f"{counted(start['ranks'], 'rank')} on {start['device']} in {start['precision']}{', compiled' if start['compile'] else ''}; "
+        f"{steps} steps of {a_step:,} tokens, {short(steps * a_step)} in all ({epochs})."
     )
 
 
