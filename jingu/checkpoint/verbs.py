@@ -140,7 +140,7 @@ def verify(path: Place) -> None:
             where=path,
             fix="No other checkpoint here is good: restore one from a copy, or start the run anew."
             if good is None
-            else f"The newest good one is step {good}, and `resume: auto` goes on from there; delete the damaged one.",
+            else f"The newest good one is step {good}, and training goes on from there; delete the damaged one.",
         )
 
 

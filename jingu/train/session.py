@@ -297,8 +297,9 @@ def _summary(run: Run, start: dict[str, Any]) -> str:
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
         f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, "
-        f"{counted(start['ranks'], 'rank')} on {start['device']} in {start['precision']}{', compiled' if start['compile'] else ''}; "
-        f"{steps} steps of {a_step:,} tokens, {short(steps * a_step)} in all ({epochs})."
+        f"{counted(start['ranks'], 'rank')} on {start['device']} in {start['precision']}"
+        f"{', compiled' if start['compile'] else ''}; {steps} steps of {a_step:,} tokens, "
+        f"{short(steps * a_step)} in all ({epochs})."
     )
 
 

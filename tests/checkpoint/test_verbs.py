@@ -55,7 +55,7 @@ def test_verify(run, capsys):
     with pytest.raises(JinguError) as caught:
         verbs.verify(run)
     assert str(caught.value) == (
-        f"{run}: 1 of 2 checkpoints is damaged: step-00000002. The newest good one is step 1, and `resume: auto` goes "
+        f"{run}: 1 of 2 checkpoints is damaged: step-00000002. The newest good one is step 1, and training goes "
         "on from there; delete the damaged one."
     )
     assert "step-00000002: damaged\n  state.json is missing\n" in capsys.readouterr().out
