@@ -16,6 +16,7 @@ import jingu
 from jingu.cli import VERBS, main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.infer.verbs import Compute
 from jingu.verb import parse
 
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
@@ -143,10 +144,15 @@ def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
     signature = inspect.signature(entry.function())
     signature.bind(*([RunConfig()] if entry.run_file else []), **options)
     given = {"config"} if entry.run_file else set()
-    assert set(signature.parameters) - given == set(options)  # What a function takes can be asked for.
+    parameters = dict(signature.parameters)
+    if parameters.pop("compute", None) is not None:  # **compute
+        parameters |= inspect.signature(Compute).parameters
+        if not entry.on_ranks:
+            del parameters["pipeline"]
+    assert set(parameters) - given == set(options)  # What a function takes can be asked for.
     for option, value in options.items():
         # What is not given is what the function takes it to be, from the command line as from Python.
-        default = signature.parameters[option].default
+        default = parameters[option].default
         assert value == default or default is inspect.Parameter.empty, option
 
 
