@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from difflib import get_close_matches
 
 from jingu.config.sections.model import ModelSettings
@@ -77,28 +78,23 @@ def _preset(settings: ModelSettings) -> ModelSpec | None:
     if settings.preset is None:
         return None
     presets = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
-    if settings.preset not in presets:
-        near = get_close_matches(settings.preset, presets, n=3)
-        hint = f"The nearest are {', '.join(near)}; " if near else ""
-        raise JinguError(
-            f"there is no preset {settings.preset!r}.",
-            where="model.preset",
-            fix=f"{hint}`jingu model list` shows all.",
-        )
+    _check_known("preset", settings.preset, presets)
     return presets[settings.preset]
 
 
 def find_family(name: str) -> Family:
-    """The family of that name. Raises JinguError with the nearest known one."""
-    if name not in FAMILIES:
-        near = get_close_matches(name, FAMILIES, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise JinguError(
-            f"there is no model family {name!r}.",
-            where="model.family",
-            fix=f"{hint}Known are {', '.join(FAMILIES)}.",
-        )
+    """The family of that name. Raises JinguError with the nearest known ones."""
+    _check_known("family", name, FAMILIES)
     return FAMILIES[name]
+
+
+def _check_known(kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        near = get_close_matches(name, known, n=3)
+        hint = f"The nearest are {', '.join(near)}; " if near else ""
+        raise JinguError(
+            f"there is no {kind} {name!r}.", where=f"model.{kind}", fix=f"{hint}`jingu model list` shows all."
+        )
 
 
 def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | None) -> int:

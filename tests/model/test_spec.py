@@ -62,7 +62,7 @@ def test_settings_override_the_habits() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"family": "lama"},
-        "model.family: there is no model family 'lama'. Did you mean 'llama'? Known are " + ", ".join(FAMILIES) + ".",
+        "model.family: there is no family 'lama'. The nearest are llama; `jingu model list` shows all.",
     ),
     (
         {"width": 100, "heads": 6},

@@ -15,7 +15,6 @@ from jingu.model.families.family import (
     activation,
     key,
     sized,
-    unsupported,
     written,
 )
 from jingu.model.families.names import rules
@@ -45,20 +44,17 @@ SHARED_KEYS = (
 def feed_forward_key(usual: str) -> Keys:
     """The key that names kind and activation; `usual` where a config has none."""
 
+    # The gated kind has always called the approximation of gelu by gelu's name.
     def read(config: Config) -> Values:
         name: str = config.get("feed_forward_proj") or usual
-        gate, _dash, function = name.rpartition("-")
-        if gate not in ("", "gated"):
-            raise unsupported("feed_forward_proj", gate, "expected '' or 'gated'")
-        # "gated-gelu" has always meant the approximation.
+        gated, function = name.startswith("gated-"), name.removeprefix("gated-")
         found = "gelu_tanh" if name == "gated-gelu" else activation("feed_forward_proj", function)
-        return {"feed_forward.type": "gated" if gate else "plain", "feed_forward.activation": found}
+        return {"feed_forward.type": "gated" if gated else "plain", "feed_forward.activation": found}
 
     def write(spec: ModelSpec) -> dict[str, Any]:
-        part, gated = spec.feed_forward, _gated(spec)
-        # The gated kind has a name of its own for the approximation of gelu that it began with.
-        function = "gelu" if gated and part.activation == "gelu_tanh" else HF_ACTIVATIONS[part.activation]
-        return {"feed_forward_proj": f"{'gated-' if gated else ''}{function}"}
+        function = HF_ACTIVATIONS[spec.feed_forward.activation]
+        gated = "gated-gelu" if function == "gelu_new" else f"gated-{function}"
+        return {"feed_forward_proj": gated if _gated(spec) else function}
 
     return Keys(read, write)
 
