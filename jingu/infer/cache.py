@@ -11,7 +11,7 @@ with Q tokens each, M = Q·R rows, filled up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,11 +84,13 @@ class PagedCache:
         self.groups: list[_Group] = []
         self.count = 0
         """Tokens of the step."""
-        self.slots: Tensor | slice = slice(0)
-        """Where the step's tokens [T] are kept; a slice where these places lie one after another."""
-        self.rows = 0
-        """The same, with what fills them up."""
+        self.slots_T = torch.empty(0, dtype=torch.int64)
+        """Where the step's tokens are kept."""
+        self.stretch: slice | None = None
+        """The same, of those that do not fill up, where these places lie one after another."""
         self.bias_NH: Tensor | None = None
+        self.in_place = True
+        """Whether pages, and places in them, that lie one after another are used where they are, not by their numbers."""
         self.multiple = ROWS
         """A step's rows are filled up to a multiple of this."""
 
@@ -141,21 +143,43 @@ class PagedCache:
                 begins.append(begin)
             run = None
             # Only where there is no other: what others have written may be no finite number.
-            if kind == ALONE and len(parts) == 1 and pages[:last] == list(range(pages[0], pages[0] + last)):
+            alone = self.in_place and kind == ALONE and len(parts) == 1
+            if alone and pages[:last] == list(range(pages[0], pages[0] + last)):
                 run = slice(pages[0], pages[0] + wanted) if pages[0] + wanted <= self.pages else None
-            positions_NQ = torch.tensor(begins)[:, None] + torch.arange(tokens)
+            positions_NQ = torch.tensor(begins, device=self.device)[:, None] + torch.arange(tokens, device=self.device)
             helds = [part.held for part, _ in members]
             mutual = range(0) if tokens == 1 else members[0][0].mutual
             pages_NS = torch.tensor(pages, device=self.device)
             self.groups.append(_Group(helds, tokens, rows, pages_NS, run, positions_NQ, mutual))
         self.count, spare = len(ids), -len(ids) % self.multiple
-        self.rows = self.count + spare
-        self.slots = slice(slots[0], slots[0] + self.count)
-        if slots != list(range(slots[0], slots[0] + self.count)):
-            self.slots = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
+        stretch = range(slots[0], slots[0] + self.count)
+        self.stretch = slice(stretch.start, stretch.stop) if self.in_place and slots == list(stretch) else None
+        self.slots_T = torch.tensor(slots + [SCRAP * self.page_tokens] * spare, device=self.device)
         self.reading = reading
         made = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=self.device)
         return made[:1], made[1:], starts
+
+    @property
+    def shape(self) -> Hashable:
+        """Of a step of one token a sequence: steps where it is the same differ only in `tensors`. None: of others."""
+        if self.in_place or self.reading is not None or any(group.tokens > 1 for group in self.groups):
+            return None
+        return (
+            self.count,
+            *(group.pages.shape[0] for group in self.groups),
+            *(len(group.helds) for group in self.groups),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a step reads, as `plan` has prepared it."""
+        return [self.slots_T, *(part for group in self.groups for part in (group.pages, group.positions))]
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Let the step read these."""
+        self.slots_T = tensors[0]
+        for group, pages, positions in zip(self.groups, tensors[1::2], tensors[2::2], strict=True):
+            group.pages, group.positions, group.bias = pages, positions, None
 
     def begin(self, bias_NH: Tensor | None) -> None:
         """Take the biases of relative positions, before the first layer."""
@@ -208,12 +232,12 @@ class _Layer:
                 self._store = zeros((cache.pages, cache.page_tokens, 2, groups, k_BTGK.shape[3]), k_BTGK)
                 self._places = self._store.flatten(0, 1).unsqueeze(0).unbind(2)
         keys, values = self._places
-        if isinstance(cache.slots, slice):
-            keys[:, cache.slots].copy_(k_BTGK[:, : cache.count])
-            values[:, cache.slots].copy_(v_BTGK[:, : cache.count])
+        if cache.stretch is not None:
+            keys[:, cache.stretch].copy_(k_BTGK[:, : cache.count])
+            values[:, cache.stretch].copy_(v_BTGK[:, : cache.count])
         else:
-            keys.index_copy_(1, cache.slots, k_BTGK)
-            values.index_copy_(1, cache.slots, v_BTGK)
+            keys.index_copy_(1, cache.slots_T, k_BTGK)
+            values.index_copy_(1, cache.slots_T, v_BTGK)
         y_BTHK = torch.zeros_like(q_BTHK)
         for group in cache.groups:
             bias = self._bias(group, q_BTHK.shape[2], groups, q_BTHK, first_head)
@@ -225,20 +249,19 @@ class _Layer:
         return y_BTHK if size == y_BTHK.shape[3] else y_BTHK[..., :size]
 
     def tokens(self, rows: int) -> int:
-        whole = rows == self._cache.rows  # else a rank has a part of them
+        whole = rows == len(self._cache.slots_T)  # else a rank has a part of them
         return self._cache.count if whole else rows
 
     def _bias(self, group: _Group, heads: int, groups: int, like: Tensor, first_head: int) -> Tensor:
         """What is added to the scores [N, G or 1, M, S]; made by the first layer."""
         if group.bias is None:
             cache, sequences = self._cache, len(group.helds)
-            keys_S = torch.arange(group.pages.numel() // sequences * cache.page_tokens)
+            keys_S = torch.arange(group.pages.numel() // sequences * cache.page_tokens, device=cache.device)
             places_NQ1, mutual = group.positions[:, :, None], group.mutual
-            distance = (places_NQ1 - keys_S).to(like.device)
+            distance = places_NQ1 - keys_S
             seen = distance >= 0
             if mutual:
-                both = (places_NQ1 >= mutual.start) & (places_NQ1 < mutual.stop) & (keys_S < mutual.stop)
-                seen |= both.to(seen.device)
+                seen |= (places_NQ1 >= mutual.start) & (places_NQ1 < mutual.stop) & (keys_S < mutual.stop)
             dtype = torch.promote_types(like.dtype, torch.float32)
             bias = score_bias(cache.spec, distance, seen, dtype, cache.bias_NH)
             if bias.dim() == 4:  # of each head

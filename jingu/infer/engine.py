@@ -26,7 +26,8 @@ from jingu.infer.cache import SPAN, Held, Part
 from jingu.infer.choice import Choice, Job, likeliest, told
 from jingu.infer.constrain import Grammars
 from jingu.infer.draft import Draft
-from jingu.infer.forward import cache_of, scores
+from jingu.infer.forward import cache_of, prepare_recording, scores
+from jingu.infer.graphs import Graphs
 from jingu.infer.load import Loaded
 from jingu.infer.pages import Pages, name_of
 from jingu.infer.request import Event, Request, Token, check_fit
@@ -121,18 +122,27 @@ class Engine:
 
     Args:
         draft: a smaller model that guesses the tokens to follow, `settings.guesses` in a step.
+        graphs: by which steps are launched.
 
     Raises:
-        JinguError: the draft does not fit the model.
+        JinguError: the draft does not fit the model, or the model's steps are nothing for graphs.
     """
 
-    def __init__(self, loaded: Loaded, settings: EngineSettings | None = None, draft: Loaded | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        settings: EngineSettings | None = None,
+        draft: Loaded | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
         self.loaded, self.settings = loaded, settings or EngineSettings()
         parameter = next(each for each in loaded.model.parameters() if each.is_floating_point())
         self._device = parameter.device
         count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
         self._pages = Pages(count, tokens)
-        self._cache = cache_of(loaded, count, tokens)
+        self._cache, self._graphs = cache_of(loaded, count, tokens), graphs
+        if graphs is not None:
+            prepare_recording(loaded, self._cache)
         self._guesses = self.settings.guesses if self.settings.guesses is not None else 4 if draft else 0
         self._draft: Draft | None = None
         if draft is not None:
@@ -349,7 +359,7 @@ class Engine:
             source_BS = torch.tensor([reading.job.source], device=self._device) if reading else None
             begun = time.perf_counter()
             wanted = [row for each in rows for row in each]
-            logits_NV = scores(self.loaded, self._cache, tokens_BT, positions_BT, wanted, source_BS)
+            logits_NV = scores(self.loaded, self._cache, tokens_BT, positions_BT, wanted, source_BS, self._graphs)
             self._stats.model_seconds += time.perf_counter() - begun
         first, beams = 0, dict[int, list[Tensor]]()
         for each, own in zip(work, rows, strict=True):

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jingu.errors import JinguError
 from jingu.infer.cache import PagedCache
+from jingu.infer.graphs import Graphs
 from jingu.infer.load import Loaded
 from jingu.model.decoder import Decoder
 from jingu.model.packed import Arranged, Packed
 from jingu.model.products import linear
+from jingu.model.spec import AlibiPositions, Experts, RelativeBias
 from jingu.runtime.device import eager
 
 
@@ -29,6 +32,21 @@ def cache_of(loaded: Loaded, pages: int, page_tokens: int) -> PagedCache:
     return cache
 
 
+def prepare_recording(loaded: Loaded, cache: PagedCache) -> None:
+    """Let steps of a model depend on nothing but tensors of its device. JinguError where they cannot."""
+    spec = loaded.spec
+    plain = isinstance(loaded.model, Decoder) and spec.encoder_layers is None and not any(spec.prompts)
+    moves = isinstance(spec.feed_forward, Experts) or isinstance(spec.position, AlibiPositions | RelativeBias)
+    if not plain or moves or loaded.adapters.names or loaded.ranks > 1:
+        raise JinguError(
+            "steps are recorded of decoders alone that one process has, without experts, adapters, trained prompts or "
+            "biases of positions.",
+            where="--cuda-graphs",
+            fix="Leave it out.",
+        )
+    cache.in_place = False
+
+
 def scores(
     loaded: Loaded,
     cache: PagedCache,
@@ -36,16 +54,32 @@ def scores(
     positions_BT: Tensor,
     rows: Sequence[int],
     source_BS: Tensor | None = None,
+    graphs: Graphs | None = None,
 ) -> Tensor:
-    """Scores [N, V] of the tokens after those in these rows, in fp32 at least, on the CPU."""
+    """Scores [N, V] of the tokens after those in these rows, in fp32 at least, on the CPU.
+
+    Args:
+        graphs: by which steps of one token a sequence are launched.
+    """
     places = torch.tensor(rows or [0], device=cache.device)
     places = F.pad(places, (0, -len(places) % cache.multiple))
-
-    def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-        return linear(hidden_BTD[0, places], weight_VD)
-
     source = {} if source_BS is None else {"source_BS": source_BS}
+
+    def step(inputs: Sequence[Tensor]) -> Tensor:
+        tokens_BT, positions_BT, places, *planned = inputs
+        cache.take(planned)
+
+        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+            return linear(hidden_BTD[0, places], weight_VD)
+
+        logits_NV: Tensor = loaded.model(tokens_BT, positions_BT=positions_BT, cache=cache, loss=head, **source)
+        return logits_NV
+
     # Ranks that share a model have engines that inference mode is nothing for.
     with torch.inference_mode() if loaded.ranks == 1 else torch.no_grad(), eager():
-        logits_NV: Tensor = loaded.model(tokens_BT, positions_BT=positions_BT, cache=cache, loss=head, **source)
+        inputs, shape = [tokens_BT, positions_BT, places, *cache.tensors], cache.shape
+        if graphs is None or shape is None:
+            logits_NV = step(inputs)
+        else:
+            logits_NV = graphs.run((len(places), shape), inputs, step)
         return logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.graphs import Graphs
 from jingu.infer.load import Device, Loaded, Precision, load
 from jingu.infer.lockstep import Driven, in_lockstep, ranks_of
 from jingu.infer.request import Finish, Request, room_after
@@ -30,6 +31,7 @@ class Compute:
             a stage share its matrices.
         draft: a smaller model with the same tokenizer, that guesses the tokens to follow; the answer stays the same.
         guesses: tokens that are guessed in a step; without a draft, from what is there already.
+        cuda_graphs: whether steps of one token a text are recorded, and launched whole.
     """
 
     precision: Precision = "auto"
@@ -38,6 +40,7 @@ class Compute:
     pipeline: int = 1
     draft: Path | None = None
     guesses: int | None = None
+    cuda_graphs: bool = False
 
     def load(self, model: Path, ranks: Ranks | None = None, adapters: Mapping[str, Path] | None = None) -> Loaded:
         """The model, as `jingu.infer.load.load`."""
@@ -46,7 +49,12 @@ class Compute:
     def engine(self, loaded: Loaded, max_batch: int = 64) -> Engine:
         """Its engine, with the draft."""
         small = None if self.draft is None else load(self.draft, self.precision, self.device)
-        return Engine(loaded, EngineSettings(max_batch=max_batch, guesses=self.guesses), small)
+        graphs = None
+        if self.cuda_graphs:
+            if next(loaded.model.parameters()).device.type != "cuda":
+                raise JinguError("the model is not on CUDA.", where="--cuda-graphs", fix="Leave it out.")
+            graphs = Graphs()
+        return Engine(loaded, EngineSettings(max_batch=max_batch, guesses=self.guesses), small, graphs)
 
 
 def generate(
