@@ -90,7 +90,7 @@ class PagedCache:
         """The same, of those that do not fill up, where these places lie one after another."""
         self.bias_NH: Tensor | None = None
         self.in_place = True
-        """Whether pages that lie one after another, and places in them, are used where they are, not by their numbers."""
+        """Whether pages and places that lie one after another are used where they are, not by their numbers."""
         self.multiple = ROWS
         """A step's rows are filled up to a multiple of this."""
 
