@@ -7,7 +7,6 @@ padding, the tensors. The header is parsed here, with bounds; names and quantisa
 from __future__ import annotations
 
 import atexit
-import importlib
 import mmap
 import re
 import shutil
@@ -29,6 +28,7 @@ from jingu.checkpoint.hub import OpenModel, Shapes, Weights, open_described
 from jingu.checkpoint.stream import ELEMENTS, Header, read_at
 from jingu.errors import JinguError
 from jingu.text.gguf import write_tokenizer
+from jingu.text.storage import package
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -70,16 +70,16 @@ def open_gguf(path: Path) -> OpenModel:
         JinguError: the `gguf` package is missing, or the file is damaged, or of an architecture or a quantisation
             that is not known here, or its tensors are not those that its metadata describe.
     """
-    package = _package()
+    library = package("gguf", "reading GGUF files", str(path))
     try:
-        metadata, infos = _read_header(path, package)
+        metadata, infos = _read_header(path, library)
         config = _hf_config(metadata, infos, path)
     except (ValueError, struct.error, OSError) as error:
         raise JinguError(
             f"the GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
         ) from error
     name = metadata["general.architecture"]
-    opened = open_described(path, path, config, lambda _, shapes: _weights(path, package, infos, name, config, shapes))
+    opened = open_described(path, path, config, lambda _, shapes: _weights(path, library, infos, name, config, shapes))
     folder = Path(tempfile.mkdtemp(prefix="jingu-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -89,18 +89,8 @@ def open_gguf(path: Path) -> OpenModel:
     return replace(opened, tokenizer_folder=folder)
 
 
-def _package() -> ModuleType:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise JinguError(
-            "reading GGUF files takes the package gguf, which is not installed.",
-            fix="Install it: `pip install gguf`, or jingu[gguf].",
-        ) from error
-
-
 def _weights(
-    path: Path, package: ModuleType, infos: Mapping[str, Header], name: str, config: Metadata, expected: Shapes
+    path: Path, library: ModuleType, infos: Mapping[str, Header], name: str, config: Metadata, expected: Shapes
 ) -> Weights:
     """The file's tensors by the names that are expected; what nobody expects keeps its own.
 
@@ -109,8 +99,8 @@ def _weights(
         config: Hugging Face's.
     """
     architecture = _ARCHITECTURES[name]
-    number = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}[name]
-    table = package.get_tensor_name_map(number, _layers(config))
+    number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
+    table = library.get_tensor_name_map(number, _layers(config))
     places, known = {}, {"rope_freqs.weight"}
     for wanted in expected:
         expert = _EXPERT.search(wanted)
@@ -125,7 +115,7 @@ def _weights(
     }
 
     def read(name: str) -> Tensor:
-        tensor = _read(path, package, places[name])
+        tensor = _read(path, library, places[name])
         if name.endswith(architecture.transposed):
             return tensor.t()
         if name.endswith(architecture.permuted):
@@ -137,11 +127,11 @@ def _weights(
     return Weights(shapes, read, largest.dtype if isinstance(largest.dtype, torch.dtype) else torch.float32)
 
 
-def _read(path: Path, package: ModuleType, info: Header) -> Tensor:
+def _read(path: Path, library: ModuleType, info: Header) -> Tensor:
     """A tensor as it lies in the file, dequantised a few rows at a time."""
     if isinstance(info.dtype, torch.dtype):
         return read_at(path, info.begin, info.shape, info.dtype)
-    kind = package.GGMLQuantizationType[info.dtype]
+    kind = library.GGMLQuantizationType[info.dtype]
     whole = torch.empty(info.shape)
     rows = whole.view(-1, info.shape[-1])
     width = info.bytes // max(1, len(rows))
@@ -149,7 +139,7 @@ def _read(path: Path, package: ModuleType, info: Header) -> Tensor:
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         raw = read_at(path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
-        part.copy_(torch.from_numpy(package.quants.dequantize(raw.numpy(), kind)))
+        part.copy_(torch.from_numpy(library.quants.dequantize(raw.numpy(), kind)))
     return whole
 
 
@@ -196,15 +186,16 @@ class _Cursor:
             raise ValueError(f"an array of the unknown type {kind}")
         code = f"<{_SCALARS[kind]}"
         self._room(struct.calcsize(code) * count)
-        self.place += struct.calcsize(code) * count
-        return np.frombuffer(self._data, code, count, self.place - struct.calcsize(code) * count).tolist()
+        values = np.frombuffer(self._data, code, count, self.place)
+        self.place += values.nbytes
+        return values.tolist()
 
     def _room(self, size: int) -> None:
         if size > len(self._data) - self.place:
             raise ValueError("a value reaches beyond the end")
 
 
-def _read_header(path: Path, package: ModuleType) -> tuple[dict[str, Any], dict[str, Header]]:
+def _read_header(path: Path, library: ModuleType) -> tuple[dict[str, Any], dict[str, Header]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor, size = _Cursor(data), len(data)
         if data[:4] != b"GGUF":
@@ -226,15 +217,15 @@ def _read_header(path: Path, package: ModuleType) -> tuple[dict[str, Any], dict[
     start += -start % alignment
     infos: dict[str, Header] = {}
     for name, shape, number, offset in found:
-        kind = package.GGMLQuantizationType(number)
-        block, width = package.GGML_QUANT_SIZES[kind]
+        kind = library.GGMLQuantizationType(number)
+        block, width = library.GGML_QUANT_SIZES[kind]
         if name in infos or shape[-1] % block:
             raise ValueError(f"tensor {name} appears twice, or its rows are no whole blocks")
         dtype = _PLAIN.get(kind.name, kind.name)
         infos[name] = Header(shape, dtype, start + offset, prod(shape) // block * width)
         if infos[name].begin + infos[name].bytes > size:
             raise ValueError(f"tensor {name} reaches beyond the end")
-    _check_types(path, package, infos)
+    _check_types(path, library, infos)
     return metadata, infos
 
 
@@ -249,13 +240,13 @@ def _read_info(cursor: _Cursor) -> tuple[torch.Size, int, int]:
     return torch.Size(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q")
 
 
-def _check_types(path: Path, package: ModuleType, infos: Mapping[str, Header]) -> None:
-    """Refuse quantisations that the package cannot undo."""
+def _check_types(path: Path, library: ModuleType, infos: Mapping[str, Header]) -> None:
+    """Refuse quantisations that the library cannot undo."""
     unknown = []
     for name in sorted({info.dtype for info in infos.values() if isinstance(info.dtype, str)}):
-        kind = package.GGMLQuantizationType[name]
+        kind = library.GGMLQuantizationType[name]
         try:
-            package.quants.dequantize(np.zeros((1, package.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+            library.quants.dequantize(np.zeros((1, library.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
         except NotImplementedError:
             unknown.append(name)
     if unknown:

@@ -222,15 +222,16 @@ class Reader:
 
 
 def _compare(folder: Place, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, whole: bool) -> None:
-    stored = {name for name in manifest.tensors if name.startswith(prefix)}
-    absent, extra = sorted(tensors.keys() - stored), sorted(stored - tensors.keys() if whole else ())
-    wrong = []
-    for name in sorted(tensors.keys() & stored):
-        here, there = tensors[name], manifest.tensors[name]
-        wanted = f"{DTYPE_NAMES.get(here.dtype, here.dtype)} {list(here.shape)}"
-        found = f"{there.dtype} {list(there.shape)}"
-        if wanted != found:
-            wrong.append(f"{name} (here {wanted}, stored {found})")
+    here = {name: f"{DTYPE_NAMES.get(each.dtype, each.dtype)} {list(each.shape)}" for name, each in tensors.items()}
+    stored = {
+        name: f"{each.dtype} {list(each.shape)}" for name, each in manifest.tensors.items() if name.startswith(prefix)
+    }
+    absent, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys() if whole else ())
+    wrong = [
+        f"{name} (here {here[name]}, stored {stored[name]})"
+        for name in sorted(here.keys() & stored.keys())
+        if here[name] != stored[name]
+    ]
     complaints = [
         f"{what}: {', '.join(which[:8])}{f' and {len(which) - 8} more' if len(which) > 8 else ''}"
         for what, which in (

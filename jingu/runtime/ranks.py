@@ -21,6 +21,9 @@ from jingu.errors import JinguError
 from jingu.runtime.device import keep_freed_memory
 from jingu.runtime.devices import nccl_settings, usable_cores
 
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for the others."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -72,13 +75,12 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Ranks]:
+def joined(device_type: str, threads: int | None) -> Iterator[Ranks]:
     """Join the process group (a group of one without a launcher), and leave it at the end.
 
     Args:
         device_type: auto, cpu or cuda.
         threads: CPU threads of this process; None: the usable cores divided by the local ranks.
-        timeout: how long a collective waits for the others.
     """
     rank, world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     local_rank, local_world = _variable("LOCAL_RANK", 0), _variable("LOCAL_WORLD_SIZE", 1)
@@ -91,14 +93,13 @@ def joined(device_type: str, threads: int | None, timeout: timedelta = timedelta
     notes = _prepare_nccl() if device.type == "cuda" else ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if under_launcher():
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore[attr-defined]
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=TIMEOUT))  # type: ignore[attr-defined]
         # torchrun may keep the store when it starts ranks again, with the addresses of those before.
         attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:
-        alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         yield Ranks(rank, world, device, socket.gethostname(), notes)
     finally:

@@ -406,7 +406,7 @@ def test_models_that_are_refused(changes: dict[str, Any], words: str, tmp_path: 
 def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "model.gguf", llama())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(JinguError, match=r"takes the package gguf.*`pip install gguf`"):
+    with pytest.raises(JinguError, match=r"needs the package gguf.*`pip install gguf`"):
         open_model(path)
 
 
