@@ -127,7 +127,7 @@ def _lines(span: Span, largest: int) -> Iterator[tuple[int, str | None, Any]]:
                 text = line.decode(errors="replace")
                 wrong = wrong or RowError(f"it is not UTF-8 ({error.reason} at byte {error.start} of it)")
             if wrong or text.strip():
-                yield number, text, wrong or _parsed(text)
+                yield number, text, wrong or _parsed(text.rstrip())
 
 
 def _part(span: Span, largest: int) -> Iterator[tuple[int, str | None, Any]]:
@@ -170,7 +170,7 @@ def _read_list(file: CorpusFile, _changed: int) -> list[Any]:
     if not isinstance(whole, list):
         what = f"the file is not JSON ({whole})" if isinstance(whole, ValueError) else "the file holds no list of rows"
         raise JinguError(
-            f"{what}.", where=file.path, fix="A .json file holds [row, row, ...]; a .jsonl file a row a line."
+            f"{what}.", where=file.path, fix="It should hold [row, row, ...]; name it .jsonl where each line is a row."
         )
     return whole
 

@@ -187,7 +187,9 @@ def test_lines_and_what_is_told_of_bad_ones(tmp_path: Path) -> None:
     assert [number for number, _ in read_rows(span, bad.append, largest=100)] == [1]
     assert [each.number for each in bad] == [3, 4, 5, 6]
     assert "not UTF-8" in str(bad[3])
-    assert "it is not JSON" in str(bad[0]) and "{oops" in str(bad[0])
+    assert "it is not JSON (Expecting property name enclosed in double quotes at column 2). It begins: {oops" in str(
+        bad[0]
+    )
     assert "longer than 100 bytes" in str(bad[1])
     with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins: {"text": ""}') as caught:
         list(read_rows(span, lambda each: stop_at(each) if each.number == 5 else None))
