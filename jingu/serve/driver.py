@@ -56,14 +56,18 @@ class Account:
 
 
 class Ticket:
-    """Requests of one client that were accepted together, and their events as they come."""
+    """Requests of one client that were accepted together, and their events as they come.
+
+    Attributes:
+        awaited: choices that have not ended, each with the place of its request.
+    """
 
     def __init__(self, driver: Driver, requests: Sequence[Request], arrived: float) -> None:
         self.requests = tuple(requests)
         self.account = Account(arrived)
         self._driver = driver
         self._lots: asyncio.Queue[list[tuple[int, Event]] | None] = asyncio.Queue()
-        self._awaited = {(number, choice) for number, each in enumerate(requests) for choice in range(each.n)}
+        self.awaited = {(number, choice) for number, each in enumerate(requests) for choice in range(each.n)}
         self._met: set[int] = set()
         self._failure: ServeError | None = None
         self.closed = False
@@ -86,11 +90,10 @@ class Ticket:
         self.fail(ServeError(499, "the client has left"), "cancelled")
 
     def fail(self, error: ServeError, finish: str = "error") -> None:
-        """End the request with an error, unless it has ended; the engine forgets it. On the event loop's thread."""
+        """End the request with an error, unless it has ended. On the event loop's thread."""
         if not self.closed:
             self._failure = error
             self._close(finish)
-            self._driver.drop(self)
 
     def receive(self, events: list[tuple[int, Event]], now: float) -> None:
         """Take what a step has brought. On the event loop's thread."""
@@ -108,13 +111,13 @@ class Ticket:
                 account.first_token = account.first_token or now
                 account.last_token = now
             if event.finish is not None:
-                self._awaited.discard((number, event.choice))
+                self.awaited.discard((number, event.choice))
                 account.finish = event.finish
         broken = next((event for _, event in events if event.finish in ("error", "cancelled")), None)
         self._lots.put_nowait([each for each in events if each[1].finish not in ("error", "cancelled")])
         if broken is not None:
             self.fail(ServeError(500, broken.error or "the engine gave the request up", kind="generation"))
-        elif not self._awaited:
+        elif not self.awaited:
             self._close(account.finish)
 
     def _close(self, finish: str) -> None:
@@ -148,8 +151,8 @@ class Driver:
         self._on_end = on_end
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: set[Ticket] = set()
-        self._known: dict[int, _Known] = {}
-        """Of the engine's thread: requests that the engine has, by its number."""
+        self._known: dict[int, tuple[Ticket, int]] = {}
+        """Of the engine's thread: by the engine's number, whose request it has, and its place among that one's."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -218,17 +221,13 @@ class Driver:
         self._orders.put(order)
         return await asyncio.wrap_future(answer)
 
-    def drop(self, ticket: Ticket) -> None:
-        """Let the engine forget a ticket's requests, unless it is beyond that."""
+    def closed(self, ticket: Ticket) -> None:
+        """Told by a ticket that has ended; the engine, unless it is beyond that, forgets what it has of it."""
+        self._tickets.remove(ticket)
+        self.open -= len(ticket.requests)
+        self._on_end(ticket)
         if self.broken is None:
             self._orders.put(lambda: self._forget(ticket))
-
-    def closed(self, ticket: Ticket) -> None:
-        """Told by a ticket that has ended."""
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
-            self.open -= len(ticket.requests)
-            self._on_end(ticket)
 
     def abandon(self, error: ServeError) -> None:
         """End every ticket with an error."""
@@ -262,12 +261,9 @@ class Driver:
             return
         lots: dict[Ticket, list[tuple[int, Event]]] = {}
         for event in events:
-            if (known := self._known.get(event.request)) is None:
-                continue
-            lots.setdefault(known.ticket, []).append((known.place, event))
-            known.unfinished -= event.finish is not None
-            if known.unfinished == 0:
-                del self._known[event.request]
+            if event.request in self._known:
+                ticket, place = self._known[event.request]
+                lots.setdefault(ticket, []).append((place, event))
         now = time.perf_counter()
         for ticket, told in lots.items():
             self._later(partial(ticket.receive, told, now))
@@ -277,20 +273,21 @@ class Driver:
             return
         try:
             for place, request in enumerate(ticket.requests):
-                self._known[self.engine.submit(request)] = _Known(ticket, place, request.n)
+                self._known[self.engine.submit(request)] = ticket, place
         except Exception:
             self._forget(ticket)
             raise
 
     def _forget(self, ticket: Ticket) -> None:
-        for number in [number for number, known in self._known.items() if known.ticket is ticket]:
+        for number in [number for number, (known, _) in self._known.items() if known is ticket]:
             del self._known[number]
-            self.engine.cancel(number)
+            if ticket.awaited:
+                self.engine.cancel(number)
 
     def _recover(self, error: Exception) -> None:
         """After a failed step: every request that took part may have lost something, so all end with an error. An
         engine that cannot forget them cannot go on."""
-        lost = list({known.ticket: None for known in self._known.values()})
+        lost = list({ticket: None for ticket, _ in self._known.values()})
         try:
             for ticket in lost:
                 self._forget(ticket)
@@ -307,13 +304,3 @@ class Driver:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everyone who could be told
             self._loop.call_soon_threadsafe(function)
-
-
-@dataclass
-class _Known:
-    """A request that the engine has."""
-
-    ticket: Ticket
-    place: int
-    unfinished: int
-    """Choices of it."""

@@ -64,7 +64,7 @@ def serve(
         queue=queue,
         timeout=timeout,
         grace=grace,
-        keys=(*_given(api_key or ()), *_keys(api_key_file)),
+        keys=_keys(api_key or (), api_key_file),
         origins=tuple(cors or ()),
         # A page of another site could else reach the server by a name that leads to this machine.
         hosts=("localhost", "127.0.0.1", "[::1]", host, *(allow_host or ())) if loopback else (),
@@ -89,23 +89,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _given(keys: Sequence[str]) -> list[str]:
-    found = [key.strip() for key in keys]
-    if not all(found):
+def _keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    keys = [key.strip() for key in given]
+    if not all(keys):
         raise JinguError("an API key is empty.", where="--api-key", fix="Give one, or leave it out: nobody is asked.")
-    return found
-
-
-def _keys(file: Path | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise JinguError(f"the file of API keys cannot be read ({error}).", where=file) from error
-    if not keys:
-        raise JinguError("the file of API keys has none.", where=file, fix="Write a key a line.")
-    return keys
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, ValueError) as error:
+            raise JinguError(f"the file of API keys cannot be read ({error}).", where=file) from error
+        keys += filter(None, map(str.strip, lines))
+        if len(keys) == len(given):
+            raise JinguError("the file of API keys has none.", where=file, fix="Write a key a line.")
+    return tuple(keys)
 
 
 def _adapters(given: Sequence[str], taken: set[str]) -> dict[str, Path]:
