@@ -206,7 +206,7 @@ def attention_mask(
             return Documents.of(documents_BT, spec.attention.head_size, dtype, causal=causal)
     place_1T = torch.arange(tokens, device=positions_BT.device).unsqueeze(0)
     # One prompt stands right before each of the documents.
-    own_BT = positions_BT if prompted and documents_BT is not None else place_1T
+    own_BT = positions_BT.view(-1, tokens) if prompted and documents_BT is not None else place_1T
     distance_BTS = own_BT.unsqueeze(2) - own_BT.unsqueeze(1)
     seen_BTS = distance_BTS >= 0 if causal else torch.ones_like(distance_BTS, dtype=torch.bool)
     if reach_BT is not None:
