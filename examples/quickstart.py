@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import shlex
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def collect(folder: Path) -> None:
 
 def jingu(*arguments: str) -> None:
     """Run a jingu command, shown as one would type it."""
-    print(f"\n$ jingu {' '.join(arguments)}", flush=True)
+    print(f"\n$ jingu {shlex.join(arguments)}", flush=True)
     child = subprocess.Popen([sys.executable, "-m", "jingu", *arguments])
     while child.poll() is None:
         try:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ COLUMN = 56
 
 def jingu(*arguments: str) -> None:
     """Run a jingu command, shown as one would type it."""
-    print(f"\n$ jingu {' '.join(arguments)}", flush=True)
+    print(f"\n$ jingu {shlex.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", "jingu", *arguments], check=True)
 
 

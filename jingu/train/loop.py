@@ -222,7 +222,7 @@ def _evaluate(loop: Loop, progress: Progress, write: Write) -> float | None:
 
 def short(number: float) -> str:
     """Three digits and a letter: `17.3M`."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
