@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,8 +60,13 @@ def one_voice(ranks: Ranks) -> Iterator[None]:
         yield
     except Exception as error:
         if first_to_fail(ranks):
+            me = f"rank {ranks.rank} of {ranks.world}, on {ranks.host}"
+            if re.search(r"Connection (reset|closed) by peer", str(error)):
+                # Its traceback, which is in its log, tells only where it waited.
+                print(f"jingu: {me}, lost its connection to another rank, which has ended.", file=sys.stderr)
+                raise SystemExit(1) from None
             if ranks.world > 1:
-                error.add_note(f"This was rank {ranks.rank} of {ranks.world}, on {ranks.host}.")
+                error.add_note(f"This was {me}.")
             raise
         raise SystemExit(2 if isinstance(error, JinguError) else 1) from None
 
