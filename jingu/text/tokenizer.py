@@ -52,7 +52,7 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, or else a tokenizer of another format, and what there is beside it, in `folder`; it may
         also be the file itself. Raises JinguError where that cannot be."""
-        fix = "Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
+        fix = "Run `jingu tokenizer train` (or `jingu import` a model to begin with), or set tokenizer.path to one."
         if not folder.exists():
             raise JinguError("there is no tokenizer folder here.", where=folder, fix=fix)
         file = tokenizer_file(folder)

@@ -64,7 +64,7 @@ def library_in(text: str, library: Any) -> str:
 
 
 def test_missing_tokenizer_and_data(said):
-    fix = "Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
+    fix = "Run `jingu tokenizer train` (or `jingu import` a model to begin with), or set tokenizer.path to one."
     assert said({"tokenizer.path": "none"}) == f"jingu: none: there is no tokenizer folder here. {fix}"
     assert said({"data.path": "none"}) == "jingu: none: there is no data set here. Run `jingu data build` first."
     Path("empty").mkdir()

@@ -149,7 +149,7 @@ def test_byte_lengths_of_a_sentencepiece_like_tokenizer(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_explained(seed_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    fix = " Run `jingu tokenizer train`, or set tokenizer.path to a folder that holds a tokenizer."
+    fix = " Run `jingu tokenizer train` (or `jingu import` a model to begin with), or set tokenizer.path to one."
     with pytest.raises(JinguError) as caught:
         Tokenizer.load(tmp_path / "none")
     assert str(caught.value) == f"{tmp_path / 'none'}: there is no tokenizer folder here." + fix
