@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from jingu.checkpoint.hub import OpenModel
 from jingu.errors import JinguError
-from jingu.infer.foresight import Floats, Foresight, Numbers
+from jingu.infer.foresight import Foresight, Numbers
 from jingu.model.decoder import Block, Decoder, all_blocks
 from jingu.model.experts import ExpertsLayer, Routing
 from jingu.model.packed import Arranged, packs
@@ -187,36 +187,23 @@ class Residency:
         needed = {expert for expert, count in enumerate(counts) if count}
         if self.trace is not None:
             self.trace.append((layer, tuple(needed)))
-        self._note(layer, needed)
-        absent = [expert for expert in needed if (layer, expert) not in self._where]
-        self._stats.hits += len(needed) - len(absent)
-        self._stats.misses += len(absent)
-        foreseen = self._foresee(layer + 1)
-        absent = self._fetch(layer, absent, needed)
-        self._read_ahead(layer, foreseen, needed)
-        y_MD = torch.empty_like(x_MD)
-        while needed:
-            expert = self._next(layer, needed)
-            if expert is None:
-                absent = self._fetch(layer, absent, needed)
-                continue
-            rows = slice(ends[expert] - counts[expert], ends[expert])
-            y_MD[rows] = self._say(layer, self._where[layer, expert], x_MD[rows])
-            needed.remove(expert)
-            absent = self._fetch(layer, absent, needed)
-        return y_MD
-
-    def _note(self, layer: int, needed: set[int]) -> None:
-        """Learn from a visit; see what was read meanwhile; forget what was to be read for it, has not begun, and is not
-        needed."""
         assert self._chosen_NK is not None
         self._foresight.visit(layer, self._chosen_NK)
         self._settle(layer, set())
-        for key in [key for key in self._coming if key[0] == layer and key[1] not in needed]:
-            if self._coming[key].cancel():
-                self._vacate(key)
-                self._stats.bytes_moved -= self._expert_bytes
-                self._stats.read_ahead -= 1
+        absent = [expert for expert in needed if (layer, expert) not in self._where]
+        self._stats.hits += len(needed) - len(absent)
+        self._stats.misses += len(absent)
+        ahead = self._foresee(layer + 1)
+        y_MD = torch.empty_like(x_MD)
+        self._read(layer, absent, ahead, needed)
+        while needed:
+            expert = self._next(layer, needed)
+            if expert is not None:
+                rows = slice(ends[expert] - counts[expert], ends[expert])
+                y_MD[rows] = self._say(layer, self._where[layer, expert], x_MD[rows])
+                needed.remove(expert)
+            self._read(layer, absent, ahead, needed)
+        return y_MD
 
     def _say(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
         """What one expert says to its rows."""
@@ -242,20 +229,27 @@ class Residency:
 
     # Slots
 
-    def _fetch(self, layer: int, absent: list[int], needed: set[int]) -> list[int]:
-        """Begin to read experts, as long as there are slots to give them; those for which there is none."""
-        for number, expert in enumerate(absent):
-            slot = self._slot(layer, needed)
-            if slot is None:
-                return absent[number:]
-            self._fill(slot, (layer, expert))
-        return []
+    def _read(self, layer: int, absent: list[int], ahead: list[int], needed: set[int]) -> None:
+        """Begin to read what this layer misses, then ahead, as long as a thread is free and a slot can be had.
+
+        No more at a time: what is needed once then goes through the slots of those that have spoken before it, and not
+        through those of others that will be needed soon.
+        """
+        self._settle(layer, needed)
+        while (absent or ahead) and len(self._coming) < LOADERS:
+            key = (layer, absent[0]) if absent else (layer + 1, ahead[0])
+            if key not in self._where:
+                slot = self._slot(layer, needed, least=0.0 if absent else 1.5)
+                if slot is None:
+                    return
+                self._fill(slot, key)
+                self._stats.read_ahead += not absent
+            (absent or ahead).pop(0)
 
     def _slot(self, layer: int, needed: set[int], least: float = 0.0) -> _Slot | None:
         """A slot to fill anew: an empty one, or that of the expert which is likely to be needed last; none where that
         is in no more than `least` visits, or all are in use."""
         if not self._free:
-            self._settle(layer, needed)
             distance_LE = np.where(self._settled_LE, self._foresight.distance_LE, 0.0)
             distance_LE[layer, list(needed)] = 0.0
             last, expert = np.unravel_index(distance_LE.argmax(), distance_LE.shape)
@@ -307,11 +301,11 @@ class Residency:
 
     # What comes next
 
-    def _foresee(self, layer: int) -> Floats | None:
-        """How likely each expert of the next layer is needed, by what its router says of the present states."""
+    def _foresee(self, layer: int) -> list[int]:
+        """What the next layer is almost sure to need, by what its router says of the present states."""
         # From an encoder to a decoder nothing can be foreseen.
         if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
-            return None
+            return []
         _, block, mixture = self._blocks[layer]
         assert self._states is not None and self._chosen_NK is not None
         states_ND = self._states.flatten(0, 1)[: len(self._chosen_NK)]  # the others only fill up
@@ -319,22 +313,9 @@ class Residency:
         x_ND = block.feed_forward_norm.forward(states_ND)
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = linear(x_ND.to(wide), mixture.router.weight.to(x_ND.dtype))
-        return self._foresight.foresee(layer, logits_NE.topk(mixture.spec.active, dim=-1).indices.cpu().numpy())
-
-    def _read_ahead(self, layer: int, foreseen_E: Floats | None, needed: set[int]) -> None:
-        """Read what the next layer is almost sure to need."""
-        for expert in () if foreseen_E is None else (-foreseen_E).argsort(kind="stable").tolist():
-            key = (layer + 1, expert)
-            assert foreseen_E is not None
-            if foreseen_E[expert] < SURE:
-                return
-            if key in self._where:
-                continue
-            slot = self._slot(layer, needed, least=1.5)
-            if slot is None:
-                return
-            self._fill(slot, key)
-            self._stats.read_ahead += 1
+        guess_NK = logits_NE.topk(mixture.spec.active, dim=-1).indices.cpu().numpy()
+        likely_E = self._foresight.foresee(layer, guess_NK)
+        return [expert for expert in (-likely_E).argsort(kind="stable").tolist() if likely_E[expert] >= SURE]
 
 
 def _room_for(shape: tuple[int, int], kind: Kind | None, dtype: torch.dtype, device: torch.device) -> Tensor | Arranged:

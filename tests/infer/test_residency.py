@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.experts import least
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_model, parameter_shapes
 from jingu.cli import main
@@ -176,6 +178,50 @@ def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: 
             mine.feed_forward_norm(x_BTD)
             assert torch.equal(mine.feed_forward(x_BTD)[0], theirs.feed_forward(x_BTD)[0])
             assert len(residency._where) + len(residency._free) == slots
+
+
+def test_what_passes_through_leaves_others_where_they_are(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 1 needs more than there is room for, and does not drive out all that others need."""
+    opened = open_model(folders["mixtral"])
+    residency = Residency(opened, f"{5 * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
+    load_model(opened, torch.float32, prepare=residency.take_over)
+    monkeypatch.setattr(residency, "_foresee", lambda layer: [])
+    for layer, needed in ((0, [0, 1]), (1, [0]), (2, [0, 1]), (0, [0, 1]), (1, [0, 1, 2, 3, 4])):
+        residency._chosen_NK = np.array(needed)[:, None]
+        count_E = torch.tensor([int(expert in needed) for expert in range(5)])
+        with torch.no_grad():
+            residency._compute(layer, torch.zeros(len(needed), 24), count_E)
+    assert len(residency._where) == 5 and any(layer != 1 for layer, _ in residency._where)
+
+
+@given(
+    visits=st.lists(
+        st.tuples(st.integers(0, 1), st.sets(st.integers(0, 2), min_size=1).map(lambda found: tuple(sorted(found)))),
+        max_size=7,
+    ),
+    slots=st.integers(1, 4),
+)
+def test_the_clairvoyant_reads_least(visits: list[tuple[int, tuple[int, ...]]], slots: int) -> None:
+    """Beside all that can be done: what a visit needs in any order, each in the slot of any other."""
+    reads: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}  # by what is held afterwards
+    for layer, experts in visits:
+        after: dict[frozenset[tuple[int, int]], int] = {}
+        for order in permutations([(layer, expert) for expert in experts]):
+            now = reads
+            for key in order:
+                then: dict[frozenset[tuple[int, int]], int] = {}
+                for held, read in now.items():
+                    gone = [{each} for each in held] if len(held) == slots else [set()]
+                    nexts = [held] if key in held else [held - each | {key} for each in gone]
+                    for each in nexts:
+                        then[each] = min(then.get(each, 99), read + (key not in held))
+                now = then
+            for held, read in now.items():
+                after[held] = min(after.get(held, 99), read)
+        reads = after
+    assert least(visits, slots) == min(reads.values())
 
 
 def test_a_round_of_layers_keeps_what_comes_first() -> None:
