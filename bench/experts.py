@@ -150,15 +150,15 @@ def compare(folder: Path, streams: int, tokens: int, rounds: int) -> str:
             told[name], took = answers(engine, requests(ids, streams, tokens, number))
             seconds[name].append(took)
         same = same and told["whole"] == told["some"]
-    stats = some.residency.stats()
-    slots = stats.resident_bytes * whole.spec.feed_forward.number * whole.spec.layers // stats.total_bytes
+    stats, mixture, trace = some.residency.stats(), whole.spec.feed_forward, some.residency.trace
+    slots = stats.resident_bytes * mixture.number * whole.spec.layers // stats.total_bytes
     read = stats.misses + stats.read_ahead
     ratio = median(a / b for a, b in zip(seconds["whole"], seconds["some"], strict=True))
     rate = streams * tokens / median(seconds["some"])
     return (
-        f"| {whole.spec.layers} × {whole.spec.feed_forward.number} | {streams} | {rate:.1f} | {ratio:.2f} | {read / least(some.residency.trace, slots):.2f} | "
-        f"{without_foresight(some.residency.trace, slots):.2f} | {stats.hits / (stats.hits + stats.misses):.0%} | "
-        f"{'yes' if same else 'NO'} |"
+        f"| {whole.spec.layers} × {mixture.number} | {streams} | {rate:.1f} | {ratio:.2f} | "
+        f"{read / least(trace, slots):.2f} | {without_foresight(trace, slots):.2f} | "
+        f"{stats.hits / (stats.hits + stats.misses):.0%} | {'yes' if same else 'NO'} |"
     )
 
 
