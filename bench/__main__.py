@@ -21,7 +21,7 @@ NAMES = {
     "pipeline_idle": "Waiting in a pipeline (must: 1f1b 1.05 or less, the two with split backward passes half of it)",
     "offload": "Master weights and optimizer state on disk beside in memory (a Llama of 12 × 1024, 512 tokens a step)",
     "moe": "A mixture of experts (8 of 512, 2 a token, width 384) beside a dense layer of 1024, 8 × 512 tokens",
-    "experts": "Experts larger than memory: a quarter of SmolLM2 with 8 experts (1.3 GB), and of a trained mixture",
+    "experts": "Experts larger than memory: a quarter of SmolLM2 grown to 8 experts (1.3 GB, 2 a token) resident, bf16",
     "quantised": "Matrices of 8 and 4 bits beside bf16: SmolLM2-135M, one stream on one thread, processor time",
     "precision": "Losses in bf16 and fp16 beside fp32: 200 steps of a real run (4 × 192, 8 × 256 tokens a step)",
     "data": "Data: opening at any size, batches from a warm page cache, building beside `datasets.map`",
