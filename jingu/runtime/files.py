@@ -71,8 +71,12 @@ def replace_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         sync(partial)
         partial.replace(path)
+    except OSError as error:
+        error.filename = error.filename and str(path)  # the name that people know
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that can only be read
+            partial.unlink(missing_ok=True)
 
 
 def unreadable(path: Path | str, error: OSError) -> JinguError:

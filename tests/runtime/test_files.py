@@ -89,3 +89,6 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="No space left"):
         replace_text(path, "秋\n")
     assert [item.read_bytes() for item in tmp_path.iterdir()] == ["夏\n".encode()]
+    with pytest.raises(OSError) as raised:
+        replace_text(tmp_path / "none" / "text", "秋\n")
+    assert raised.value.filename == str(tmp_path / "none" / "text")
