@@ -210,6 +210,7 @@ def in_child(side: str, tiny: bool, steps: int, rows: str | None) -> Measured:
 
 def preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
     """Rows a second of one process; and where the tokenizer's results are at hand (of rows but for a number)."""
+    from jingu.text.readers import Tally
     from jingu.text.tokenizer import Tokenizer
     from jingu.tune.prepare import encoder, makers
 
@@ -233,7 +234,8 @@ def preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
             Tokenizer.encode_spans = tokenize  # type: ignore[method-assign]
             try:
                 began = time.process_time()
-                made = sum(unit.tally.documents for unit in encoder(config, maker)[0](0))
+                encode, units, _ = encoder(config, maker)
+                made = sum(len(part.hashes) for unit in units for part in encode(unit, Tally()))
                 return made / (time.process_time() - began)
             finally:
                 Tokenizer.encode_spans = plain  # type: ignore[method-assign]
