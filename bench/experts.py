@@ -196,7 +196,7 @@ def memory(folder: Path, tokens: int) -> str:
 
 
 def run(argument: str = "") -> str:
-    """The table, as Markdown; `tiny` shows in some minutes that it runs, any other word is the trained mixture's folder."""
+    """The table; `tiny` shows in some minutes that it runs, any other word is the trained mixture's folder."""
     torch.set_num_threads(THREADS)
     tiny = argument == "tiny"
     tokens, rounds = (6, 1) if tiny else (TOKENS, ROUNDS)
