@@ -13,6 +13,7 @@ from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.model.spec import replaced
 from jingu.text.training import train_tokenizer
 from jingu.train.run import open_run
 from tests.conftest import Done, Library, MakeRun
@@ -114,6 +115,15 @@ def test_models_that_do_not_fit_are_told(first: Path, tiny_run: MakeRun, tmp_pat
     assert "there is no such model folder" in refusal(second(tiny_run, tmp_path / "nothing"))
     deliberate = second(tiny_run, first, model={"rope_base": 5e5, "context": 77})
     assert open_run(deliberate).spec.context == 77
+
+
+def test_a_preset_of_the_same_dimensions_may_stand_beside_it(
+    first: Path, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that memory is told before the model is there; what else the model says counts."""
+    spec = open_run(second(tiny_run, first)).spec
+    monkeypatch.setattr("jingu.model.build._preset", lambda _: replaced(spec, **{"norm.epsilon": 0.5}))
+    assert open_run(second(tiny_run, first, model={"preset": "it"})).spec == spec
 
 
 def test_another_tokenizer_is_told(first: Path, library: Library, tiny_run: MakeRun) -> None:
