@@ -41,9 +41,9 @@ def _in_processes(job: Callable[[Task], Result], tasks: Sequence[Task], workers:
         yield from pool.map(job, tasks)
     except BrokenProcessPool as error:
         raise JinguError(
-            "a building process was killed, most likely because memory ran out.",
-            where="data build",
-            fix="Set data.workers to a smaller number.",
+            "a process of its own was killed, most likely because memory ran out.",
+            where="data.workers",
+            fix="Set it to a smaller number.",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
