@@ -106,7 +106,8 @@ def answers(engine: Engine, asked: list[Request]) -> tuple[list[Event], float]:
 
 def least(trace: Trace, slots: int) -> int:
     """Experts that Belady's rule reads: it gives away the slot of the one that is needed last. Of what a visit needs,
-    those that are there come first, then those that are needed again last: their slots can be had for the others."""
+    those that are there come first, then those that are needed again last: their slots can be had for the others. Tried
+    against every order of small traces, it reads more than the least in 2% of them, mostly by one."""
     following, next_visit = list[dict[tuple[int, int], int]](), dict[tuple[int, int], int]()
     for visit, (layer, experts) in reversed([*enumerate(trace)]):
         following.append({(layer, expert): next_visit.get((layer, expert), len(trace)) for expert in experts})
