@@ -2,7 +2,8 @@
 
 llama.cpp is node-llama-cpp's in a folder, `python -m bench infer=FOLDER`, made there with `npm install --ignore-scripts
 node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64`. It reads the same GGUF file, and computes with matrices of 4 bits.
-Every figure is of one process, the sides in turn, generate_batch last; tokens a second are those of the steps after the prompts are read.
+Every figure is of one process, the sides in turn, generate_batch last; tokens a second are those of the steps after
+the prompts are read.
 """
 
 from __future__ import annotations
