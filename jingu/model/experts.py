@@ -64,6 +64,8 @@ class ExpertsLayer(nn.Module):
     """A router, gated feed-forwards as experts, and one that all tokens share, where the spec has it."""
 
     SHARDING: ClassVar[Table] = {"gate": "column", "up": "column", "down": "row"}
+    in_turn = True
+    """Whether experts may speak one after another; not where an engine gathers a part's matrices when it is called."""
 
     def __init__(self, spec: specs.Experts, width: int) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class ExpertsLayer(nn.Module):
         the last bit: of a longer tensor, other elements are the last ones, which do not fill a vector register.
         """
         at_once = x_MD.is_cuda and isinstance(self.up.weight, Tensor)  # a packed matrix is made whole where it is asked
-        if not (at_once or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        if self.in_turn and not (at_once or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             return self._in_turn(x_MD, count_E)
         ends_E = count_E.cumsum(0).to(torch.int32)
         hidden_MF = activate(self.gate(x_MD, ends_E), self.spec.activation) * self.up(x_MD, ends_E)

@@ -35,7 +35,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize("words", [LOCAL, TORCHRUN], ids=["processes", "torchrun"])
+BY = pytest.mark.parametrize(
+    "words", [LOCAL, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["processes", "torchrun"]
+)
+
+
+@BY
 def test_a_rank_is_killed(words, run_file, tiny_run, done):
     process = start(words, run_file(LONG, name="killed"))
     assert process.stderr is not None
@@ -57,9 +62,7 @@ def test_a_rank_is_killed(words, run_file, tiny_run, done):
     assert "the run broke off" in (log / "rank-00000.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "words", [LOCAL, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["processes", "torchrun"]
-)
+@BY
 def test_a_rank_raises(words, run_file, tiny_run, done):
     log = done(tiny_run(LONG, name="raises")).folder / "log"
     (log / "rank-00001.log").mkdir(parents=True)  # the second rank cannot open its log

@@ -84,9 +84,9 @@ PIPELINES = [
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        (T5, [*LAYOUTS, *PIPELINES[:2]]),
+        (T5, [LAYOUTS[1], PIPELINES[0]]),
         (MIXTURE, [LAYOUTS[1], PIPELINES[2]]),
-        pytest.param(T5, [{"zero": zero} for zero in range(3)], marks=pytest.mark.slow),
+        pytest.param(T5, [*({"zero": n} for n in range(4)), LAYOUTS[2], PIPELINES[1]], marks=pytest.mark.slow),
         pytest.param(MIXTURE, [*LAYOUTS[::2], *PIPELINES[:2]], marks=pytest.mark.slow),
     ],
     ids=["t5", "cpm2-mixture", "t5-more", "cpm2-mixture-more"],

@@ -156,13 +156,13 @@ AGAIN, OFFLOAD = "train.activation_checkpointing.type", "parallel.offload.type"
     "layouts",
     [
         [
-            {"parallel.zero": 3},
             {"parallel.tensor": 2},
             {"parallel.pipeline": 2},
             {"parallel.zero": 2, OFFLOAD: "host", AGAIN: "selective", "parallel.expert": 1},
         ],
         pytest.param(
-            [{"parallel.zero": 1, OFFLOAD: "disk", AGAIN: "full"}, {"parallel.zero": 0}], marks=pytest.mark.slow
+            [{"parallel.zero": 1, OFFLOAD: "disk", AGAIN: "full"}, {"parallel.zero": 0}, {"parallel.zero": 3}],
+            marks=pytest.mark.slow,
         ),
     ],
 )
