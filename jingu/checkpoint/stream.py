@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,6 +56,44 @@ def read_header(path: Path) -> dict[str, Header]:
     return headers
 
 
+class Stretch(NamedTuple):
+    """Where the bytes of a tensor begin in a file."""
+
+    path: Path
+    begin: int
+
+
+class OpenFiles:
+    """Files that stay open, and are read from again and again, by any thread."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, FileIO] = {}
+
+    def read_into(self, memories: Sequence[tuple[Stretch, memoryview]]) -> None:
+        """Fill memories with what lies at these places; what lies in a row is read at once.
+
+        Raises:
+            JinguError: a file is shorter by now.
+        """
+        rest = sorted(memories, key=itemgetter(0))
+        while rest:
+            (path, begin), first = rest.pop(0)
+            row, end = [first], begin + len(first)
+            while rest and rest[0][0] == (path, end):
+                row.append(rest.pop(0)[1])
+                end += len(row[-1])
+            if path not in self._opened:
+                self._opened[path] = FileIO(path)
+            while begin < end:
+                count = os.preadv(self._opened[path].fileno(), row, begin)
+                if not count:
+                    raise JinguError("the file is shorter than it was.", where=path, fix="Fetch it again.")
+                begin += count
+                while row and count >= len(row[0]):
+                    count -= len(row.pop(0))
+                row[:1] = [part[count:] for part in row[:1]]
+
+
 def read_at(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor whose row-major bytes begin at `position` of a file.
 
@@ -66,7 +109,14 @@ def read_at(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) ->
     data.madvise(mmap.MADV_SEQUENTIAL)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=before)
     # Elements that are not aligned to their size are moved to where they are.
-    return (raw.clone() if position % dtype.itemsize else raw).view(dtype).view(shape)
+    tensor = (raw.clone() if position % dtype.itemsize else raw).view(dtype).view(shape)
+    tensor.stretch = Stretch(path, position)  # type: ignore[attr-defined]
+    return tensor
+
+
+def stretch_of(tensor: Tensor) -> Stretch | None:
+    """Where a tensor lies that `read_at` gave, as long as it is that very one; None of all that was made of it."""
+    return getattr(tensor, "stretch", None)
 
 
 def read_often(tensor: Tensor) -> None:

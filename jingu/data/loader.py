@@ -6,7 +6,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import xxhash
@@ -15,6 +15,7 @@ from jingu.data.batch import Batch, changed
 from jingu.data.dataset import UNKNOWN, TokenDataset
 from jingu.data.manifest import Shard
 from jingu.data.reading import open_numbers
+from jingu.runtime.device import threads_beside
 from jingu.runtime.log import say
 
 PIECE = 16 << 20
@@ -30,7 +31,7 @@ class Loader:
     def __init__(self, make: Callable[[int, int, int], Batch], *, pinned: bool) -> None:
         """`make(step, first, count)` gives rows of a step; `pinned` puts them where a CUDA device fetches them."""
         self._make, self._pinned = make, pinned
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jingu-loader")
+        self._thread = threads_beside(1, "jingu-loader")
         self._ahead: dict[tuple[int, int, int], Future[Batch]] = {}
 
     def batch(self, step: int, first: int, count: int) -> Batch:

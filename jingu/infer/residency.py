@@ -12,11 +12,10 @@ M = N·K choices.
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from jingu.checkpoint.hub import OpenModel
+from jingu.checkpoint.stream import OpenFiles, Stretch, stretch_of
 from jingu.errors import JinguError
 from jingu.infer.foresight import Foresight, Numbers
 from jingu.model.decoder import Block, Decoder, all_blocks
@@ -37,6 +37,7 @@ from jingu.model.packed import Arranged, packs
 from jingu.model.products import linear
 from jingu.model.spec import Experts, Kind
 from jingu.parallel.offload import Disk
+from jingu.runtime.device import in_large_pages, threads_beside
 
 Key = tuple[int, int]
 """A layer, in the order of computation, and an expert of it."""
@@ -44,11 +45,11 @@ Routed = tuple[Tensor, Tensor, Routing | None]
 
 WHERE = "experts.resident"
 
-LOADERS = 2
-"""Threads that read."""
+LOADERS = 1
+"""Threads that read. With two, more is given away before it is needed again, and the speed is the same."""
 LEAST_SLOTS = 2
 """One to compute with, one to fill meanwhile."""
-SURE = 0.9
+SURE = 0.97
 """How likely an expert must be needed next to be read ahead."""
 
 
@@ -88,6 +89,11 @@ class _Slot:
 
     def __init__(self, parts: dict[str, Tensor | Arranged]) -> None:
         self.parts = parts
+        self.memory = {
+            part: memoryview(held.flatten().view(torch.uint8).numpy().data)
+            for part, held in parts.items()
+            if isinstance(held, Tensor) and held.device.type == "cpu"
+        }
         self.used: torch.cuda.Event | None = None
         """When the device has done what was last asked of these matrices."""
 
@@ -115,20 +121,21 @@ class Residency:
         matrix = {"gate": inner, "up": inner, "down": (opened.spec.width, mixture.size)}
         self._opened, self._dtype, self._device = opened, dtype, device
         self._rounded: dict[str, tuple[Tensor, Tensor]] = {}  # of all experts of a matrix: values and scales
+        self._files = OpenFiles()
+        self._stretches: dict[Key, dict[str, Stretch]] = {}  # of experts that lie there as they are computed with
         self._disk = None if kind is None else Disk(Path(tempfile.gettempdir()), "TMPDIR")
         one = {part: _room_for(shape, kind, dtype, device) for part, shape in matrix.items()}
         self._expert_bytes = sum(held.nbytes for held in one.values())
         total = layers * mixture.number * self._expert_bytes
-        self._free = [
-            _Slot({part: _like(held, device) for part, held in one.items()})
-            for _ in range(_slots(resident, total, self._expert_bytes))
-        ]
+        number = _slots(resident, total, self._expert_bytes)
+        rooms = {part: _rooms(number, held, device) for part, held in one.items()}
+        self._free = [_Slot({part: rooms[part][slot] for part in one}) for slot in range(number)]
         self._stats = ResidencyStats(len(self._free) * self._expert_bytes, total)
         self._where: dict[Key, _Slot] = {}
         self._coming: dict[Key, Future[None]] = {}  # of these, what is being read
         self._settled_LE = np.zeros((layers, mixture.number), dtype=bool)
         self._foresight = Foresight(layers, mixture.number, mixture.active)
-        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="experts")
+        self._loaders = threads_beside(LOADERS, "experts")
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blocks: list[tuple[str, Block, ExpertsLayer]] = []
         self._states: Tensor | None = None
@@ -282,22 +289,28 @@ class Residency:
 
     def _load(self, slot: _Slot, key: Key) -> None:
         """Read an expert into its slot; on a thread of its own."""
-        prefix = f"{self._blocks[key[0]][0]}.feed_forward"
+        if (stretches := self._stretches.get(key)) is not None:
+            self._files.read_into([(stretch, slot.memory[part]) for part, stretch in stretches.items()])
+            return
         with torch.no_grad(), nullcontext() if self._side is None else torch.cuda.stream(self._side):
             if self._side is not None and slot.used is not None:
                 self._side.wait_event(slot.used)
+            stretches = {}
             for part, held in slot.parts.items():
-                name = f"{prefix}.{part}.weight"
+                name = f"{self._blocks[key[0]][0]}.feed_forward.{part}.weight"
                 if isinstance(held, Arranged):
                     values, scales = self._rounded[name]
                     held.values.copy_(values[key[1]])
                     held.scales.copy_(scales[key[1]])
-                elif self._side is not None:
-                    held.copy_(self._opened.read(name, key[1]))
-                else:
-                    slot.parts[part] = _in_memory(self._opened.read(name, key[1]).to(self._dtype))
+                    continue
+                read = self._opened.read(name, key[1])
+                held.copy_(read)
+                if part in slot.memory and read.dtype == held.dtype and (stretch := stretch_of(read)) is not None:
+                    stretches[part] = stretch
             if self._side is not None:
                 self._side.synchronize()
+        if len(stretches) == len(slot.parts):
+            self._stretches[key] = stretches
 
     # What comes next
 
@@ -325,19 +338,19 @@ def _room_for(shape: tuple[int, int], kind: Kind | None, dtype: torch.dtype, dev
     return Arranged.rounded(torch.zeros(shape, device=device), kind, dtype)
 
 
-def _like(held: Tensor | Arranged, device: torch.device) -> Tensor | Arranged:
-    """Memory for another such matrix; but in main memory one of full width is held as it is read."""
+def _rooms(number: int, held: Tensor | Arranged, device: torch.device) -> list[Tensor] | list[Arranged]:
+    """Memory for so many matrices like one, in large pages where the system has them."""
     if isinstance(held, Arranged):
-        return replace(held, values=torch.empty_like(held.values), scales=torch.empty_like(held.scales))
-    return held if device.type == "cpu" else torch.empty_like(held, device=device)
+        parts = [_room(number, part, device) for part in (held.values, held.scales)]
+        return [replace(held, values=values, scales=scales) for values, scales in zip(*parts, strict=True)]
+    return list(_room(number, held, device))
 
 
-def _in_memory(weight: Tensor) -> Tensor:
-    """A matrix that may lie mapped from its file, as it is there: all of it is read, and nothing beside it held."""
-    part_of_more = weight.untyped_storage().nbytes() >= weight.nbytes + 2 * mmap.PAGESIZE
-    weight = weight.clone() if part_of_more else weight.contiguous()
-    weight.flatten().view(torch.uint8)[:: mmap.PAGESIZE].max()  # of each page one byte
-    return weight
+def _room(number: int, held: Tensor, device: torch.device) -> Tensor:
+    room = torch.empty((number, *held.shape), dtype=held.dtype, device=device)
+    if device.type == "cpu":
+        in_large_pages(room.data_ptr(), room.nbytes)
+    return room
 
 
 def _times(weight_OI: Tensor | Arranged, x_MI: Tensor) -> Tensor:

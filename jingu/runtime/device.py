@@ -7,11 +7,16 @@ import os
 import resource
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -60,6 +65,40 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def aside(function: Callable[[], T]) -> T:
+    """The value of a function that is called on a thread of its own, which then ends.
+
+    So does the pool of threads that PyTorch has shared the work out to. Each thread that computes has such a pool, and
+    where the threads of all pools are more than the cores, OpenMP lets them sleep between any two operations instead of
+    waiting awake: products of few rows take twice as long. So one thread of a process may keep a pool.
+    """
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return answer.result()
+
+
+def threads_beside(number: int, name: str) -> ThreadPoolExecutor:
+    """Threads that PyTorch works in without sharing out, beside the one that computes: see `aside`."""
+    before, all_here = torch.get_num_threads(), threading.Barrier(number)
+
+    def begin() -> None:
+        all_here.wait()
+        torch.get_num_threads()  # which a thread takes over from the others when it is first asked
+        torch.set_num_threads(1)
+
+    pool = ThreadPoolExecutor(number, name)
+    wait([pool.submit(begin) for _ in range(number)])
+    torch.set_num_threads(before)  # for threads to come
+    return pool
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep large freed blocks for the next step instead of returning them to the system.
 
@@ -77,6 +116,13 @@ def advise(address: int, size: int, advice: int) -> None:
     """Tell the system how a block of memory will be used: `madvise` of Linux; elsewhere nothing happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+
+
+def in_large_pages(address: int, size: int) -> None:
+    """Let the system give a block of memory that nothing lies in yet in pages of 2 MB, where it can."""
+    page, hugepage = os.sysconf("SC_PAGE_SIZE"), 14
+    first = -(-address // page) * page
+    advise(first, max(0, address + size - first), hugepage)
 
 
 def gather_in_large_pages(blocks: Iterable[tuple[int, int]]) -> None:

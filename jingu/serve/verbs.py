@@ -12,6 +12,7 @@ from jingu.errors import JinguError
 from jingu.infer.load import name_of
 from jingu.infer.lockstep import in_lockstep, ranks_of
 from jingu.infer.verbs import Compute
+from jingu.runtime.device import aside
 from jingu.tune.speak import speaking
 
 
@@ -76,8 +77,8 @@ def serve(
     with ranks_of(how.device) as ranks, ExitStack() as stack:
         # Before the model is loaded, which takes its time.
         listener = stack.enter_context(bound(host, port)) if ranks is None or ranks.is_first else None
-        loaded, speech = speaking(how.load(model, ranks, adapters), model, template)
-        with in_lockstep(how.engine(loaded, max_batch), ranks) as engine:
+        loaded, speech = aside(lambda: speaking(how.load(model, ranks, adapters), model, template))
+        with in_lockstep(aside(lambda: how.engine(loaded, max_batch)), ranks) as engine:
             if engine is not None and listener is not None:
                 run(engine, settings, name, speech, listener)
 

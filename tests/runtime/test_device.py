@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
+import pytest
 import torch
 
-from jingu.runtime.device import gather_in_large_pages
+from jingu.runtime.device import aside, gather_in_large_pages, threads_beside
 
 
 def test_what_lies_in_large_pages_is_what_lay_there() -> None:
     block = torch.arange(1 << 20)
     gather_in_large_pages([(block.data_ptr(), block.nbytes), (1 << 12, 10)])  # nothing lies at the second
     assert torch.equal(block, torch.arange(1 << 20))
+
+
+def test_threads_beside_work_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool = threads_beside(2, "test")
+        assert [pool.submit(torch.get_num_threads).result() for _ in range(4)] == [1] * 4
+        assert (torch.get_num_threads(), aside(torch.get_num_threads)) == (3, 3)
+        pool.shutdown()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not show threads")
+def test_what_is_done_aside_leaves_no_threads() -> None:
+    def done() -> int:
+        torch.set_num_threads(3)
+        return int(torch.ones(1 << 20).add(1).sum())
+
+    def threads() -> int:
+        return len([*Path("/proc/self/task").iterdir()])
+
+    before, threads_before = torch.get_num_threads(), threads()
+    try:
+        assert aside(done) == 2 << 20
+        with pytest.raises(ZeroDivisionError):
+            aside(lambda: 1 // 0)
+    finally:
+        torch.set_num_threads(before)
+    deadline = time.monotonic() + 10  # a thread that has said its last word may be about to end
+    while threads() > threads_before and time.monotonic() < deadline:
+        os.sched_yield()
+    assert threads() <= threads_before

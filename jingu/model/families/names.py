@@ -65,7 +65,8 @@ class Entry:
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
         """Our tensors out of theirs, as views where that is possible; of an expert, its slice."""
-        pieces = self.transform.to_ours(theirs, self.spec).split([shape[0] for shape in self.ours.values()])
+        whole = self.transform.to_ours(theirs, self.spec)
+        pieces = [whole] if len(self.ours) == 1 else whole.split([shape[0] for shape in self.ours.values()])
         return dict(zip(self.ours, pieces, strict=True))
 
     def to_theirs(self, ours: Sequence[Tensor]) -> Tensor:
