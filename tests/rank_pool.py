@@ -108,6 +108,7 @@ def _find(address: tuple[str, str, str]) -> Callable[..., Any]:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     os.fsync = lambda _: None
@@ -129,7 +130,10 @@ def _serve(pipe: Connection) -> None:
                 answer = (True, _find(address)(rank, world, *arguments, **keywords))
             finally:
                 dist.destroy_process_group()
-                gc.collect()  # models refer to groups in circles, and each one left has threads that never rest
+                # Models refer to groups in circles, DTensor remembers what it did on them, and each one left has
+                # threads that never rest.
+                _clear_sharding_prop_cache()
+                gc.collect()
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
