@@ -71,6 +71,9 @@ def aside(function: Callable[[], T]) -> T:
     So does the pool of threads that PyTorch has shared the work out to. Each thread that computes has such a pool, and
     where the threads of all pools are more than the cores, OpenMP lets them sleep between any two operations instead of
     waiting awake: products of few rows take twice as long. So one thread of a process may keep a pool.
+
+    Where Ctrl-C ends the waiting, it ends the function, too, after the operation that it is in: a thread that still
+    computes when the interpreter ends aborts the process. A second one does not wait for that.
     """
     answer: Future[T] = Future()
 
@@ -80,7 +83,15 @@ def aside(function: Callable[[], T]) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=call, daemon=True).start()
+    thread = threading.Thread(target=call, daemon=True)
+    try:
+        thread.start()
+        wait([answer])
+    except KeyboardInterrupt as error:
+        if thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(type(error)))
+            thread.join()
+        raise
     return answer.result()
 
 

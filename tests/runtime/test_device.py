@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -50,3 +51,19 @@ def test_what_is_done_aside_leaves_no_threads() -> None:
     while threads() > threads_before and time.monotonic() < deadline:
         os.sched_yield()
     assert threads() <= threads_before
+
+
+def test_ctrl_c_ends_what_is_done_aside() -> None:
+    ended = []
+
+    def endless() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                torch.ones(10).sum()
+        finally:
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        aside(endless)
+    assert ended
