@@ -86,9 +86,10 @@ class LoraGrouped(GroupedLinear):
         self.lora_a = nn.Parameter(torch.empty(number, adapter.rank, inputs))
         self.lora_b = nn.Parameter(torch.empty(number, outputs, adapter.rank))
 
-    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+    def all(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        """As `GroupedLinear.all`, with the adapters."""
         x_MR = grouped_product(x_MI, self.lora_a.to(x_MI.dtype), ends_E)
-        return super().forward(x_MI, ends_E) + self.scale * grouped_product(x_MR, self.lora_b.to(x_MI.dtype), ends_E)
+        return super().all(x_MI, ends_E) + self.scale * grouped_product(x_MR, self.lora_b.to(x_MI.dtype), ends_E)
 
     def one(self, number: int, x_MI: Tensor) -> Tensor:
         """As `GroupedLinear.one`, with the adapter."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jingu.model import spec as specs
 from jingu.model.assignment import balanced_assignment
-from jingu.model.grouped import PackedProduct, TakenRows, grouped_product
+from jingu.model.grouped import PackedProduct, TakenRows, grouped_product, groups
 from jingu.model.layers import FeedForwardLayer, Linear, activate
 from jingu.model.packed import Packed
 from jingu.model.products import linear
@@ -49,6 +49,18 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(number, outputs, inputs))
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        """What the matrices make of rows sorted by expert; `ends_E`: where those of each end.
+
+        To generate on CPUs they are taken in turn. What becomes of a row then depends on nothing else, to the last bit.
+        """
+        at_once = x_MI.is_cuda and isinstance(self.weight, Tensor)  # a packed matrix is made whole where it is asked
+        if at_once or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.all(x_MI, ends_E)
+        parts = [self.one(expert, x_MI[rows]) for expert, rows in groups(ends_E)]
+        return torch.cat(parts) if parts else self.one(0, x_MI)
+
+    def all(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        """`forward` as one operation."""
         weight: Tensor | Packed = self.weight
         if isinstance(weight, Packed):
             return PackedProduct.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
@@ -64,8 +76,6 @@ class ExpertsLayer(nn.Module):
     """A router, gated feed-forwards as experts, and one that all tokens share, where the spec has it."""
 
     SHARDING: ClassVar[Table] = {"gate": "column", "up": "column", "down": "row"}
-    in_turn = True
-    """Whether experts may speak one after another; not where an engine gathers a part's matrices when it is called."""
 
     def __init__(self, spec: specs.Experts, width: int) -> None:
         super().__init__()
@@ -136,30 +146,13 @@ class ExpertsLayer(nn.Module):
         return y_BTKD.sum(2)
 
     def compute(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """What the experts say to rows sorted by expert, so many for each.
-
-        To generate on CPUs they speak one after another. What one says to its rows then depends on nothing else, to
-        the last bit: of a longer tensor, other elements are the last ones, which do not fill a vector register.
-        """
-        at_once = x_MD.is_cuda and isinstance(self.up.weight, Tensor)  # a packed matrix is made whole where it is asked
-        if self.in_turn and not (at_once or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            return self._in_turn(x_MD, count_E)
+        """What the experts say to rows sorted by expert, so many for each."""
         ends_E = count_E.cumsum(0).to(torch.int32)
-        hidden_MF = activate(self.gate(x_MD, ends_E), self.spec.activation) * self.up(x_MD, ends_E)
-        y_MD: Tensor = self.down(hidden_MF, ends_E)
-        return y_MD
-
-    def _in_turn(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        y_MD, begin = torch.empty_like(x_MD), 0
-        for expert, count in enumerate(count_E.tolist()):
-            rows, begin = slice(begin, begin + count), begin + count
-            if count:
-                gate, up, down = (partial(part.one, expert) for part in (self.gate, self.up, self.down))
-                y_MD[rows] = self.speak(x_MD[rows], gate, up, down)
-        return y_MD
+        gate, up, down = (partial(part, ends_E=ends_E) for part in (self.gate, self.up, self.down))
+        return self.speak(x_MD, gate, up, down)
 
     def speak(self, x_MD: Tensor, gate: Product, up: Product, down: Product) -> Tensor:
-        """What an expert of these matrices says."""
+        """What experts of these matrices say."""
         return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
 
 

@@ -34,7 +34,7 @@ def grouped_product(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     if _one_kernel(x_NI, weight_GOI.shape[1]):
         return F.grouped_mm(x_NI, weight_GOI.transpose(1, 2), offs=ends_G)
     y_NO = x_NI.new_empty(x_NI.shape[0], weight_GOI.shape[1])
-    for group, rows in _groups(ends_G):
+    for group, rows in groups(ends_G):
         product_into(y_NO[rows], x_NI[rows], weight_GOI[group].t())
     return y_NO
 
@@ -47,7 +47,7 @@ def grouped_outer(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
         empty_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
         return sums_GOI.masked_fill_(empty_G[:, None, None], 0)
     sums_GOI = left_NO.new_zeros(ends_G.shape[0], left_NO.shape[1], right_NI.shape[1])
-    for group, rows in _groups(ends_G):
+    for group, rows in groups(ends_G):
         product_into(sums_GOI[group], left_NO[rows].t(), right_NI[rows])
     return sums_GOI
 
@@ -58,8 +58,8 @@ def _one_kernel(x_NI: Tensor, outputs: int) -> bool:
     return x_NI.is_cuda and x_NI.dtype in _KERNEL_DTYPES and aligned
 
 
-def _groups(ends_G: Tensor) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows."""
+def groups(ends_G: Tensor) -> Iterator[tuple[int, slice]]:
+    """The groups that have rows, and which."""
     start = 0
     for group, end in enumerate(ends_G.tolist()):
         if end > start:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.decoder import Decoder, all_blocks
-from jingu.model.experts import ExpertsLayer, GroupedLinear
+from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
 from jingu.parallel.expert import divide_experts
 from jingu.parallel.mesh import expert_size, with_replicas, zero_mesh
@@ -144,9 +144,6 @@ def _shard(
             own = [part for part in block.modules() if isinstance(part, GroupedLinear)]
             axes = with_replicas(sharing.mesh, sharing.experts["expert_fsdp"])
             shard(own, mesh=axes, reshard_after_forward=settings.zero == 3)
-            for part in block.modules():
-                if isinstance(part, ExpertsLayer):
-                    part.in_turn = False
         shard(block, reshard_after_forward=settings.zero == 3)
     # The root's own parameters (embedding, norm, head) are needed last and first: they stay between the passes.
     shard(model, reshard_after_forward=False)
