@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jingu.config.sections.data import DropSettings
 from jingu.data.dataset import TokenDataset
 from jingu.data.order import Numbers
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.runtime.files import unreadable
 
 
@@ -72,7 +72,9 @@ def _range(name: str, datasets: list[TokenDataset], where: str) -> tuple[int, in
         for shard, record in enumerate(dataset.manifest.split(dataset.split).shards):
             if f"{dataset.path.name}/{record.name}" == shard_name and document.isdecimal():
                 if int(document) >= record.documents:
-                    what = f"{shard_name} has {record.documents:,} documents, numbered from 0, and no {document}."
+                    what = (
+                        f"{shard_name} has {counted(record.documents, 'document')}, numbered from 0, and no {document}."
+                    )
                     raise JinguError(what, where=where)
                 start, length = dataset.document(shard, int(document))
                 return source, start, start + length

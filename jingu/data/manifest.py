@@ -142,6 +142,6 @@ def print_summary(manifest: Manifest) -> None:
     if beginning := manifest.settings.get("beginning"):
         print(f"  every document begins with {', '.join(map(str, beginning))}, as the tokenizer would have it")
     if manifest.duplicates:
-        print(f"  left out: {manifest.duplicates:,} copies of other documents")
+        print(f"  left out as copies of others: {counted(manifest.duplicates, 'document')}")
     if manifest.skipped:
         print(f"  left out: {manifest.skipped:,} with mistakes, which skipped.txt lists")

@@ -22,7 +22,7 @@ from jingu.data.mixture import Mixture, plan_mixture
 from jingu.data.packing import PackedRows
 from jingu.data.supervised import open_supervised
 from jingu.data.target_files import open_target_files
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.text.corpus import checked_corpora
 from jingu.text.tokenizer import Tokenizer
 
@@ -137,7 +137,7 @@ def _check_stages(stages: list[tuple[int, list[float]]], sources: int) -> None:
     for step, weights in stages:
         if len(weights) != sources:
             raise JinguError(
-                f"from step {step} on there are {len(weights)} weights for {sources} sources.",
+                f"from step {step} on, {counted(len(weights), 'weight')} for {counted(sources, 'source')}.",
                 where="data.stages",
                 fix="Give one for each of data.sources, in their order; 0 leaves a source out.",
             )

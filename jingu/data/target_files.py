@@ -25,7 +25,7 @@ from jingu.data.indexed import IndexedReader
 from jingu.data.manifest import damaged
 from jingu.data.order import Numbers
 from jingu.data.reading import Reading
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.text.tokenizer import Tokenizer
 
 CONTEXT, TARGET, OFFSET = "_context", "_target", "_target_offset"
@@ -116,7 +116,7 @@ def open_target_files(
     readers = IndexedReader(target, reading), IndexedReader(offset, reading)
     for reader in readers:
         if len(reader) != len(dataset.readers[0]):
-            what = f"it has {len(reader):,} documents, and {context.name} has {len(dataset.readers[0]):,}."
+            what = f"it has {counted(len(reader), 'document')}, and {context.name} has {len(dataset.readers[0]):,}."
             raise damaged(reader.path, what)
     first = tokenizer.vocabulary if settings.first_sentinel is None else settings.first_sentinel
     return TargetFiles(dataset, sequence_length, seed, target=readers[0], offset=readers[1], first_sentinel=first)

@@ -15,7 +15,7 @@ from jingu.data.manifest import Manifest, check_sizes, damaged, print_summary
 from jingu.data.objective import batches, plan_objective
 from jingu.data.order import Numbers
 from jingu.data.sources import MANY_EPOCHS, epochs_used, open_sources
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.text.tokenizer import Tokenizer
 
 BAR = 40
@@ -58,7 +58,7 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
     used = epochs_used(config, source)
-    print(f"{config.train.steps:,} steps of {config.batch.global_size:,} sequences:")
+    print(f"{counted(config.train.steps, 'step')} of {counted(config.batch.global_size, 'sequence')}:")
     for name, share, epochs in used:
         much = f"; more than {MANY_EPOCHS} teach little more" if epochs > MANY_EPOCHS else ""
         print(f"  {name}: {share:.2%} of the sequences, {epochs:.2f} epochs{much}")
@@ -97,13 +97,15 @@ def documents_at(dataset: TokenDataset, places: Numbers) -> Iterator[tuple[tuple
 def in_words(dataset: TokenDataset, shard: int, number: int, tokens: int) -> str:
     """A document's name, as a list of documents to leave out takes it, and where it comes from."""
     origin = dataset.origin(shard, number)
-    return f"{dataset.name(shard, number)}  # {tokens:,} tokens{' of ' if origin else ''}{origin}"
+    return f"{dataset.name(shard, number)}  # {counted(tokens, 'token')}{' of ' if origin else ''}{origin}"
 
 
 def _show_document(dataset: TokenDataset, document: int, tokenizer: Tokenizer | None) -> None:
     lengths = dataset.document_lengths()
     if document >= len(lengths):
-        raise JinguError(f"there are {len(lengths):,} documents, and no {document:,}.", where=dataset.path)
+        raise JinguError(
+            f"it has {counted(len(lengths), 'document')}, numbered from 0, and no {document:,}.", where=dataset.path
+        )
     start = int(lengths[:document].sum())
     ids = dataset.gather(np.array([start]), int(lengths[document]))[0].tolist()
     print(in_words(dataset, *dataset.find(start), tokens=len(ids)))

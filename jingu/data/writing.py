@@ -21,7 +21,7 @@ from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data.indexed import IndexedWriter
 from jingu.data.manifest import Split, SplitName
 from jingu.data.order import Numbers
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.runtime.files import sync
 from jingu.text.readers import Tally
 
@@ -168,7 +168,8 @@ def _refuse_empty(tally: Tally, one: bool, data: DataSettings) -> None:
     if tally.documents == 0 and isinstance(data.objective, SupervisedSettings):
         raise JinguError("no row is left to train on.", where="data.input", fix="`jingu tune preview` tells why.")
     if tally.documents == 0:
-        what = f"the corpus has no text: {tally.empty} documents are empty, {tally.invalid} are not UTF-8."
+        empty = f"{counted(tally.empty, 'document')} {'is' if tally.empty == 1 else 'are'} empty"
+        what = f"the corpus has no text: {empty}, {tally.invalid:,} not UTF-8."
         raise JinguError(what, where="data.input", fix="Name files with text in them.")
     if one and data.held_out > 0:
         raise JinguError(

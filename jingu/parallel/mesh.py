@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.errors import JinguError, either
+from jingu.errors import JinguError, counted, either
 from jingu.model.spec import Experts, ModelSpec
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -68,7 +68,7 @@ def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisS
         raise JinguError(
             f"the layout {layout} {rule} the number of ranks, {ranks:,}.",
             where="parallel",
-            fix=f"Start {product:,} processes{' or a multiple' if filled else ''} (--processes), "
+            fix=f"Start {counted(product, 'process')}{' or a multiple' if filled else ''} (--processes), "
             "or set one of the axes to auto.",
         )
     if filled is not None:

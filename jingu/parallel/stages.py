@@ -11,7 +11,7 @@ import torch
 from jingu.config.batch import BatchPlan, plan_batch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.model.count import layer_costs
 from jingu.model.decoder import Decoder, make_model
 from jingu.model.packed import GROUPS, Packed, need_bitsandbytes
@@ -74,8 +74,8 @@ def divide_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> li
     parts = settings.parts or even
     if len(parts) != stages or sum(parts) != layers:
         raise JinguError(
-            f"parallel.parts has {len(parts)} numbers that add up to {sum(parts)}, for {stages} stages and {layers} "
-            "blocks.",
+            f"parallel.parts has {counted(len(parts), 'number')} with the sum {sum(parts)}, for {stages} stages and "
+            f"{counted(layers, 'block')}.",
             where="parallel.parts",
             fix=f"Give {stages} numbers that add up to {layers}, such as {even}, or null.",
         )

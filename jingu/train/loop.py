@@ -13,6 +13,7 @@ from tqdm import tqdm
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
 from jingu.config.sections.train import FP16Settings
+from jingu.errors import counted
 from jingu.parallel.pipeline import Model
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import say
@@ -101,7 +102,7 @@ def train_loop(loop: Loop, progress: Progress, keeper: Keeper, meter: Meter, sto
     stop.settle()
     if progress.step >= steps:
         words = "" if held_out is None else f" with a held-out loss of {held_out:.4f}"
-        say(f"Complete: {steps:,} steps{words}. The checkpoint is {step_folder(loop.run.checkpoints, steps)}.")
+        say(f"Complete: {counted(steps, 'step')}{words}. The checkpoint is {step_folder(loop.run.checkpoints, steps)}.")
     return progress.step >= steps
 
 

@@ -298,7 +298,7 @@ def _summary(run: Run, start: dict[str, Any]) -> str:
     return (
         f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, "
         f"{counted(start['ranks'], 'rank')} on {start['device']} in {start['precision']}"
-        f"{', compiled' if start['compile'] else ''}; {steps} steps of {a_step:,} tokens, "
+        f"{', compiled' if start['compile'] else ''}; {counted(steps, 'step')} of {counted(a_step, 'token')}, "
         f"{short(steps * a_step)} in all ({epochs})."
     )
 

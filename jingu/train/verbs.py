@@ -15,7 +15,7 @@ from jingu.config.explain import nearest
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.tree import all_keys
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.devices import choose_cards
 from jingu.runtime.local import start_local_ranks
@@ -110,7 +110,7 @@ def open_with_plan(config: RunConfig, ranks: int, going: Going | None = None) ->
 def _cards(config: RunConfig, devices: str, processes: int | None) -> list[int]:
     cards = choose_cards(devices, 0 if config.device.type == "cpu" else torch.cuda.device_count())
     if processes not in (None, len(cards)):
-        what = f"--devices {devices} is {len(cards)} cards, a rank each, and --processes says {processes}."
+        what = f"--devices {devices} is {counted(len(cards), 'card')}, a rank each, and --processes says {processes}."
         raise JinguError(what, fix="Leave out --processes.")
     if under_launcher():
         raise JinguError(

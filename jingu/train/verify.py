@@ -25,7 +25,7 @@ from jingu.checkpoint.store import Reader
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.parallel.stages import plan_layout
@@ -120,7 +120,7 @@ def verify(
 
 def _verify_all(bench: Workbench, alone: Layout, ranks: int, precision: str) -> int:
     layouts = list(valid_layouts(bench, ranks))
-    print(f"{len(layouts)} layouts of {ranks} ranks beside 1 process:", flush=True)
+    print(f"{counted(len(layouts), 'layout')} of {ranks} ranks beside 1 process:", flush=True)
     unequal = 0
     for layout in layouts:
         told, equal = _judge(bench, alone, layout, precision)

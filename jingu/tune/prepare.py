@@ -204,8 +204,10 @@ def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> No
     length = config.batch.sequence_length
     sequences = open_supervised(path, "train", maker.objective, config.batch, config.seed)
     full = (manifest.train.tokens - manifest.train.documents) / (len(sequences) * length)
-    print(f"  {manifest.train.documents:,} rows make {len(sequences):,} sequences, {full:.1%} full")
-    print(f"  {manifest.held_out.documents:,} rows are held out")
+    print(
+        f"  train: {counted(manifest.train.documents, 'row')} in {counted(len(sequences), 'sequence')}, {full:.1%} full"
+    )
+    print(f"  held out: {counted(manifest.held_out.documents, 'row')}")
 
 
 def encoder(config: RunConfig, maker: Maker) -> tuple[Encode, list[Unit], int]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jingu.data.supervised import WHOLE
+from jingu.errors import counted
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.rows import Row, RowError
 from jingu.tune.templates import Rendered, Template
@@ -46,7 +47,9 @@ def supervise(row: Row, template: Template | None, tokenizer: Tokenizer, train_o
     if len(answers) != len(given):
         # Some templates leave out earlier answers, or mark several as one.
         if train_on == "last_answer" or set(given) != {1.0}:
-            raise RowError(f"the template marks {len(answers)} answers of {len(given)}: their weights have no place")
+            raise RowError(
+                f"the template marks {len(answers)} of {counted(len(given), 'answer')}: their weights have no place"
+            )
         given = [1.0] * len(answers)
     if train_on == "last_answer":
         given = [0.0] * (len(given) - 1) + given[-1:]

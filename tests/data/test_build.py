@@ -182,7 +182,7 @@ def test_an_empty_corpus_is_explained(make_config: MakeConfig, tmp_path: Path) -
     with pytest.raises(JinguError) as caught:
         build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="skip"))
     assert str(caught.value) == (
-        "data.input: the corpus has no text: 1 documents are empty, 1 are not UTF-8. Name files with text in them."
+        "data.input: the corpus has no text: 1 document is empty, 1 not UTF-8. Name files with text in them."
     )
     assert not (tmp_path / "data").exists()
 
@@ -366,7 +366,7 @@ def test_copies_are_left_out_on_request(
 ) -> None:
     config = make_config(duplicates="drop")
     build(config)
-    assert "left out: 5 copies of other documents" in capsys.readouterr().out
+    assert "left out as copies of others: 5 documents" in capsys.readouterr().out
     both = documents_of(config, "train") + documents_of(config, "held_out")
     build(make_config(path=str(tmp_path / "all")))
     kept = documents_of(make_config(path=str(tmp_path / "all")), "train")

@@ -85,7 +85,7 @@ def test_a_source_that_reaches_its_cap_leaves_the_rest_to_the_others(opened: Any
         ({"weights": (0.0, 0.0)}, "data: from step 0 on every weight is 0."),
         (
             {"stages": [{"from_step": 3, "weights": [1.0]}]},
-            "data.stages: from step 3 on there are 1 weights for 2 sources. Give one for each of data.sources, in "
+            "data.stages: from step 3 on, 1 weight for 2 sources. Give one for each of data.sources, in "
             "their order; 0 leaves a source out.",
         ),
         (

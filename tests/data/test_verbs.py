@@ -120,5 +120,5 @@ def test_a_document_by_its_number(
     )
     inspect(built_folder, document=number)
     assert capsys.readouterr().out.split("\n")[1] == " ".join(map(str, ids))
-    with pytest.raises(JinguError, match=r"documents, and no 99,999\."):
+    with pytest.raises(JinguError, match=r"documents, numbered from 0, and no 99,999\."):
         inspect(built_folder, document=99_999)

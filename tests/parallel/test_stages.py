@@ -75,9 +75,9 @@ def test_parts_by_hand():
         (
             {"pipeline": 4, "parts": [1, 2, 2, 2]},
             {},
-            r"parts has 4 numbers that add up to 7, for 4 stages and 6 blocks\. Give 4 numbers that add up to 6, such",
+            r"parts has 4 numbers with the sum 7, for 4 stages and 6 blocks\. Give 4 numbers that add up to 6, such",
         ),
-        ({"pipeline": 2, "parts": [2, 2, 2]}, {}, r"parts has 3 numbers that add up to 6, for 2 stages"),
+        ({"pipeline": 2, "parts": [2, 2, 2]}, {}, r"parts has 3 numbers with the sum 6, for 2 stages"),
         ({"pipeline": 4}, {"global_size": 3}, r"1f1b needs at least as many as stages, 4, but a step has 3 micro-bat"),
         (
             {"pipeline": 2, "schedule": "interleaved"},
