@@ -24,9 +24,9 @@ def made(folder: Path) -> Path:
     import torch
 
     from jingu.checkpoint.export import export_hf
-    from jingu.checkpoint.hub import parameter_shapes
     from jingu.config.sections.model import ModelSettings
     from jingu.model.build import spec_from_settings
+    from jingu.model.decoder import parameter_shapes
     from jingu.text.training import train_tokenizer
 
     train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(folder / "tokenizer")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.files import write_all
-from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, parameter_shapes, write_json
+from jingu.checkpoint.hub import INDEX, SPECIAL_IDS, WEIGHTS, write_json
 from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.shards import DTYPE_NAMES, memory_of
 from jingu.checkpoint.stream import ELEMENTS
 from jingu.errors import JinguError
+from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import SAME, Entry, entries
 from jingu.model.spec import ModelSpec

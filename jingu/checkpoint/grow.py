@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jingu.checkpoint.hub import OpenModel, open_model, parameter_shapes
+from jingu.checkpoint.hub import OpenModel, open_model
 from jingu.checkpoint.verbs import write_model
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters
+from jingu.model.decoder import parameter_shapes
 from jingu.model.grow import DepthRule, Model, deeper, wider, with_experts, with_vocabulary
 from jingu.text.pieces import sources
 from jingu.text.tokenizer import Tokenizer

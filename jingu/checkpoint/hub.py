@@ -28,7 +28,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixSettings
 from jingu.errors import JinguError
 from jingu.model.adapters import add_adapter, is_adapter
-from jingu.model.decoder import Decoder, make_model
+from jingu.model.decoder import Decoder, make_model, parameter_shapes
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.names import Entry, entries, read_ours
 from jingu.model.packed import Packed, pack, packed_reader, unpack
@@ -107,13 +107,6 @@ class Weights:
     shapes: Shapes
     read: Callable[[str], Tensor]
     dtype: torch.dtype
-
-
-def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Names and shapes of the model's parameters, in its order, as if none were packed."""
-    with torch.device("meta"):
-        model = make_model(spec.model_copy(update={"base": None}))
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 # Opening

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jingu.checkpoint.hub import WrongTensorsError, described_model, open_model, parameter_shapes
+from jingu.checkpoint.hub import WrongTensorsError, described_model, open_model
 from jingu.checkpoint.verbs import print_table, size_in_words
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, flops_per_token, generation_flops
+from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.spec import ModelSpec
 from jingu.text.formats import tokenizer_file

@@ -15,19 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from jingu.checkpoint.hub import (
-    OpenModel,
-    Shapes,
-    open_model,
-    open_run_apart,
-    parameter_shapes,
-    read_json,
-    with_adapters,
-    write_json,
-)
+from jingu.checkpoint.hub import OpenModel, Shapes, open_model, open_run_apart, read_json, with_adapters, write_json
 from jingu.checkpoint.stream import read_at, read_header
 from jingu.errors import JinguError
 from jingu.model.adapters import is_adapter
+from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import TRANSPOSED, Entry, entries
 from jingu.model.prompts import DeepPromptLayer, SoftPromptLayer

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from jingu.checkpoint.hub import OpenModel, parameter_shapes
+from jingu.checkpoint.hub import OpenModel
 from jingu.checkpoint.peft import find_adapters
 from jingu.errors import JinguError
+from jingu.model.decoder import parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.spec import Lora
 from jingu.parallel.pipeline import Model, stages_of

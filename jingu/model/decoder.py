@@ -302,6 +302,13 @@ def make_model(spec: ModelSpec, part: range | None = None) -> Decoder:
     return model
 
 
+def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Names and shapes of the model's parameters, in its order, as if none were packed."""
+    with torch.device("meta"):
+        model = make_model(spec.model_copy(update={"base": None}))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
 def all_blocks(model: Decoder) -> Iterator[tuple[int, nn.Module]]:
     """The blocks with their numbers in their stack, in the order in which they compute."""
     for stack in (model,) if model.encoder is None else (model.encoder, model):

@@ -13,7 +13,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, counted
 from jingu.model.count import layer_costs
-from jingu.model.decoder import Decoder, make_model
+from jingu.model.decoder import Decoder, make_model, parameter_shapes
 from jingu.model.packed import GROUPS, Packed, need_bitsandbytes
 from jingu.model.sharding import styled
 from jingu.model.spec import Kind, ModelSpec
@@ -67,10 +67,7 @@ def divide_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> li
             where="parallel.pipeline",
             fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages a rank.",
         )
-    with torch.device("meta"):
-        whole = make_model(spec.model_copy(update={"base": None}))
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    even = balanced_parts(layer_costs(spec, shapes, spec.context), stages)
+    even = balanced_parts(layer_costs(spec, parameter_shapes(spec), spec.context), stages)
     parts = settings.parts or even
     if len(parts) != stages or sum(parts) != layers:
         raise JinguError(

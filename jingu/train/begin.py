@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from jingu.checkpoint.hub import open_model, parameter_shapes, rounded
+from jingu.checkpoint.hub import open_model, rounded
 from jingu.checkpoint.peft import open_adapters
 from jingu.checkpoint.resume import checkpoints_of, complete_steps
 from jingu.config.schema import RunConfig
@@ -24,6 +24,7 @@ from jingu.config.sections.tune import (
 from jingu.errors import JinguError
 from jingu.model.adapters import check_targets, is_adapter, matches
 from jingu.model.build import spec_from_settings
+from jingu.model.decoder import parameter_shapes
 from jingu.model.initialise import generator_for
 from jingu.model.packed import packed_reader
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, places

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jingu.checkpoint.files import read_state
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import Place
 from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
@@ -26,6 +25,7 @@ from jingu.data.supervised import join_rows, open_supervised
 from jingu.errors import JinguError
 from jingu.infer.load import encode_prompt
 from jingu.infer.request import room_after
+from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import ModelSpec
 from jingu.runtime import files
 from jingu.runtime.files import new_folder, replace_text

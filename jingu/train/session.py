@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.memory import MemoryCopies, id_of
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch import BatchPlan
@@ -27,7 +26,7 @@ from jingu.data.sources import epochs_used
 from jingu.errors import JinguError, counted
 from jingu.model.adapters import is_adapter
 from jingu.model.count import Shapes, flops_per_token
-from jingu.model.decoder import make_model
+from jingu.model.decoder import make_model, parameter_shapes
 from jingu.model.products import product_dtype
 from jingu.model.spec import ModelSpec
 from jingu.parallel.apply import before_micro_batch, parallelize

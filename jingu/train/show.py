@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.config.batch import BatchPlan
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.train import in_steps
 from jingu.model.build import spec_from_settings
-from jingu.model.decoder import all_blocks
+from jingu.model.decoder import all_blocks, parameter_shapes
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AxisSizes, build_mesh
 from jingu.parallel.sharing import local

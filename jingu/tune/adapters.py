@@ -7,11 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from jingu.checkpoint.hub import open_model, open_run_apart, parameter_shapes, with_adapters
+from jingu.checkpoint.hub import open_model, open_run_apart, with_adapters
 from jingu.checkpoint.peft import find_adapters, read_adapters, write_adapters
 from jingu.checkpoint.verbs import DTYPES, write_model
 from jingu.errors import JinguError
 from jingu.model.adapters import LEAVES, unmerged
+from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import Ia3, Lora
 
 

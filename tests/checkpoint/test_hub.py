@@ -15,7 +15,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from jingu.checkpoint import hub
 from jingu.checkpoint.export import export_hf
 from jingu.checkpoint.hub import load_model, open_hf, open_model
 from jingu.checkpoint.resume import step_folder
@@ -24,7 +23,7 @@ from jingu.cli import main
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
 from jingu.model.spec import replaced
@@ -334,7 +333,7 @@ def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:
     """Less than twice the largest tensor, of a model that has it many times over; in a process of its own."""
     sizes = ModelSettings(family="llama", width=512, heads=8, layers=24, vocabulary=12000)
     spec, source, largest = spec_from_settings(sizes, 257, 16), tmp_path / "source", 4 * 12000 * 512
-    shapes = hub.parameter_shapes(spec)
+    shapes = parameter_shapes(spec)
     export_hf(spec, lambda name: torch.full(shapes[name], 0.5), tokenizer_path, source)
     assert (source / "model.safetensors").stat().st_size > 10 * largest
     small = export(made_model(), tokenizer_path, tmp_path / "small")
@@ -371,7 +370,7 @@ def test_tensors_pass_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> Non
         return state[name]
 
     export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
-    assert asked == list(hub.parameter_shapes(model.spec))
+    assert asked == list(parameter_shapes(model.spec))
 
 
 def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None:

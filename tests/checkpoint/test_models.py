@@ -12,13 +12,12 @@ import torch.utils.flop_counter
 from safetensors.torch import load_file, save_file
 
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.models import inspect, list_models
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.count import flops_per_token, generation_flops
-from jingu.model.decoder import Decoder, make_model
+from jingu.model.decoder import Decoder, make_model, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.initialise import initialise
 from jingu.model.spec import replaced

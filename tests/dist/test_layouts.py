@@ -13,7 +13,6 @@ from torch import Tensor
 
 from jingu.checkpoint import store
 from jingu.checkpoint.files import names
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.checkpoint.slices import slice_of
 from jingu.config.batch import plan_batch
 from jingu.config.schema import RunConfig
@@ -21,7 +20,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
 from jingu.data.batch import Batch, Source
 from jingu.model.build import find_family
-from jingu.model.decoder import make_model
+from jingu.model.decoder import make_model, parameter_shapes
 from jingu.model.initialise import initial_values
 from jingu.model.spec import Balanced, ModelSpec, replaced
 from jingu.parallel.apply import parallelize

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.cli import main
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
@@ -19,7 +18,7 @@ from jingu.infer.load import load
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.model.build import spec_from_settings
-from jingu.model.decoder import make_model
+from jingu.model.decoder import make_model, parameter_shapes
 from jingu.model.experts import ExpertsLayer
 from jingu.model.initialise import initialise
 from jingu.model.packed import Arranged, Packed, pack, packs, unpack

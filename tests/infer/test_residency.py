@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.experts import least
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import load_model, open_model, parameter_shapes
+from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
@@ -26,7 +26,7 @@ from jingu.infer.request import Request
 from jingu.infer.residency import Residency, parse_size
 from jingu.infer.sampling import Sampling
 from jingu.model.build import spec_from_settings
-from jingu.model.decoder import make_model
+from jingu.model.decoder import make_model, parameter_shapes
 from jingu.model.initialise import initialise
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.errors import JinguError
 from jingu.model.assignment import balanced_assignment
 from jingu.model.count import count_parameters, flops_per_token
+from jingu.model.decoder import parameter_shapes
 from jingu.model.experts import ExpertsLayer, auxiliary_losses
 from jingu.model.families import FAMILIES
 from jingu.model.grouped import grouped_product

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
 from jingu.model.count import count_parameters
-from jingu.model.decoder import make_model
+from jingu.model.decoder import make_model, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.spec import AlibiPositions, ModelSpec
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import load_model, open_hf, parameter_shapes
+from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
 from jingu.model.attention import relative_buckets
-from jingu.model.decoder import Decoder, make_model
+from jingu.model.decoder import Decoder, make_model, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import entries, read_ours
 from jingu.model.spec import Experts, RandomProjection, RelativeBias, replaced

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import load_model, open_hf, parameter_shapes
+from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
 from jingu.model.attention import alibi_slopes
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.families.names import entries
 from jingu.text.tokenizer import Tokenizer

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from jingu.checkpoint.hub import parameter_shapes
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import BatchSettings, PrecisionSettings, TrainSettings, WarmupStableDecaySettings
 from jingu.errors import JinguError
 from jingu.model.build import spec_from_settings
+from jingu.model.decoder import parameter_shapes
 from jingu.parallel.stages import plan_layout
 from jingu.train.show import needs, show
 

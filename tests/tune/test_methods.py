@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, parameter_shapes, with_adapters
+from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, with_adapters
 from jingu.checkpoint.peft import read_adapters
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.verbs import convert
@@ -22,7 +22,7 @@ from jingu.infer.load import load
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.model.adapters import is_adapter
-from jingu.model.decoder import make_model
+from jingu.model.decoder import make_model, parameter_shapes
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.run import open_run
 from jingu.train.task import prompted
