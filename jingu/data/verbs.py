@@ -62,6 +62,8 @@ def preview(config: RunConfig, step: int = 0, rows: int = 4) -> None:
     for name, share, epochs in used:
         much = f"; more than {MANY_EPOCHS} teach little more" if epochs > MANY_EPOCHS else ""
         print(f"  {name}: {share:.2%} of the sequences, {epochs:.2f} epochs{much}")
+    if step >= config.train.steps:
+        print(f"The run ends before step {step:,} (counted from 0): without more steps, its rows are never trained on.")
     which, numbers, starts = source.locate(step)
     batch = batches(source, plan_objective(config, source, tokenizer))(step, 0, min(rows, source.global_size))
     for row, tokens in enumerate(batch.tokens.tolist()):

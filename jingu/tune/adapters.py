@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from jingu.checkpoint.hub import open_model, open_run_apart, with_adapters
-from jingu.checkpoint.peft import find_adapters, read_adapters, write_adapters
+from jingu.checkpoint.peft import CONFIG, find_adapters, read_adapters, write_adapters
 from jingu.checkpoint.verbs import DTYPES, write_model
 from jingu.errors import JinguError
 from jingu.model.adapters import LEAVES, unmerged
@@ -38,11 +38,14 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
     Raises:
         JinguError: there are none, they do not fit, or (prompts) no weights do what they do.
     """
-    if base is None:
-        opened = open_model(model)
-    else:
+    if base is not None:
         under = open_model(base)
         opened = with_adapters(read_adapters(model, under), under)
+    elif (model / CONFIG).is_file():
+        opened = open_model(model)
+    else:
+        own, under, _ = open_run_apart(model)
+        opened = with_adapters(own, under)
     write_model(opened, to, dtype, False)
 
 

@@ -43,6 +43,10 @@ def test_the_rows_of_a_step_with_their_documents(
         f"100 steps of 6 sequences:\n  data: 100.00% of the sequences, {epochs:.2f} epochs; "
         "more than 4 teach little more\n"
     )
+    preview(config, step=99, rows=0)
+    assert "never trained" not in capsys.readouterr().out
+    preview(config, step=100, rows=0)
+    assert "\nThe run ends before step 100 (counted from 0): " in capsys.readouterr().out
     batch = source.batch(7, 0, 6)
     assert len(rows) == 5
     for number, row in enumerate(rows):

@@ -194,5 +194,7 @@ def test_mistakes(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Tra
         train_on(1, tiny_run({"tune": {"type": "lora"}}, name="none"))
     with pytest.raises(JinguError, match="trained no adapters"):
         export(base, tmp_path / "adapter")
+    with pytest.raises(JinguError, match=r"trained no adapters\. `jingu export` writes its model"):
+        merge(base, tmp_path / "merged")
     with pytest.raises(JinguError, match="no adapter of peft here"):
         merge(base, tmp_path / "merged", base)
