@@ -102,6 +102,10 @@ def _watch(children: list[Child]) -> list[int | None]:
 
 def _verdict(codes: Sequence[int | None], advice: str) -> int:
     """One exit code for all ranks. None is a rank that had to be ended, for another one's failure."""
+    if 2 in codes:
+        return (
+            2  # A rank has told of a mistake that can be mended; the others' ends, whatever they are, follow from it.
+        )
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -111,5 +115,4 @@ def _verdict(codes: Sequence[int | None], advice: str) -> int:
                 fix=advice,
             )
     failed = [code for code in codes if code]
-    # Where one rank met a mistake that can be mended, the others' failures follow from it.
-    return 2 if 2 in failed else failed[0] if failed else 0
+    return failed[0] if failed else 0

@@ -85,6 +85,10 @@ os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(1000)
         os.kill(int((tmp_path / "0").read_text()), 0)
 
 
+def test_a_mistake_that_a_rank_told_is_all_that_is_told(play):
+    assert play("os.kill(os.getpid(), signal.SIGABRT) if rank == '0' else sys.exit(2)") == 2
+
+
 def test_the_first_failure_is_the_verdict_where_others_hang(play):
     assert play("sys.exit(1) if rank == '1' else time.sleep(1000)", grace=0.2) == 1
 
