@@ -10,6 +10,7 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
+from jingu.data.supervised import WHOLE
 from jingu.data.workers import spread
 from jingu.data.writing import Encode
 from jingu.runtime.files import cannot_write, replace_text
@@ -21,8 +22,8 @@ from jingu.tune.supervise import Supervised
 
 MOST_BAD = 5
 """Bad rows that are told; the others are counted."""
-Marked = Callable[[list[str], bool], str]
-"""What is shown of neighbouring tokens that are all trained, or all not."""
+Marked = Callable[[list[str], int], str]
+"""What is shown of neighbouring tokens that have the same weight."""
 
 _PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Trained tokens</title>
@@ -30,8 +31,10 @@ _PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="w
 body{{font:15px/1.7 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
 h2{{font-size:1em;margin:2em 0 .5em}}pre{{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}}
 i{{font-style:normal;outline:1px solid #8885;border-radius:2px}}b{{font-weight:normal}}
-b i{{background:light-dark(#a6e3a6,#1d5c2c)}}s{{text-decoration:none;opacity:.4}}</style>
-<p>A frame is a token, or several of one character; <b><i>green</i></b> ones are trained.</p>{body}
+b i{{background:light-dark(#a6e3a6,#1d5c2c)}}b.other i{{background:light-dark(#eee08a,#5c5214)}}
+s{{text-decoration:none;opacity:.4}}</style>
+<p>A frame is a token, or several of one character; <b><i>green</i></b> ones are trained,
+<b class="other"><i>yellow</i></b> ones with another weight than 1.</p>{body}
 """
 
 
@@ -91,10 +94,10 @@ def _counted(encode: Encode, unit: Unit) -> tuple[Tally, list[int]]:
 
 def _row(row: Supervised, tokenizer: Tokenizer, marked: Marked) -> str:
     """A row as text, its trained tokens marked. The first token is never predicted."""
-    tokens = zip(_texts(row, tokenizer), [False, *(row.weights[1:] > 0).tolist()], strict=True)
+    tokens = zip(_texts(row, tokenizer), [0, *row.weights[1:].tolist()], strict=True)
     return "".join(
-        marked([text for text, _ in together if text], trained)
-        for trained, together in groupby(tokens, key=lambda each: each[1])
+        marked([text for text, _ in together if text], weight)
+        for weight, together in groupby(tokens, key=lambda each: each[1])
     )
 
 
@@ -110,14 +113,17 @@ def _texts(row: Supervised, tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def _coloured(texts: list[str], trained: bool) -> str:
-    return f"\x1b[30;42m{'│'.join(texts)}\x1b[0m" if trained else f"\x1b[2m{'│'.join(texts)}\x1b[0m"
+def _coloured(texts: list[str], weight: int) -> str:
+    return f"\x1b[{'2' if not weight else '30;42' if weight == WHOLE else '30;43'}m{'│'.join(texts)}\x1b[0m"
 
 
-def _bracketed(texts: list[str], trained: bool) -> str:
-    return f"⟦{'│'.join(texts)}⟧" if trained else "│".join(texts)
+def _bracketed(texts: list[str], weight: int) -> str:
+    share = "" if weight == WHOLE else f"{weight / WHOLE:.2g}:"
+    return f"⟦{share}{'│'.join(texts)}⟧" if weight else "│".join(texts)
 
 
-def _in_page(texts: list[str], trained: bool) -> str:
+def _in_page(texts: list[str], weight: int) -> str:
     shown = "".join(f"<i>{html.escape(text)}</i>" for text in texts).replace("\n", "<s>↵</s>\n")
-    return f"<b>{shown}</b>" if trained else shown
+    if not weight:
+        return shown
+    return f"<b>{shown}</b>" if weight == WHOLE else f'<b class="other" title="{weight / WHOLE:.2g}">{shown}</b>'

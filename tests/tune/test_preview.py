@@ -32,6 +32,23 @@ def test_rows_are_shown_with_what_is_trained(
     assert "<b>春" not in page and "眠" in page and "row 3" not in page
 
 
+def test_other_weights_are_seen(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [("user", "a", None), ("assistant", "half", 0.5), ("user", "b", None), ("assistant", "whole", 1.0)]
+    messages = [
+        {"role": role, "content": text} | ({} if weight is None else {"weight": weight}) for role, text, weight in turns
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": messages}), encoding="utf-8")
+    objective = {"type": "supervised", "template": "chatml"}
+    config = tiny_run({"data.input": str(file), "data.objective": objective, "batch.sequence_length": 128})
+    preview(config)
+    told = capsys.readouterr().out.replace("│", "")
+    assert "⟦0.5:half" in told and "⟦whole" in told
+    preview(config, to=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8").partition("</p>")[2]
+    assert page.count('<b class="other" title="0.5">') == 1 and page.count("<b>") == 1
+
+
 def test_what_one_should_know_before(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Copies, answers without an end, rows of which no trained token is left."""
     endless = tmp_path / "endless.jinja"
