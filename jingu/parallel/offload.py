@@ -51,10 +51,8 @@ class Disk:
             JinguError: the disk has no room for it.
         """
         if isinstance(tensor, DTensor):
-            local, stride = self.zeros_like(tensor.to_local()), tensor.stride()
-            return DTensor.from_local(
-                local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
-            )
+            # `from_local` would move it to where the mesh computes.
+            return DTensor(self.zeros_like(tensor.to_local()), tensor._spec, requires_grad=False)
         size = tensor.numel() * tensor.element_size()
         if not size:
             return torch.empty_like(tensor, device="cpu")
