@@ -151,7 +151,7 @@ VERBS = {
     ).taking(
         _MODEL,
         option("--host", "ADDRESS", str, "listen on it; all but this machine's own are reached from elsewhere", _HOST),
-        option("--port", "N", whole(0), "listen on it; 0 takes a free one", 8000),
+        option("--port", "N", whole(0, 65_535), "listen on it; 0 takes a free one", 8000),
         option("--name", "NAME", str, "by which clients ask for the model (its own)"),
         several("--adapter", "NAME=PATH", "adapters beside it, by a name of their own"),
         option("--template", "NAME", str, "for conversations: a name, or a file (the tokenizer's own)"),

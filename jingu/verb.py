@@ -70,12 +70,13 @@ def path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A whole number of at least so much."""
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number of at least so much, and at most."""
+    allowed = f"{least} or more" if most is None else f"{least} to {most}"
 
     def convert(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
-            raise argparse.ArgumentTypeError(f"takes a whole number ({least} or more), not {text}.")
+        if not text.isascii() or not text.isdecimal() or len(text) > 18 or not least <= int(text) <= (most or math.inf):
+            raise argparse.ArgumentTypeError(f"takes a whole number ({allowed}), not {text}.")
         return int(text)
 
     return convert

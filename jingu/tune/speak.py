@@ -60,10 +60,11 @@ def find_speech(path: Path, tokenizer: Tokenizer, choice: str | None = None) -> 
     Raises:
         JinguError: there is no such template.
     """
+    where = "--template" if choice else "data.objective.template"
     choice = choice or _tuned_with(path) or "auto"
     if choice == "auto" and tokenizer.chat_template is None:
         return None
-    template = find_template(choice, tokenizer)
+    template = find_template(choice, tokenizer, where=where)
     closing = _closing(template)
     ids = tokenizer.encode(closing, special=True)
     if ids and ids[0] in tokenizer.special_tokens.values():

@@ -188,13 +188,15 @@ class Template:
         )
 
 
-def find_template(choice: str, tokenizer: Tokenizer, *, obey_special: bool = False) -> Template:
-    """The template that a run chooses: `auto` for the tokenizer's own, a name, or a file. Raises JinguError."""
+def find_template(
+    choice: str, tokenizer: Tokenizer, *, obey_special: bool = False, where: str = "data.objective.template"
+) -> Template:
+    """The template that is chosen (`where`): `auto` for the tokenizer's own, a name, or a file. Raises JinguError."""
     if choice == "auto":
         if tokenizer.chat_template is None:
             raise JinguError(
                 "the tokenizer has no chat template of its own.",
-                where="data.objective.template",
+                where=where,
                 fix=f"Name one: {', '.join(NAMED)}, or a file.",
             )
         return Template(tokenizer.chat_template, tokenizer, "of the tokenizer", obey_special=obey_special)
@@ -205,7 +207,7 @@ def find_template(choice: str, tokenizer: Tokenizer, *, obey_special: bool = Fal
     except (OSError, ValueError) as error:
         raise JinguError(
             f"there is no template {choice}.",
-            where="data.objective.template",
+            where=where,
             fix=f"Known are auto (the tokenizer's own), {', '.join(NAMED)}, and files.",
         ) from error
     return Template(source, tokenizer, choice, obey_special=obey_special)

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from jingu.cli import VERBS
 from jingu.errors import JinguError
 from jingu.infer.load import Loaded
 from jingu.serve import server, verbs
 from jingu.serve.service import ServeSettings
+from jingu.verb import parse
 
 
 def test_keys_come_from_a_file(tmp_path: Path) -> None:
@@ -59,8 +61,9 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path)
         port = taken.getsockname()[1]
         with pytest.raises(JinguError, match=rf"127.0.0.1:{port}: .*Address already in use.*another --port"):
             verbs.serve(tmp_path, port=port)
-    with pytest.raises(JinguError, match="port must be 0-65535"):
-        verbs.serve(tmp_path, port=70_000)
+    for port in ("70000", "-1", "8.5"):
+        with pytest.raises(JinguError, match=rf"--port takes a whole number \(0 to 65535\), not {port}"):
+            parse("serve", VERBS["serve"], [str(tmp_path), "--port", port])
 
 
 def test_a_missing_package_is_named() -> None:
