@@ -117,13 +117,12 @@ class Choice:
         """Choose the next token by the model's scores [V] in fp32 on the CPU; the event that tells it."""
         request = self.job.request
         scores_V = penalised(logits_V, self.job.prompt[self.job.trained :], self.generated, request.sampling)
-        words = None if self._grammar is None else self._grammar.broken
-        if words is None:
-            scores_V = scores_V if self._grammar is None else self._grammar.allowed(scores_V)
-            words = None if scores_V.max().isfinite() else NOT_FINITE
-        if words is not None:
-            self.finish = "error"
-            return replace(self.job.event(self.number, None, "error", self.logprob), error=words)
+        if self._grammar is not None:
+            scores_V = self._grammar.allowed(scores_V)
+            if self._grammar.broken is not None:
+                return self._break("refused", f"what the answer must be was given up here ({self._grammar.broken})")
+        if not scores_V.max().isfinite():
+            return self._break("error", NOT_FINITE)
         id_ = choose(scores_V, request.sampling, self._generator)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
@@ -133,6 +132,10 @@ class Choice:
         text = self.grow(id_)
         token = Token(id_, text, logprob if request.logprobs is not None else None, top)
         return self.job.event(self.number, token, self.finish, self.logprob)
+
+    def _break(self, finish: Finish, words: str) -> Event:
+        self.finish = finish
+        return replace(self.job.event(self.number, None, finish, self.logprob), error=words)
 
     def lookahead(self) -> torch.Generator:
         """The random numbers that the next tokens will take."""
@@ -182,7 +185,7 @@ def likeliest(job: Job) -> list[Event]:
     broke off."""
 
     def order(choice: Choice) -> tuple[bool, float]:
-        return choice.finish == "error", -choice.logprob / max(len(choice.generated), 1)
+        return choice.finish in ("error", "refused"), -choice.logprob / max(len(choice.generated), 1)
 
     told = [job.held[choice.number] for choice in sorted(job.choices, key=order)[: job.request.n]]
     first = next((event.prompt for events in job.held.values() for event in events if event.prompt), ())

@@ -47,16 +47,18 @@ class Grammars:
                 rules = LLMatcher.grammar_from_regex(constraint.value)
             else:
                 schema = json.loads(constraint.value) if constraint.kind == "json_schema" else {"type": "object"}
-                rules = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+                # What allows everything may also be said so.
+                rules = LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON)
         except ValueError as error:
             raise _refused(str(error)) from error
         # Others wait meanwhile: what takes more than some tens of milliseconds to read is given up.
-        matcher = LLMatcher(
-            self._read, rules, limits=LLParserLimits(initial_lexer_fuel=_MOST_WORK, verbose_errors=False)
-        )
-        if matcher.is_error():
-            raise _refused(matcher.get_error())
-        return Grammar(matcher, self._vocabulary)
+        limits = LLParserLimits(initial_lexer_fuel=_MOST_WORK, verbose_errors=False)
+        grammar = Grammar(LLMatcher(self._read, rules, limits=limits, log_level=0), self._vocabulary)
+        if grammar.broken is None:
+            grammar.allowed(torch.zeros(self._vocabulary))  # only this tells what no text fits
+        if grammar.broken is not None:
+            raise _refused(grammar.broken)
+        return grammar
 
 
 class Grammar:
@@ -70,6 +72,8 @@ class Grammar:
         """Scores, -inf of tokens that may not follow."""
         from llguidance.torch import fill_next_token_bitmask
 
+        if self._matcher.is_error():
+            return scores_V
         fill_next_token_bitmask(self._matcher, self._mask)
         bits = self._mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
         return scores_V.masked_fill(bits.flatten()[: len(scores_V)] == 0, -torch.inf)
@@ -82,7 +86,12 @@ class Grammar:
     @property
     def broken(self) -> str | None:
         """Why the library gave the grammar up, such as one that has grown too large; None: it has not."""
-        return str(self._matcher.get_error()).strip() if self._matcher.is_error() else None
+        return _words(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+def _words(error: str) -> str:
+    """What llguidance says, without what it adds for its own log."""
+    return error.replace("NoExtensionBias", "no text fits it").replace("<non-verbose/>", "").strip()
 
 
 def _refused(words: str) -> JinguError:

@@ -10,7 +10,7 @@ from jingu.errors import JinguError, counted, refuse
 from jingu.infer.sampling import Sampling
 from jingu.model.spec import ModelSpec
 
-Finish = Literal["end", "stop", "length", "cancelled", "error"]
+Finish = Literal["end", "stop", "length", "cancelled", "error", "refused"]
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class Event:
     Attributes:
         request: number that `submit` gave.
         choice: 0 to n - 1.
-        token: None where a request ends without one (cancelled, error).
+        token: None where a request ends without one (cancelled, error, refused).
         finish: on the last event of a choice, why it ends.
-        error: of finish "error", what went wrong.
+        error: of finish "error", what went wrong; of "refused", why what was asked cannot be gone on with.
         prompt_tokens: tokens of the prompt.
         cached_tokens: of these, those whose keys and values another request had left.
         begun: when the engine began to compute it, by `time.perf_counter`; 0: it has not.

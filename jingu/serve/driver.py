@@ -25,6 +25,7 @@ from jingu.serve.errors import ServeError
 
 LOGGER = logging.getLogger("jingu.serve")
 FAILED = "the engine failed on this; the server's log tells more"
+_BROKEN = ("error", "cancelled", "refused")
 T = TypeVar("T")
 
 
@@ -113,10 +114,11 @@ class Ticket:
             if event.finish is not None:
                 self.awaited.discard((number, event.choice))
                 account.finish = event.finish
-        broken = next((event for _, event in events if event.finish in ("error", "cancelled")), None)
-        self._lots.put_nowait([each for each in events if each[1].finish not in ("error", "cancelled")])
+        broken = next((event for _, event in events if event.finish in _BROKEN), None)
+        self._lots.put_nowait([each for each in events if each[1].finish not in _BROKEN])
         if broken is not None:
-            self.fail(ServeError(500, broken.error or "the engine gave the request up", kind="generation"))
+            words, refused = broken.error or "the engine gave the request up", broken.finish == "refused"
+            self.fail(ServeError(400, words) if refused else ServeError(500, words, kind="generation"))
         elif not self.awaited:
             self._close(account.finish)
 

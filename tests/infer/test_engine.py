@@ -239,10 +239,25 @@ def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("json_schema", '{"type": "nothing"}'), ("json_schema", "{"), ("regex", "(")]
+    ("kind", "value"),
+    [
+        ("json_schema", '{"type": "nothing"}'),
+        ("json_schema", "{"),
+        ("json_schema", '{"$ref": "#"}'),
+        ("regex", "("),
+        ("regex", r"[^\s\S]"),
+    ],
 )
 def test_constraints_that_make_no_sense(tiny: Loaded, kind: Any, value: str) -> None:
     engine = Engine(tiny)
     with pytest.raises(JinguError, match="constraint: this cannot be asked of an answer"):
         engine.submit(Request((7,), Sampling(), 5, constraint=Constraint(kind, value)))
     assert not engine.busy
+
+
+def test_a_schema_that_no_text_ends_is_refused_where_it_is_given_up(tiny: Loaded, capfd: Any) -> None:
+    node = {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}
+    endless = Constraint("json_schema", json.dumps({"$defs": {"n": node}, "$ref": "#/$defs/n"}))
+    (events,) = events_of(Engine(tiny), Request((7,), Sampling(), 50, constraint=endless)).values()
+    assert events[-1].finish == "refused" and "Too many items" in str(events[-1].error)
+    assert "non-verbose" not in str(events[-1].error) and capfd.readouterr().err == ""
