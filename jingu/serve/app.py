@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from jingu.serve.gate import Gate
 from jingu.serve.pages import HEADERS, Page, pages
 from jingu.serve.service import Served, Service
 
+_TYPE = re.compile(r"^(str|bool)$|\[|^[A-Z]")
+"""What pydantic puts among the names of fields: a type of several that a field may have."""
 _PROBLEM = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}}}
 _FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"description": words, **_PROBLEM}
@@ -89,17 +92,20 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
         message = words.get(error.status_code, str(error.detail))
         error = ServeError(error.status_code, message, headers=error.headers)
     elif isinstance(error, RequestValidationError):
-        error = _not_valid(error.errors()[0], request.headers.get("content-type", ""))
+        error = _not_valid(error.errors(), request.headers.get("content-type", ""))
     return failure(error, request.url.path)
 
 
-def _not_valid(found: dict[str, Any], kind: str) -> ServeError:
+def _not_valid(errors: Sequence[Any], kind: str) -> ServeError:
     """What pydantic found first, without the value: it may be text that no log should have."""
-    if found["type"] == "json_invalid":
-        return ServeError(400, "the body is not JSON")
+    if errors[0]["type"] == "json_invalid":
+        return ServeError(400, f"the body is not JSON that is taken here ({errors[0]['ctx']['error']})")
     if "json" not in kind:
         return ServeError(400, "send the body with Content-Type: application/json")
-    place = ".".join(str(each) for each in found["loc"][1:])
+    # Of a field that may be of several types, every type has its complaint: what got furthest was meant.
+    same = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
+    found = max(same, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
+    place = ".".join(str(each) for each in found["loc"][1:] if not _TYPE.search(str(each)))
     words = "there is no such field" if found["type"] == "extra_forbidden" else found["msg"]
     shown = f"{f'`{place}`' if place else 'the body'}: {words}"
     return ServeError(400, shown, field=place.partition(".")[0] or None)

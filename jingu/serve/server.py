@@ -32,6 +32,7 @@ from jingu.tune.speak import Speech
 
 LOGGER = logging.getLogger("jingu.serve")
 _DRAIN_SECONDS = 1.0
+"""To read what a client is told last, before its connection is cut off; five of these where nobody is in a hurry."""
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -40,11 +41,10 @@ def bound(host: str, port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         made.close()
-        why = error.strerror if isinstance(error, OSError) else error
         raise JinguError(
-            f"the server cannot listen there ({why}).",
+            f"the server cannot listen there ({error.strerror}).",
             where=f"{host}:{port}",
             fix="Choose another --port (0 takes a free one) or --host.",
         ) from error
@@ -143,16 +143,18 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 h11_max_incomplete_event_size=HEADER_BYTES,
-                timeout_graceful_shutdown=int(settings.grace) + 5,
+                timeout_graceful_shutdown=int(settings.grace) + 10,
             )
         )
         self.driver = driver
         self._grace = settings.grace
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
@@ -166,7 +168,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
-        self.force_exit = self.should_exit
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._give_up, _DRAIN_SECONDS)
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -179,12 +182,22 @@ class Server(uvicorn.Server):
         if self.driver.open:
             told = {"requests": self.driver.open, "grace_seconds": self._grace}
             LOGGER.info("stopping when these are finished; a second signal ends it at once", extra={"told": told})
-        late = ServeError(503, "the server stops, and this took too long to finish", kind="incomplete_generation")
-        timer = asyncio.get_running_loop().call_later(self._grace, self.driver.abandon, late)
+        timer = asyncio.get_running_loop().call_later(self._grace, self._give_up, 5 * _DRAIN_SECONDS)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+    def _give_up(self, seconds: float) -> None:
+        """Tell everyone that it ends, and so much later leave who has not read that."""
+        self._grace = 0.0
+        late = ServeError(503, "the server stops, and this took too long to finish", kind="incomplete_generation")
+        self.driver.abandon(late)
+        asyncio.get_running_loop().call_later(seconds, self._leave)
+
+    def _leave(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def make(

@@ -78,6 +78,7 @@ async def info(service: Served) -> Response:
     )
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=Response)
 async def health(service: Served) -> Response:
     """200 while the server can take requests."""

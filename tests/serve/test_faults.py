@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -196,7 +197,7 @@ def test_what_is_no_request(serve: Serve, sent: bytes, status: int, words: str) 
     [
         (b"", "the body"),
         (b"{", "not JSON"),
-        (b"[" * 100_000, ""),
+        (b'{"inputs": ' + b"[" * 1_000, "recursion limit exceeded"),
         (b"\xff\xfe", ""),
         (b'{"inputs": 1e999}', "`inputs`"),
         (b'{"inputs": "\\ud800"}', ""),
@@ -213,6 +214,21 @@ def test_nonsense_is_refused_as_json(serve: Serve, body: bytes, words: str) -> N
     assert status in (400, 422) and answer["error_type"] == "validation" and words in answer["error"], answer
     status, answer, _ = server.call("/v1/completions", body)
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("stop", ["x"] * 17, "`stop`: List should have at most 16 items"),
+        ("stop", ["x", ""], "`stop.1`: String should have at least 1 character"),
+        ("prompt", [5, -1], "`prompt.1`: Input should be greater than or equal to 0"),
+        ("prompt", [5, "a"], "`prompt.1`: Input should be a valid integer"),
+        ("prompt", None, "`prompt`: Input should be a valid string"),
+    ],
+)
+def test_a_field_of_several_types_is_told_what_it_lacks(serve: Serve, field: str, value: object, words: str) -> None:
+    status, answer, _ = _shared(serve).call("/v1/completions", {"model": "tiny", "prompt": "a", field: value})
+    assert status == 400 and answer["error"]["message"].startswith(words) and answer["error"]["param"] == field
 
 
 def test_the_body_must_say_that_it_is_json(serve: Serve) -> None:
@@ -304,12 +320,15 @@ def test_a_failed_step_fails_its_requests_and_no_others(serve: Serve, loaded: Lo
     eventually(lambda: free(server))
 
 
+@pytest.mark.parametrize(("finish", "failed", "kind"), [("error", 500, "generation"), ("refused", 422, "validation")])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_an_answer_that_the_engine_breaks_off_is_told(serve: Serve, loaded: Loaded, path: str) -> None:
+def test_an_answer_that_the_engine_breaks_off_is_told(
+    serve: Serve, loaded: Loaded, path: str, finish: Any, failed: int, kind: str
+) -> None:
     class Breaking(Spoken):
         def step(self) -> Any:
             events = super().step()
-            return [replace(each, finish="error", error="scores are not finite") for each in events]
+            return [replace(each, finish=finish, error="scores are not finite") for each in events]
 
     server = serve(Breaking(loaded))
     status, answer, _ = server.call(path, LONG)
@@ -317,8 +336,8 @@ def test_an_answer_that_the_engine_breaks_off_is_told(serve: Serve, loaded: Load
         assert status == 200
         answer = json.loads(answer.removeprefix("data: "))
     else:
-        assert status == 500
-    assert answer == {"error": "scores are not finite", "error_type": "generation"}
+        assert status == failed
+    assert answer == {"error": "scores are not finite", "error_type": kind}
     eventually(lambda: free(server))
 
 
@@ -413,15 +432,19 @@ def test_asked_to_stop_it_finishes_what_it_has(gated: Callable[..., Running], ga
     assert b'"finish_reason":"eos_token"' in stream.getresponse().read()
 
 
-def test_what_does_not_finish_in_time_is_told(gated: Callable[..., Running], gate: Gated) -> None:
-    server = gated(grace=0.2)
+@pytest.mark.parametrize(("grace", "signals"), [(0.2, 1), (100.0, 2)])
+def test_what_does_not_finish_in_time_is_told(
+    gated: Callable[..., Running], gate: Gated, grace: float, signals: int
+) -> None:
+    server = gated(grace=grace)
     whole = send(server, "/generate", LONG)
     asked = {"model": "tiny", "prompt": LONG["inputs"], "max_tokens": 500, "stream": True}
     stream = send(server, "/v1/completions", asked)
     eventually(lambda: server.server.driver.open == 2)
     gate.let(5)
     begun = stream.getresponse()
-    server.server.should_exit = True
+    for _ in range(signals):
+        server.server.handle_exit(signal.SIGTERM, None)
     answer = whole.getresponse()
     assert answer.status == 503 and "stops" in json.loads(answer.read())["error"]
     last = begun.read().decode().split("data: ")[-1]
