@@ -8,6 +8,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import gc
 import heapq
 import json
 import shlex
@@ -38,6 +39,11 @@ hypothesis.settings.load_profile("jingu")
 os.fsync = lambda _: None
 
 MakeRun = Callable[..., RunConfig]
+
+
+def pytest_collection_finish() -> None:
+    """What the tests' modules have imported stays: to look through all of it again and again is a tenth of the work."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

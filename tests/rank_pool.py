@@ -134,6 +134,7 @@ def _serve(pipe: Connection) -> None:
                 # threads that never rest.
                 _clear_sharding_prop_cache()
                 gc.collect()
+                gc.freeze()  # or the next time looks through all of torch again, for longer than most calls take
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
