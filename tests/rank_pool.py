@@ -20,8 +20,8 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Worker processes that live as long as the test session, so that torch is imported once in each. They start when
-    they are first needed.
+    """Worker processes that live as long as the test session. They start when they are first needed: as forks of one
+    process that has imported torch and jingu, with no thread but its first.
 
     `run(function, 4, ...)` calls `function(rank, world, ...)` on four of them, joined in a gloo group with one
     thread each, and returns the results by rank. The function must be importable (defined in a module).
@@ -33,7 +33,8 @@ class RankPool:
 
     def _start(self, world: int) -> None:
         """Have as many workers as ranks."""
-        context, started = multiprocessing.get_context("spawn"), len(self._workers)
+        context, started = multiprocessing.get_context("forkserver"), len(self._workers)
+        context.set_forkserver_preload(["jingu.train.verbs"])
         for _ in range(started, world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)
