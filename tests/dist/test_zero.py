@@ -26,19 +26,19 @@ def slow(*values: Any) -> Any:
     [("llama", 2), ("llama", 4), slow("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
 )
 def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on, done):
-    """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 20 steps.
+    """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 10 steps.
 
     Each rank accumulates over 2 micro-batches; one process cuts the same global batch into 8. The 5 held-out
     sequences leave some ranks without any.
     """
-    changes = {**MODELS[model], "evaluation.every": 10, "evaluation.sequences": 5}
+    changes = {**MODELS[model], "train.steps": 10, "evaluation.every": 5, "evaluation.sequences": 5}
     changes |= {"evaluation.prompts": ["def ", ""], "evaluation.prompt_tokens": 4}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
     losses, norms, weights = one.column("loss"), one.column("grad_norm"), one.tensors()
     assert len(one.column("text", "sample")) == 4
-    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
     layout = {"batch.micro_size": 8 // world // 2}
     configs = [tiny_run({**changes, **layout, "parallel.zero": zero}, name=f"zero-{zero}") for zero in range(4)]
     if world == 4:
