@@ -30,10 +30,10 @@ from jingu.checkpoint.resume import prune as prune_steps
 from jingu.checkpoint.store import Reader
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
+from jingu.runtime.device import PRECISIONS
 from jingu.runtime.files import locked
 
 _ELEMENTS = 1 << 20
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> None:
@@ -57,7 +57,7 @@ def write_model(opened: OpenModel, to: Path, dtype: str, check: bool) -> None:
             where=opened.where,
             fix="`jingu tune export` writes it as peft loads it.",
         )
-    kind = DTYPES.get(dtype, opened.dtype)
+    kind = PRECISIONS.get(dtype, opened.dtype)
     export_hf(
         opened.spec,
         opened.read,

@@ -25,13 +25,12 @@ from jingu.parallel.mesh import axis_sizes, build_mesh
 from jingu.parallel.pipeline import Model, Pipeline, stages_of
 from jingu.parallel.sharing import sharing_of
 from jingu.parallel.stages import check_groups
-from jingu.runtime.device import has_fast_bf16
+from jingu.runtime.device import PRECISIONS, has_fast_bf16
 from jingu.runtime.ranks import Ranks
 from jingu.text.tokenizer import Tokenizer
 
 Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _KINDS: dict[str, Kind] = {"int8": "int8", "int4": "int4"}
 
 
@@ -104,8 +103,8 @@ def load(
     opened = open_model(path)
     tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(_device(device)) if ranks is None else ranks.device
-    name = precision if precision in _DTYPES else "bf16" if has_fast_bf16(place) else "fp32"
-    dtype = _DTYPES[name]
+    name = precision if precision in PRECISIONS else "bf16" if has_fast_bf16(place) else "fp32"
+    dtype = PRECISIONS[name]
     kind = _KINDS.get(precision)
     residency = None if experts_resident is None else Residency(opened, experts_resident, dtype, place, kind)
 

@@ -18,6 +18,9 @@ import torch
 
 T = TypeVar("T")
 
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats of numbers, by the names that settings and options have for them."""
+
 
 def has_fast_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bf16 matrices in hardware."""

@@ -9,9 +9,7 @@ import torch
 
 from jingu.config.sections.train import FP16Settings
 from jingu.config.sections.train import Precision as PrecisionChoice
-from jingu.runtime.device import has_fast_bf16
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from jingu.runtime.device import PRECISIONS, has_fast_bf16
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,9 @@ def choose_precision(settings: PrecisionChoice, device: torch.device) -> Precisi
     if name == "auto":
         name = "bf16" if has_fast_bf16(device) else "fp32"
     masters = torch.float64 if name == "fp64" else torch.float32
-    return Precision(name, DTYPES[name], masters, masters if settings.reduce == "auto" else DTYPES[settings.reduce])
+    return Precision(
+        name, PRECISIONS[name], masters, masters if settings.reduce == "auto" else PRECISIONS[settings.reduce]
+    )
 
 
 @dataclass

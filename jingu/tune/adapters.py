@@ -9,11 +9,12 @@ from torch import Tensor
 
 from jingu.checkpoint.hub import open_model, open_run_apart, with_adapters
 from jingu.checkpoint.peft import CONFIG, find_adapters, read_adapters, write_adapters
-from jingu.checkpoint.verbs import DTYPES, write_model
+from jingu.checkpoint.verbs import write_model
 from jingu.errors import JinguError
 from jingu.model.adapters import LEAVES, unmerged
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import Ia3, Lora
+from jingu.runtime.device import PRECISIONS
 
 
 def export(run: Path, to: Path) -> None:
@@ -62,7 +63,7 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
     """
     opened = open_model(model)
     own = find_adapters(adapters, opened)
-    adapter, kind, held = own.spec.adapter, DTYPES.get(dtype, opened.dtype), parameter_shapes(own.spec)
+    adapter, kind, held = own.spec.adapter, PRECISIONS.get(dtype, opened.dtype), parameter_shapes(own.spec)
     assert adapter is not None
 
     def read(name: str) -> Tensor:
