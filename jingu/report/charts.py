@@ -17,7 +17,7 @@ from typing import Literal
 from markupsafe import Markup
 
 from jingu.report.template import template
-from jingu.report.words import plain
+from jingu.words import plain
 
 Point = tuple[int, float]  # step, value
 value_of = itemgetter(1)

@@ -16,7 +16,7 @@ from jingu.errors import counted
 from jingu.report.charts import Chart, Point, Series, draw, drawable
 from jingu.report.read import Record, Row, number
 from jingu.report.template import content, template
-from jingu.report.words import ABSENT, duration, memory_unit, plain, rounded
+from jingu.words import ABSENT, duration, memory_unit, plain, rounded
 
 Item = TypeVar("Item")
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from jingu.report.words import plain, short, visible
+from jingu.words import plain, short, visible
 
 
 @cache

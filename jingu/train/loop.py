@@ -26,6 +26,7 @@ from jingu.train.run import Run
 from jingu.train.schedule import learning_rate
 from jingu.train.step import StepResult, train_step
 from jingu.train.task import Task
+from jingu.words import rounded
 
 Write = Callable[..., None]
 """`MetricsFile.write`; on ranks other than the first it does nothing."""
@@ -178,7 +179,7 @@ def _log(loop: Loop, progress: Progress, result: StepResult, meter: Meter, write
     progress.loss_sum, progress.loss_steps = 0.0, 0
     rate = meter.rate(progress)
     share = meter.share(rate)
-    words = f"loss {loss:.3f}, {short(rate)} tokens/s, {share:.0%} of peak"
+    words = f"loss {loss:.3f}, {rounded(rate)} tokens/s, {share:.0%} of peak"
     bar.set_postfix_str(words)
     if bar.disable and loop.ranks.is_first:
         say(f"step {progress.step}: {words}")
@@ -219,11 +220,3 @@ def _evaluate(loop: Loop, progress: Progress, write: Write) -> float | None:
     for prompt, text in write_samples(run, loop.model):
         write("sample", progress.step, prompt=prompt, text=text)
     return loss
-
-
-def short(number: float) -> str:
-    """Three digits and a letter: `17.3M`."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"

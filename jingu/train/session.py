@@ -41,12 +41,13 @@ from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
 from jingu.train.begin import begin_with
 from jingu.train.keep import Keeper, Progress, Tensors, begins_anew, go_back
-from jingu.train.loop import Loop, Meter, Write, short, train_loop
+from jingu.train.loop import Loop, Meter, Write, train_loop
 from jingu.train.metrics import MetricsFile
 from jingu.train.optimizer import BLOCK, SCALES, WHOLE, build_optimizer, named_state
 from jingu.train.precision import LossScale, Precision, choose_precision, first_scale
 from jingu.train.run import Run
 from jingu.train.task import Pretraining, to_device
+from jingu.words import rounded
 
 COMPILE_SECONDS = 30.0
 """Compiling a model's blocks and loss takes about this long on CPU; docs/log.md has the figures."""
@@ -295,10 +296,10 @@ def _summary(run: Run, start: dict[str, Any]) -> str:
     used = epochs_used(run.config, run.source)
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
     return (
-        f"{run.config.name}: {run.spec.family}, {short(start['parameters'])} parameters, "
+        f"{run.config.name}: {run.spec.family}, {rounded(start['parameters'])} parameters, "
         f"{counted(start['ranks'], 'rank')} on {start['device']} in {start['precision']}"
         f"{', compiled' if start['compile'] else ''}; {counted(steps, 'step')} of {counted(a_step, 'token')}, "
-        f"{short(steps * a_step)} in all ({epochs})."
+        f"{rounded(steps * a_step)} in all ({epochs})."
     )
 
 

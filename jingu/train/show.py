@@ -22,10 +22,10 @@ from jingu.parallel.stages import divide_blocks, plan_layout
 from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
 from jingu.train.begin import spec_of_run, trained_spec
-from jingu.train.loop import short
 from jingu.train.optimizer import build_optimizer
 from jingu.train.precision import choose_precision
 from jingu.train.session import lay_out
+from jingu.words import rounded
 
 
 def show(config: RunConfig, processes: int | None = None) -> None:
@@ -46,7 +46,7 @@ def derived(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     sizes, plan = plan_layout(config, ranks, spec)
     numbers = sum(shape.numel() for shape in parameter_shapes(spec).values())
     rows = [
-        ("model", f"{spec.family}, {short(numbers)} parameters" if missing is None else f"that of {missing}"),
+        ("model", f"{spec.family}, {rounded(numbers)} parameters" if missing is None else f"that of {missing}"),
         ("layout", f"{ranks:,} = {sizes} (ZeRO {config.parallel.zero})"),
         ("tokens a step", f"{plan.tokens_per_step:,} = {batch.global_size:,} × {batch.sequence_length:,}"),
         ("tokens of the run", f"{plan.tokens_per_step * steps:,} = {steps:,} steps × {plan.tokens_per_step:,}"),

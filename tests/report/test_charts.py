@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.report.charts import BOTTOM, Chart, Series, draw, round_ticks, thin
-from jingu.report.words import duration, plain, rounded, short
+from jingu.words import duration, plain, rounded, short
 
 finite = st.floats(min_value=-1e99, max_value=1e99, allow_nan=False)
 
