@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from jingu.checkpoint.manifest import MANIFEST
 from jingu.checkpoint.packaged import PACKAGED, packaged_model
 from jingu.checkpoint.remote import Place
-from jingu.checkpoint.resume import checkpoints_of, newest
+from jingu.checkpoint.resume import checkpoints_of, complete_steps, newest, step_folder
 from jingu.checkpoint.store import Reader
 from jingu.checkpoint.stream import Header, read_at, read_header, read_often
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixSettings
-from jingu.errors import JinguError
+from jingu.errors import JinguError, either
 from jingu.model.adapters import add_adapter, is_adapter
 from jingu.model.decoder import Decoder, make_model, parameter_shapes
 from jingu.model.families import FAMILIES, Family
@@ -121,6 +121,8 @@ def open_model(path: Path) -> OpenModel:
         from jingu.checkpoint.gguf import open_gguf
 
         return open_gguf(path)
+    if not path.exists() and (steps := [step_folder(path.parent, each).name for each in complete_steps(path.parent)]):
+        raise JinguError("the run has no such checkpoint.", where=path, fix=f"It has {either(steps, 'and')}.")
     if not path.is_dir():
         raise JinguError(
             "there is no such model folder." if not path.exists() else "a model is a folder or a .gguf file.",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 
 
 def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
@@ -37,9 +37,17 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 def refuse_changes(then: dict[str, Any], now: dict[str, Any], what: str, where: Path, fix: str) -> None:
     """JinguError where two records differ: it tells in what."""
     changes = [
-        f"{key} was {' and is now '.join(json.dumps(each.get(key), ensure_ascii=False) for each in (then, now))}"
+        f"{key} was {_shown(then.get(key))} and is now {_shown(now.get(key))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
     if changes:
         raise JinguError(f"{what} otherwise: {'; '.join(changes)}.", where=where, fix=fix)
+
+
+def _shown(value: object) -> str:
+    """A setting as JSON; a corpus by what a person knows of it."""
+    if isinstance(value, dict) and value.keys() == {"files", "bytes", "listing"}:
+        size = f"{counted(value['files'], 'file')} of {counted(value['bytes'], 'byte')}"
+        return f"{size} (names and sizes {value['listing'][:6]})"
+    return json.dumps(value, ensure_ascii=False)

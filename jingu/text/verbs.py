@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,14 @@ def _make(config: RunConfig, made: Callable[[Iterator[str]], Tokenizer]) -> None
         refuse_changes(old, record, "the tokenizer here was trained", path, f"{fix} to another folder.")
         print(f"tokenizer: already trained in {path} ({Tokenizer.load(path).vocabulary:,} entries).")
         return
-    if sum(file.size for file in files) == 0:
-        raise JinguError(
-            "the corpus is empty: its files hold no text.", where="data.input", fix="Name files with text in them."
+    sample = _with_bar(files, config.data, config.tokenizer.sample_bytes)
+    first = next(filter(None, sample), None)
+    if first is None:
+        what = "the corpus is empty: its files hold no text" + (
+            ", or none that is UTF-8." if config.data.invalid_utf8 == "skip" else "."
         )
-    sample = config.tokenizer.sample_bytes
-    tokenizer = made(_with_bar(files, config.data, sample))
+        raise JinguError(what, where="data.input", fix="Name files with text in them.")
+    tokenizer = made(chain([first], sample))
     with new_folder(path) as folder:
         tokenizer.save(folder)
         write_record(folder / RECORD, record)

@@ -26,7 +26,7 @@ from jingu.train.run import Run
 from jingu.train.schedule import learning_rate
 from jingu.train.step import StepResult, train_step
 from jingu.train.task import Task
-from jingu.words import rounded
+from jingu.words import duration, rounded
 
 Write = Callable[..., None]
 """`MetricsFile.write`; on ranks other than the first it does nothing."""
@@ -182,7 +182,9 @@ def _log(loop: Loop, progress: Progress, result: StepResult, meter: Meter, write
     words = f"loss {loss:.3f}, {rounded(rate)} tokens/s, {share:.0%} of peak"
     bar.set_postfix_str(words)
     if bar.disable and loop.ranks.is_first:
-        say(f"step {progress.step}: {words}")
+        steps = loop.run.config.train.steps
+        left = (steps - progress.step) * loop.plan.tokens_per_step / max(rate, 1e-9)
+        say(f"step {progress.step} of {steps}: {words}" + (f", {duration(left)} left" if left else ""))
     scaled = loop.run.config.precision.type == "fp16"
     write(
         "train",

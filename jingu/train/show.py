@@ -13,6 +13,7 @@ from jingu.config.batch import BatchPlan
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.train import in_steps
+from jingu.errors import counted
 from jingu.model.build import spec_from_settings
 from jingu.model.decoder import all_blocks, parameter_shapes
 from jingu.model.spec import ModelSpec
@@ -34,7 +35,7 @@ def show(config: RunConfig, processes: int | None = None) -> None:
     rows = derived(config, ranks)
     width = max(len(name) for name, _ in rows)
     print(dump_yaml(config))
-    print(f"# What follows, on {ranks:,} rank{'s' if ranks > 1 else ''}:")
+    print(f"# What follows, on {counted(ranks, 'rank')}:")
     for name, words in rows:
         print(f"#   {name:<{width}}  {words}")
 
@@ -141,4 +142,4 @@ def needs(
 
 def _length(length: int | float, steps: int) -> str:
     whole = in_steps(length, steps)
-    return f"{whole:,} steps" + ("" if isinstance(length, int) else f" = {length} × {steps:,}")
+    return counted(whole, "step") + ("" if isinstance(length, int) else f" = {length} × {steps:,}")

@@ -28,3 +28,7 @@ def test_records(tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r'x: made otherwise: b was \[2\] and is now "春"\. Mend it\.'):
         refuse_changes({"a": 1, "b": [2]}, {"a": 1, "b": "春", "c": None}, "made", Path("x"), "Mend it.")
     refuse_changes({"a": 1}, {"a": 1, "c": None}, "made", Path("x"), "Mend it.")
+    then, now = ({"corpus": {"files": n, "bytes": n * 600, "listing": f"0123456789abcde{n}"}} for n in (1, 2))
+    told = r"corpus was 1 file of 600 bytes \(names and sizes 012345\) and is now 2 files of 1,200 bytes "
+    with pytest.raises(JinguError, match=told):
+        refuse_changes(then, now, "made", Path("x"), "Mend it.")

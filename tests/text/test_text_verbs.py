@@ -64,6 +64,11 @@ def test_an_empty_corpus_is_refused(train_config: RunConfig, tmp_path: Path) -> 
     assert str(caught.value) == (
         "data.input: the corpus is empty: its files hold no text. Name files with text in them."
     )
+    for file in (tmp_path / "corpus").iterdir():
+        file.write_bytes(b"\xff\xfe no text")
+    skipping = train_config.data.model_copy(update={"invalid_utf8": "skip"})
+    with pytest.raises(JinguError, match=r"its files hold no text, or none that is UTF-8\."):
+        train(train_config.model_copy(update={"data": skipping}))
     assert not (tmp_path / "tokenizer").exists()
 
 

@@ -113,6 +113,9 @@ def test_models_that_do_not_fit_are_told(first: Path, tiny_run: MakeRun, tmp_pat
         "says its family."
     )
     assert "there is no such model folder" in refusal(second(tiny_run, tmp_path / "nothing"))
+    gone = first / "checkpoints" / "step-00000099"
+    kept = next((first / "checkpoints").glob("step-*")).name
+    assert refusal(second(tiny_run, gone)) == f"{gone}: the run has no such checkpoint. It has {kept}."
     deliberate = second(tiny_run, first, model={"rope_base": 5e5, "context": 77})
     assert open_run(deliberate).spec.context == 77
 
