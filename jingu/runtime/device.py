@@ -154,6 +154,11 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: the allocator for CPUs has no error of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes this process has held: on the card, or resident in main memory."""
     if device.type == "cuda":

@@ -33,9 +33,9 @@ from jingu.parallel.apply import before_micro_batch, parallelize
 from jingu.parallel.mesh import axis_sizes, build_mesh, data_rank
 from jingu.parallel.offload import Disk
 from jingu.parallel.pipeline import Model, Pipeline
-from jingu.parallel.sharing import sharing_of
+from jingu.parallel.sharing import local, sharing_of
 from jingu.parallel.stages import SPLIT_BACKWARD
-from jingu.runtime.device import has_compiler, measured_peak
+from jingu.runtime.device import has_compiler, is_out_of_memory, measured_peak, total_memory
 from jingu.runtime.log import say
 from jingu.runtime.ranks import Ranks, all_agree
 from jingu.runtime.signals import SharedStop
@@ -160,12 +160,34 @@ def _build(
     model = lay_out(run.spec, run.config, mesh, precision, compiles=compiles)
     offload = run.config.parallel.offload
     disk = Disk(Path(offload.path or run.folder / "offload")) if isinstance(offload, DiskOffloadSettings) else None
+    if offload.type == "none":
+        _refuse_too_large(model, run.config, ranks.device)
     if disk is not None:
         model._apply(disk.zeros_like)
     else:
         model.to_empty(device=torch.device("cpu") if offload.type == "host" else ranks.device)
     sharing_of(model).initialise(model, run.spec, run.config.seed)
     return model, build_optimizer(run.config.optimizer, model, disk)
+
+
+def _refuse_too_large(model: Model, config: RunConfig, device: torch.device) -> None:
+    """JinguError where the whole memory cannot hold what this rank trains, before the system ends it for the attempt.
+
+    Args:
+        model: on the meta device.
+    """
+    held = list(model.parameters())
+    state = [each for kept in build_optimizer(config.optimizer, model).state.values() for each in kept.values()]
+    needed = sum(local(each).nbytes for each in [*held, *(each for each in held if each.requires_grad), *state])
+    there, owner = total_memory(device), "the card" if device.type == "cuda" else "this machine"
+    if needed > there:
+        raise JinguError(
+            f"weights, gradients and optimizer state of one rank take {needed / 2**30:,.1f} GiB, and {owner} has "
+            f"{there / 2**30:,.1f} GiB of memory.",
+            where="model",
+            fix="Choose a smaller one, share it among more ranks, or set parallel.offload; `jingu config show FILE "
+            "--processes N` tells what a rank takes.",
+        )
 
 
 def lay_out(spec: ModelSpec, config: RunConfig, mesh: DeviceMesh, precision: Precision, *, compiles: bool) -> Model:
@@ -197,7 +219,9 @@ def _dry_run(loop: Loop, mesh: DeviceMesh) -> None:
         else:
             before_micro_batch(model, config.parallel.zero, last=True)
             task.loss(model, batch).sum().backward()
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise JinguError(
             f"one micro-batch of {plan.micro_size} × {config.batch.sequence_length} tokens does not fit into "
             f"the device's memory ({_first_line(error)}).",

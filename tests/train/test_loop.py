@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from jingu.model.decoder import Decoder
+from jingu.errors import JinguError
+from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.initialise import initialise
+from jingu.runtime.device import is_out_of_memory
+from jingu.train import session
 from jingu.train.run import Run, open_run
 from jingu.train.schedule import learning_rate
 
@@ -127,3 +130,22 @@ def test_no_more_than_the_whole_peak_is_reached():
 
     meter = Meter(2.0, iter([10.0, 30.0, 30.0]).__next__)
     assert [meter.share(rate) for rate in (2.5, 10.0, 7.5, 30.0, 15.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]
+
+
+def test_what_the_memory_cannot_hold_is_refused_before_it_is_made(tiny_run, train_on, done, monkeypatch):
+    """Weights, gradients and two moments in fp64, and a counter of steps for each parameter."""
+    config = tiny_run({"train.steps": 1})
+    numbers = sum(shape.numel() for shape in parameter_shapes(open_run(config).spec).values())
+    monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers - 1)
+    with pytest.raises(JinguError, match=r"^model: weights, gradients and optimizer state of one rank take "):
+        train_on(1, config)
+    monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers + 1000)
+    train_on(1, config)
+    assert done(config).column("step") == [1]
+
+
+def test_a_failed_allocation_is_told_from_other_mistakes():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
