@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from jingu.model import spec as specs
 from jingu.model.assignment import balanced_assignment
 from jingu.model.grouped import PackedProduct, TakenRows, grouped_product, groups
-from jingu.model.layers import FeedForwardLayer, Linear, activate
+from jingu.model.layers import FeedForwardLayer, Linear, activate, steadily
 from jingu.model.packed import Packed
 from jingu.model.products import linear
 from jingu.model.sharding import Table
@@ -96,7 +96,9 @@ class ExpertsLayer(nn.Module):
         y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
-            y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else self.shared_gate(x_BTD).sigmoid() * shared_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = steadily(torch.sigmoid, self.shared_gate(x_BTD)) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
         return y_BTD, routing
 
     def route(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
@@ -124,7 +126,7 @@ class ExpertsLayer(nn.Module):
         router, active = self.spec.router, self.spec.active
         if isinstance(router, specs.Balanced):
             best = balanced_assignment(logits_BTE) if self.training else logits_BTE.argmax(-1)
-            return best.unsqueeze(-1), logits_BTE.gather(-1, best.unsqueeze(-1)).sigmoid()
+            return best.unsqueeze(-1), steadily(torch.sigmoid, logits_BTE.gather(-1, best.unsqueeze(-1)))
         if isinstance(router, specs.RandomProjection):
             top_BTK = logits_BTE.topk(active, dim=-1).indices
             return top_BTK, torch.full_like(top_BTK, 1.0 / active, dtype=logits_BTE.dtype)

@@ -7,7 +7,9 @@ Shapes: B rows, T tokens, D width, F feed-forward size.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from math import lcm
 from typing import ClassVar, cast
 
 import torch
@@ -91,21 +93,42 @@ def make_norm(spec: Norm, width: int) -> nn.Module:
 
 _VECTOR = 64
 """Elements of two of the widest registers: kernels go by as many."""
+_SHARE, _SHARED = 32768, 16384
+"""Elements that PyTorch gives a thread at least; and more than which are shared out among all threads by some."""
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The non-linearity a spec names.
+    """The non-linearity a spec names, as `steadily`."""
+    functions: dict[Activation, Callable[[Tensor], Tensor]] = {
+        "silu": F.silu,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    }
+    return steadily(functions[activation], x)
 
-    Without gradients, on CPUs, an element's result does not depend on what follows it: the last elements of a tensor,
-    which do not fill a vector register, are computed by other functions, so rows are filled up.
+
+def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of each element of `x`.
+
+    Without gradients, on CPUs, an element's result does not depend on what lies beside it: the last elements of a
+    tensor, and of each thread's share of it, where they do not fill a vector register, are computed by other
+    functions. So rows are filled up, and are as many as all threads have the same number of.
     """
-    if x.device.type == "cpu" and not torch.is_grad_enabled() and (spare := -x.shape[-1] % _VECTOR):
-        return activate(F.pad(x, (0, spare)), activation)[..., : x.shape[-1]]
-    if activation == "silu":
-        return F.silu(x)
-    if activation == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    size = x.shape[-1]
+    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.numel():
+        return function(x)
+    spare, rows = -size % _VECTOR, x.numel() // size
+    if spare_rows := _spare_rows(rows, size + spare):
+        return function(F.pad(x.reshape(rows, size), (0, spare, 0, spare_rows)))[:rows, :size].reshape(x.shape)
+    return function(F.pad(x, (0, spare)))[..., :size] if spare else function(x)
+
+
+def _spare_rows(rows: int, size: int) -> int:
+    filled, threads = rows, torch.get_num_threads()
+    while filled * size > _SHARED and filled % (shares := lcm(threads, min(threads, -(-filled * size // _SHARE)))):
+        filled += -filled % shares
+    return filled - rows
 
 
 class FeedForwardLayer(nn.Module):
