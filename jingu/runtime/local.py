@@ -102,10 +102,8 @@ def _watch(children: list[Child]) -> list[int | None]:
 
 def _verdict(codes: Sequence[int | None], advice: str) -> int:
     """One exit code for all ranks. None is a rank that had to be ended, for another one's failure."""
-    if 2 in codes:
-        return (
-            2  # A rank has told of a mistake that can be mended; the others' ends, whatever they are, follow from it.
-        )
+    if 2 in codes:  # a rank has told of a mistake that can be mended, and the others' ends follow from it
+        return 2
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name
