@@ -6,7 +6,7 @@ import gc
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.dist.test_layouts import five_steps, tiny
+from tests.dist.test_layouts import few_steps, tiny
 from tests.rank_pool import RankPool
 
 
@@ -16,5 +16,5 @@ def meshes_left(rank: int, world: int) -> int:
 
 def test_nothing_of_a_call_is_left(ranks: RankPool) -> None:
     """Or hundreds of threads of groups that are gone would keep the cores from the next calls."""
-    ranks.run(five_steps, 2, tiny("llama"), [{"zero": 3}], False)
+    ranks.run(few_steps, 2, tiny("llama"), [{"zero": 3}], False)
     assert ranks.run(meshes_left, 2) == [0, 0]

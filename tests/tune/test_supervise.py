@@ -151,7 +151,7 @@ def test_weights_need_answers_that_can_be_told_apart(tokenizer: Tokenizer) -> No
     """A template that shows the last answer alone; and what nobody asks it to prove."""
     row = parse_row({"type": "conversation", "rounds": [["ask", "a"], ["ans", "b", 0.5], ["ask", "c"], ["ans", "d"]]})
     source = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
-    with pytest.raises(RowError, match="the template marks 1 answers of 2"):
+    with pytest.raises(RowError, match="the template marks 1 of 2 answers"):
         supervise(row, Template(source, tokenizer, "last"), tokenizer, "answers")
     unmarked = Template("{{ messages | length }}{{ messages[-1].content }}", tokenizer, "counts")
     assert shown(supervise(row, unmarked, tokenizer, "all"), tokenizer) == "⟦4d⟧"
