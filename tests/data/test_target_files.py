@@ -136,9 +136,7 @@ def test_what_does_not_fit_is_told(files: Path, tokenizer: Tokenizer) -> None:
     ):
         opened(config_of(files, sentinel="<x_N>"), tokenizer)
     write(files.with_name("story_document_target_offset"), [[0, 4]])
-    with pytest.raises(
-        JinguError, match=r"target_offset\.idx: it has 1 document, and story_document_context has 40\."
-    ):
+    with pytest.raises(JinguError, match=r"target_offset\.idx: it has 1 document, and story_document_context has 40\."):
         open_sources(config_of(files, sentinel="<s_N>"), tokenizer)
     write(files.with_name("story_document_target_offset"), [[0, 4, 5, 2]] * 40)
     with pytest.raises(

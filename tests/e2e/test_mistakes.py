@@ -295,7 +295,8 @@ def test_the_disk_is_full_for_metrics(capsys, monkeypatch, done, tiny_run):
     monkeypatch.setattr(Path, "open", opening)
     told = trained("undisturbed", 6)
     assert "WARNING" not in told
-    assert "\nstep 6 of 6: loss " in told and "%|" not in told  # lines in the place of a bar, where there is no terminal
+    assert "\nstep 6 of 6: loss " in told
+    assert "%|" not in told  # lines in the place of a bar, where there is no terminal
     limit = 8
     full = "metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs=...). Training goes on"
     assert trained("full", 6).count(full) == 1
