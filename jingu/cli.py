@@ -54,6 +54,7 @@ _COMPUTE = (
     option("--draft", "MODEL", path, "a smaller model that guesses the tokens to follow"),
     option("--guesses", "N", whole(0), "tokens to guess in a step (4 with --draft, else 0)"),
     switch("--cuda-graphs", "on cuda, record steps and launch them whole"),
+    switch("--compile", "on cuda, compile the model's blocks"),
 )
 _HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", path, "the folder to write", required=True)

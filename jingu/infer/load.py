@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from jingu.checkpoint.hub import OpenModel, load_model, open_model
+from jingu.checkpoint.peft import find_adapters
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
@@ -48,6 +49,7 @@ class Loaded:
         residency: its experts, where only some of them are in memory.
         adapters: that requests can ask for.
         ranks: processes that share it.
+        compiled: whether its blocks are compiled for answers, and not only for training.
     """
 
     model: Model
@@ -62,6 +64,7 @@ class Loaded:
     residency: Residency | None = None
     adapters: Adapters = field(default_factory=lambda: Adapters(()))
     ranks: int = 1
+    compiled: bool = False
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Ids of a prompt. To an encoder, the names of sentinels in it stand for them, as they do in the answer."""
@@ -101,8 +104,10 @@ def load(
         what = f"one process cannot be {pipeline} stages."
         raise JinguError(what, where="--pipeline", fix=f"Start as many or more: --processes {pipeline}.")
     opened = open_model(path)
+    for each in (adapters or {}).values():
+        find_adapters(each, opened)  # what is wrong with them is told first: loading takes its time
     tokenizer = Tokenizer.load(opened.tokenizer())
-    place = torch.device(_device(device)) if ranks is None else ranks.device
+    place = torch.device(device_of(device)) if ranks is None else ranks.device
     name = precision if precision in PRECISIONS else "bf16" if has_fast_bf16(place) else "fp32"
     dtype = PRECISIONS[name]
     kind = _KINDS.get(precision)
@@ -192,7 +197,8 @@ def encode_prompt(spec: ModelSpec, tokenizer: Tokenizer, prompt: str) -> list[in
     return tokenizer.encode(prompt, special=spec.encoder_layers is not None)
 
 
-def _device(choice: str) -> str:
+def device_of(choice: Device) -> str:
+    """The device of a choice. JinguError where it is not there."""
     if choice == "cuda" and not torch.cuda.is_available():
         raise JinguError("no CUDA device is to be found.", where="--device", fix="Use auto or cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice

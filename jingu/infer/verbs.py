@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from jingu.checkpoint.hub import open_model
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.forward import compiled
 from jingu.infer.graphs import Graphs
-from jingu.infer.load import Device, Loaded, Precision, load
+from jingu.infer.load import Device, Loaded, Precision, device_of, load
 from jingu.infer.lockstep import Driven, in_lockstep, ranks_of
 from jingu.infer.request import Finish, Request, room_after
 from jingu.infer.sampling import Sampling
+from jingu.runtime.device import has_compiler
 from jingu.runtime.ranks import Ranks
 from jingu.runtime.signals import STOPPED, interruptible
 
@@ -32,6 +37,7 @@ class Compute:
         draft: a smaller model with the same tokenizer, that guesses the tokens to follow; the answer stays the same.
         guesses: tokens that are guessed in a step; without a draft, from what is there already.
         cuda_graphs: whether steps of one token a text are recorded, and launched whole.
+        compile: whether blocks are compiled.
     """
 
     precision: Precision = "auto"
@@ -41,19 +47,26 @@ class Compute:
     draft: Path | None = None
     guesses: int | None = None
     cuda_graphs: bool = False
+    compile: bool = False
 
     def load(self, model: Path, ranks: Ranks | None = None, adapters: Mapping[str, Path] | None = None) -> Loaded:
         """The model, as `jingu.infer.load.load`."""
-        return load(model, self.precision, self.device, adapters, self.experts_resident, ranks, self.pipeline)
+        place = torch.device(device_of(self.device))
+        for wanted, where in ((self.cuda_graphs, "--cuda-graphs"), (self.compile, "--compile")):
+            if wanted and place.type != "cuda":
+                raise JinguError("it is for models on CUDA.", where=where, fix="Leave it out.")
+        if self.compile and not has_compiler(place):
+            what = "there is no compiler here: Triton is needed, and g++ or clang++."
+            raise JinguError(what, where="--compile", fix="Install them, or leave it out.")
+        if self.draft is not None:
+            open_model(self.draft)  # what is wrong with it is told first: loading takes its time
+        made = load(model, self.precision, self.device, adapters, self.experts_resident, ranks, self.pipeline)
+        return compiled(made) if self.compile else made
 
     def engine(self, loaded: Loaded, max_batch: int = 64) -> Engine:
         """Its engine, with the draft."""
         small = None if self.draft is None else load(self.draft, self.precision, self.device)
-        graphs = None
-        if self.cuda_graphs:
-            if next(loaded.model.parameters()).device.type != "cuda":
-                raise JinguError("the model is not on CUDA.", where="--cuda-graphs", fix="Leave it out.")
-            graphs = Graphs()
+        graphs = Graphs() if self.cuda_graphs else None
         return Engine(loaded, EngineSettings(max_batch=max_batch, guesses=self.guesses), small, graphs)
 
 

@@ -68,6 +68,7 @@ class Block(nn.Module):
         """The states after the block; and, of a mixture of experts in training, what its router did.
 
         Args:
+            tokens_BT: for what begins with a prompt.
             keys: of its tokens and of an encoder's, for what drops some of its inputs.
         """
         self.draw.own, self.draw.source = keys
@@ -167,9 +168,10 @@ class Stack(nn.Module):
         else:
             rotary = cache.rotary(positions_BT, wide)
             cache.begin(bias_NH)
+        asked_BT = tokens_BT if any(self.spec.prompts) else None
         for number, block in zip(self.part, self.blocks, strict=True):
             held = None if cache is None else cache.layer(number)
-            x_BTD, routing = block(x_BTD, rotary, mask, held, encoded_BSD, encoded_mask, tokens_BT, keys)
+            x_BTD, routing = block(x_BTD, rotary, mask, held, encoded_BSD, encoded_mask, asked_BT, keys)
             routings = routings if routing is None else [*routings, routing]
         return Passed(x_BTD if self.norm is None else self.norm(x_BTD), routings, encoded_BSD)
 

@@ -51,7 +51,13 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, in fp32 at least and rounded once."""
+    """Root mean square norm, in fp32 at least and rounded once.
+
+    Attributes:
+        wide: its weight in the dtype of the norm, where a model is arranged for inference.
+    """
+
+    wide: Tensor | None = None
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -64,7 +70,8 @@ class RMSNorm(nn.Module):
             norm = torch.linalg.vector_norm(wide, 2, -1, True)
             epsilon = _constant(self.epsilon, wide.dtype, wide.device)
             scale = torch.addcmul(epsilon, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
-            return (wide * scale).mul_(self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
+            weight = self.weight.to(x_BTD.dtype) if self.wide is None else self.wide
+            return (wide * scale).mul_(weight).to(x_BTD.dtype)
         # Written out: several times faster than torch's own on CPU, and as fast once compiled.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
@@ -97,15 +104,17 @@ _SHARE, _SHARED = 32768, 16384
 """Elements that PyTorch gives a thread at least; and more than which are shared out among all threads by some."""
 
 
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The non-linearity a spec names, as `steadily`."""
-    functions: dict[Activation, Callable[[Tensor], Tensor]] = {
-        "silu": F.silu,
-        "relu": F.relu,
-        "gelu": F.gelu,
-        "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    }
-    return steadily(functions[activation], x)
+    return steadily(_ACTIVATIONS[activation], x)
 
 
 def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

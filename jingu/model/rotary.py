@@ -112,7 +112,7 @@ def rotate(x_BTHK: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tens
     x, rest = (
         (x_BTHK, None) if turned == x_BTHK.shape[-1] else x_BTHK.split((turned, x_BTHK.shape[-1] - turned), dim=-1)
     )
-    if torch.is_grad_enabled():  # compiled, this takes less; alone, what follows
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled, this takes less; alone, what follows
         (first, second), (cos, _), (_, sin) = (_pairs(part, interleaved) for part in (x, cos, sin))
         y = _of_pairs(first * cos - second * sin, second * cos + first * sin, interleaved)
     else:

@@ -40,7 +40,7 @@ class Json(Response):
 
 def failure(error: Exception, path: str) -> Json:
     """The answer to a request that failed."""
-    known = as_serve_error(error)
+    known = as_serve_error(error, path)
     status, shown = told(known, path)
     return Json(shown, status, known.headers)
 
@@ -107,6 +107,6 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, ServeError):
                 LOGGER.exception("a stream failed")
-            last = event(told(as_serve_error(error), path)[1])
+            last = event(told(as_serve_error(error, path), path)[1])
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,6 +7,19 @@ from typing import Any
 
 from jingu.errors import JinguError
 
+_FIELDS = {
+    "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format", "adapter": "model"},
+    "/v1/completions": {"adapter": "model"},
+    "/v1/embeddings": {"prompt": "input", "adapter": "model"},
+}
+_OTHER_FIELDS = {
+    "prompt": "inputs",
+    "constraint": "grammar",
+    "adapter": "adapter_id",
+    "max_tokens": "max_new_tokens",
+}
+"""What clients call fields of `jingu.infer.request.Request`, by path; and elsewhere, text-generation-inference's."""
+
 
 class ServeError(Exception):
     """A request that fails with a status of HTTP.
@@ -41,12 +54,14 @@ def invalid(message: str, field: str | None = None) -> ServeError:
     return ServeError(400, message, field=field)
 
 
-def as_serve_error(error: Exception) -> ServeError:
-    """Any failure as one that can be told; what is in unexpected ones stays in the log."""
+def as_serve_error(error: Exception, path: str) -> ServeError:
+    """Any failure as one that can be told to who asked at a path; what is in unexpected ones stays in the log."""
     if isinstance(error, ServeError):
         return error
     if isinstance(error, JinguError):
-        return ServeError(400, str(error), field=str(error.where) if error.where else None)
+        named = _FIELDS.get(path, _OTHER_FIELDS)
+        field = None if error.where is None else named.get(str(error.where), str(error.where))
+        return ServeError(400, str(JinguError(error.what, where=field, fix=error.fix)), field=field)
     return ServeError(500, "the server failed on this; its log tells more", kind="generation")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,6 +59,8 @@ def serve(
             f"a package is missing that the server needs ({error.name}).",
             fix="Install it: `pip install 'jingu[serve]'`.",
         ) from error
+    if not host:
+        raise JinguError("an address is missing.", where="--host", fix="0.0.0.0 listens on all of this machine's.")
     loopback = _is_loopback(host)
     settings = ServeSettings(
         host=host,
@@ -66,9 +69,9 @@ def serve(
         timeout=timeout,
         grace=grace,
         keys=_keys(api_key or (), api_key_file),
-        origins=tuple(cors or ()),
+        origins=_origins(cors or ()),
         # A page of another site could else reach the server by a name that leads to this machine.
-        hosts=("localhost", "127.0.0.1", "[::1]", host, *(allow_host or ())) if loopback else (),
+        hosts=("localhost", "127.0.0.1", "[::1]", host, *_names(allow_host or ())) if loopback else (),
         log_prompts=log_prompts,
         pooling=pooling,
     )
@@ -88,6 +91,22 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _origins(given: Sequence[str]) -> tuple[str, ...]:
+    for each in given:
+        if each != "*" and not re.fullmatch(r"https?://[^/\s]+", each):
+            what = f"{each} is not an origin."
+            raise JinguError(what, where="--cors", fix="Write it as browsers do, such as https://example.com.")
+    return tuple(given)
+
+
+def _names(given: Sequence[str]) -> tuple[str, ...]:
+    for each in given:
+        if not re.fullmatch(r"[^:/\s]+|\[[^/\s]+\]", each):
+            what = f"{each} is not a name."
+            raise JinguError(what, where="--allow-host", fix="Write it without a port or a path, such as example.com.")
+    return tuple(given)
 
 
 def _keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -64,6 +65,21 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path)
     for port in ("70000", "-1", "8.5"):
         with pytest.raises(JinguError, match=rf"--port takes a whole number \(0 to 65535\), not {port}"):
             parse("serve", VERBS["serve"], [str(tmp_path), "--port", port])
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "told"),
+    [
+        ("host", "", "--host: an address is missing"),
+        ("cors", ["https://fine.example", "example.com"], "--cors: example.com is not an origin"),
+        ("cors", ["https://example.com/page"], "--cors: https://example.com/page is not an origin"),
+        ("allow_host", ["gate", "[fe80::1]", "gate:8080"], "--allow-host: gate:8080 is not a name"),
+    ],
+)
+def test_what_would_never_match_is_told(option: str, given: object, told: str, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {option: given}
+    with pytest.raises(JinguError, match=re.escape(told)):
+        verbs.serve(tmp_path, **asked)
 
 
 def test_a_missing_package_is_named() -> None:
