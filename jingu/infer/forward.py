@@ -20,7 +20,7 @@ from jingu.infer.graphs import Graphs
 from jingu.infer.load import Loaded
 from jingu.infer.pages import SCRAP
 from jingu.model.decoder import Decoder
-from jingu.model.packed import Arranged, Packed
+from jingu.model.packed import REORDERED_ROWS, Arranged, Packed, Reordered
 from jingu.model.products import linear
 from jingu.model.spec import AlibiPositions, Experts, RelativeBias
 from jingu.runtime.device import eager
@@ -32,6 +32,8 @@ def cache_of(loaded: Loaded, pages: int, page_tokens: int) -> PagedCache:
     head = cast(object, loaded.model.head_weight()) if isinstance(loaded.model, Decoder) else None
     if isinstance(head, Packed | Arranged):
         cache.multiple = 1  # products with packed matrices take each row by itself, and cost by the row
+    elif isinstance(head, Reordered):
+        cache.multiple = REORDERED_ROWS
     return cache
 
 

@@ -31,8 +31,8 @@ GROUPS: dict[Kind, int] = {"int8": 16, "int4": 32, "nf4": 64}
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried: what lies beyond is cut off, and the rest is finer."""
 
-STEADY_ROWS = 4
-"""On CPUs, kernels add up in another order where rows are fewer."""
+STEADY_ROWS, REORDERED_ROWS = 4, 2
+"""On CPUs, kernels add up in another order where rows are fewer; of matrices in oneDNN's order, where there is one."""
 
 
 class Packed(nn.Module):
@@ -142,7 +142,7 @@ class Reordered:
     @staticmethod
     def of(weight_OI: Tensor) -> Reordered:
         """A copy of a matrix."""
-        return Reordered(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), STEADY_ROWS))
+        return Reordered(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), REORDERED_ROWS))
 
     @property
     def block(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class Reordered:
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ self.T + bias`."""
         rows = x.numel() // x.shape[-1]
-        if spare := -rows % STEADY_ROWS:
+        if spare := -rows % REORDERED_ROWS:
             y_NO = self.times(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, spare)), bias)
             return y_NO[:rows].view(*x.shape[:-1], -1)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.values, bias, "none", [], "")

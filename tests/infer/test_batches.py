@@ -7,17 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.infer.arrange import arrange
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, loaded
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
 from jingu.infer.verbs import write
 from jingu.model.build import spec_from_settings
-from jingu.model.decoder import make_model
+from jingu.model.decoder import Decoder, make_model
 from jingu.model.initialise import initialise
+from jingu.model.packed import packed_reader
+from jingu.model.quantised import round_blocks, round_ends
+from jingu.model.spec import Kind
 from jingu.text.tokenizer import Tokenizer
 
 KINDS: dict[str, dict[str, object]] = {
@@ -28,16 +33,43 @@ KINDS: dict[str, dict[str, object]] = {
     "mixtral": {"family": "mixtral", "width": 24, "heads": 3, "kv_heads": 1, "feed_forward": 20},
     "t5": {"family": "t5", "width": 36, "heads": 3, "encoder_layers": 2},
 }
+ARRANGED = {
+    "llama-bf16": {**KINDS["llama-bf16"], "feed_forward": 1100},  # long sums, which kernels may divide
+    "llama-int8": {"width": 64, "heads": 4, "feed_forward": 192},
+    "llama-int4": {"width": 64, "heads": 4, "feed_forward": 192},
+    "gpt2": KINDS["gpt2"],
+    "mixtral": KINDS["mixtral"],
+}
+"""As they are loaded."""
 
 
-def model_of(kind: str, tokenizer: Tokenizer) -> Loaded:
-    settings = ModelSettings.model_validate({"layers": 2, "initial_std": 0.3, **KINDS[kind]})
+def model_of(kind: str, tokenizer: Tokenizer, arranged: bool = False) -> Loaded:
+    settings = ModelSettings.model_validate(
+        {"layers": 2, "initial_std": 0.3, **(ARRANGED if arranged else KINDS)[kind]}
+    )
     spec = spec_from_settings(settings, tokenizer.vocabulary, 400)
     if kind == "mistral":
         spec = spec.model_copy(update={"attention": spec.attention.model_copy(update={"window": 37})})
     model = make_model(spec)
     initialise(model, spec, 1)
-    return loaded(model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval(), spec, tokenizer)
+    model = model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval()
+    if kind.endswith(("int8", "int4")):
+        model = packed(model, "int8" if kind.endswith("int8") else "int4")
+    if arranged:
+        arrange(model)
+    return loaded(model, spec, tokenizer)
+
+
+def packed(whole: Decoder, kind: Kind) -> Decoder:
+    """The same with matrices of few bits."""
+    weights, model = dict(whole.named_parameters()), make_model(whole.spec).eval()
+    round_blocks(model, kind)
+    round_ends(model, torch.float32)
+    read = packed_reader([model], lambda name: weights[name].detach())
+    for name, _ in list(model.named_parameters()):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(read(name), requires_grad=False))
+    return model
 
 
 def drawn(source: random.Random, vocabulary: int, beginnings: list[tuple[int, ...]]) -> Request:
@@ -96,6 +128,17 @@ def check_mixes(model: Loaded, mixes: int, seed: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_else_matters(kind: str, tokenizer: Tokenizer) -> None:
     check_mixes(model_of(kind, tokenizer), 5, 1)
+
+
+@pytest.mark.parametrize("kind", ARRANGED)
+def test_nobody_else_matters_to_a_model_as_it_is_loaded(kind: str, tokenizer: Tokenizer) -> None:
+    check_mixes(model_of(kind, tokenizer, arranged=True), 5, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ARRANGED)
+def test_nobody_else_matters_to_loaded_models_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
+    check_mixes(model_of(kind, tokenizer, arranged=True), 100, 4)
 
 
 @pytest.mark.slow
