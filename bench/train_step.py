@@ -171,7 +171,7 @@ def compare(precision: str, rounds: int, steps: int) -> list[str]:
 
 def run() -> str:
     """The table, as Markdown."""
-    rows = [*compare("fp32", rounds=2, steps=6), *compare("bf16", rounds=2, steps=2)]
+    rows = [*compare("fp32", rounds=2, steps=6), *compare("bf16", rounds=2, steps=6)]
     return "\n".join(["| | tokens/s | × transformers | peak memory, MiB |", "|---|---|---|---|", *rows])
 
 
