@@ -82,6 +82,7 @@ async def _page(page: Page, _: HttpRequest) -> Response:
 
 async def _metrics(service: Served) -> Response:
     """Numbers for Prometheus."""
+    service.driver.check_open(0)
     stats = await service.driver.call(service.driver.engine.stats)
     return Response(service.metrics.page(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -72,8 +73,7 @@ class Ticket:
         self._met: set[int] = set()
         self._failure: ServeError | None = None
         self.closed = False
-        late = ServeError(504, f"the request took more than {driver.seconds:g} seconds", kind="incomplete_generation")
-        self._timer = asyncio.get_running_loop().call_later(driver.seconds, self.fail, late, "timeout")
+        self._timer = asyncio.get_running_loop().call_later(driver.seconds, self.fail, driver.late(), "timeout")
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Events, each with the place of its request in `requests`, in the lots in which they came.
@@ -150,6 +150,8 @@ class Driver:
         self.broken: Exception | None = None
         """Why the engine cannot go on."""
         self.stopping = False
+        self._over: ServeError | None = None
+        """What everyone is told from when on nothing more is waited for."""
         self._on_end = on_end
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: set[Ticket] = set()
@@ -180,6 +182,9 @@ class Driver:
         except JinguError:
             ticket.fail(failure, "refused")
             raise
+        except ServeError as error:
+            ticket.fail(error)
+            raise
         except Exception as error:
             LOGGER.exception("the engine failed in taking a request")
             ticket.fail(failure)
@@ -191,8 +196,7 @@ class Driver:
 
     def check_open(self, requests: int) -> None:
         """Raise ServeError unless so many more requests can be taken now."""
-        if self.broken is not None:
-            raise ServeError(503, "the engine has failed, and the server ends")
+        self._check_whole()
         if self.stopping:
             raise ServeError(503, "the server is stopping", headers={"retry-after": "5"})
         if requests > self.capacity:
@@ -209,8 +213,11 @@ class Driver:
             )
 
     async def call(self, function: Callable[[], T]) -> T:
-        """The value of a function that is called on the engine's thread, between two steps."""
-        self.check_open(0)
+        """The value of a function that is called on the engine's thread, between two steps. What is under way may go on
+        so while the server stops, until nothing more is waited for."""
+        self._check_whole()
+        if self._over is not None:
+            raise self._over
         answer: Future[T] = Future()
 
         def order() -> None:
@@ -223,6 +230,27 @@ class Driver:
         self._orders.put(order)
         return await asyncio.wrap_future(answer)
 
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[None]:
+        """Count what is done inside as a request that is under way, although it has no ticket.
+
+        Raises:
+            ServeError: there is no room now, the server is stopping or broken, or it takes too long.
+        """
+        self.check_open(1)
+        self.open += 1
+        try:
+            async with asyncio.timeout(self.seconds):
+                yield
+        except TimeoutError:
+            raise self.late() from None
+        finally:
+            self.open -= 1
+
+    def late(self) -> ServeError:
+        """What a request that takes too long ends with."""
+        return ServeError(504, f"the request took more than {self.seconds:g} seconds", kind="incomplete_generation")
+
     def closed(self, ticket: Ticket) -> None:
         """Told by a ticket that has ended; the engine, unless it is beyond that, forgets what it has of it."""
         self._tickets.remove(ticket)
@@ -232,7 +260,8 @@ class Driver:
             self._orders.put(lambda: self._forget(ticket))
 
     def abandon(self, error: ServeError) -> None:
-        """End every ticket with an error."""
+        """End every ticket with an error, and what has none when it next asks for something."""
+        self._over = error
         for ticket in list(self._tickets):
             ticket.fail(error)
 
@@ -242,6 +271,10 @@ class Driver:
         self.abandon(ServeError(503, "the server is stopping"))
         self._orders.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    def _check_whole(self) -> None:
+        if self.broken is not None:
+            raise ServeError(503, "the engine has failed, and the server ends")
 
     # On the engine's thread.
 
@@ -273,6 +306,7 @@ class Driver:
     def _submit(self, ticket: Ticket) -> None:
         if ticket.closed:
             return
+        self._check_whole()  # the step before this order may have been the last
         try:
             for place, request in enumerate(ticket.requests):
                 self._known[self.engine.submit(request)] = ticket, place

@@ -7,6 +7,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from jingu.infer.request import Event, Finish, Request, Token
+from jingu.runtime.device import eager
 from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
 from jingu.serve.driver import Account, Ticket
 from jingu.serve.errors import ServeError, invalid
@@ -113,11 +115,12 @@ async def embeddings(body: EmbeddingRequest, request: HttpRequest, service: Serv
 
     async def made() -> Any:
         data: list[dict[str, Any]] = []
-        for place, prompt in enumerate(prompts):  # one between two steps, so that others are answered meanwhile
-            vector = await service.driver.call(lambda prompt=prompt: _embedded(prompt, service))  # type: ignore[misc]
-            packed = struct.pack(f"<{len(vector)}f", *vector)
-            shown = base64.b64encode(packed).decode() if body.encoding_format == "base64" else vector
-            data.append({"object": "embedding", "index": place, "embedding": shown})
+        async with service.driver.counted():
+            for place, prompt in enumerate(prompts):  # one between two steps, so that others are answered meanwhile
+                vector = await service.driver.call(partial(_embedded, prompt, service))
+                packed = struct.pack(f"<{len(vector)}f", *vector)
+                shown = base64.b64encode(packed).decode() if body.encoding_format == "base64" else vector
+                data.append({"object": "embedding", "index": place, "embedding": shown})
         tokens = sum(map(len, prompts))
         counted = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": body.model, "usage": counted}
@@ -255,10 +258,11 @@ async def streamed(
 
 
 def _embedded(prompt: Sequence[int], service: Service) -> list[float]:
-    """The vector of one text; on the engine's thread."""
+    """The vector of one text; on the engine's thread. Blocks that are compiled for steps with a cache go as they are
+    written: others would wait while they are compiled again."""
     model = service.loaded.model
     device = next(model.parameters()).device
-    with torch.inference_mode():
+    with torch.inference_mode(), eager():
         tokens_BT = torch.tensor([prompt], device=device)
         reach_BT = torch.full_like(tokens_BT, len(prompt)) if service.loaded.reads_whole else None
         states_TD = model(tokens_BT, reach_BT=reach_BT)[0].float()

@@ -8,7 +8,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jingu.infer import engine as engine_module
 from jingu.infer import lockstep
 from jingu.infer.engine import Engine
 from jingu.infer.load import Loaded
+from jingu.serve import openai
 from tests.serve.conftest import Running, Serve, Spoken, eventually
 
 LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens": 500}}
@@ -399,6 +400,31 @@ def test_an_engine_that_cannot_go_on_ends_the_server(serve: Serve, loaded: Loade
     engine.hopeless = False
 
 
+def test_who_waits_for_an_engine_that_cannot_go_on_is_told(serve: Serve, loaded: Loaded) -> None:
+    """A request that came during its last step: nothing is left to answer it."""
+    begun, fail = threading.Event(), threading.Event()
+
+    class Last(Spoken):
+        def step(self) -> Any:
+            begun.set()
+            fail.wait(20)
+            raise RuntimeError("a bug")
+
+        def cancel(self, number: int) -> None:
+            raise RuntimeError("another")
+
+    server = serve(Last(loaded), grace=1.0)
+    first = send(server, "/generate", LONG)
+    assert begun.wait(20)
+    second = send(server, "/generate", LONG)
+    eventually(lambda: server.server.driver.open == 2)
+    fail.set()
+    assert first.getresponse().status == 500
+    answer = second.getresponse()
+    assert (answer.status, "engine has failed" in json.loads(answer.read())["error"]) == (503, True)
+    eventually(lambda: server.server.driver.open == 0)
+
+
 def test_a_bug_in_taking_a_request_is_an_error_of_the_server(serve: Serve, loaded: Loaded) -> None:
     def fail(_: str) -> str:
         raise ZeroDivisionError("secrets")
@@ -449,6 +475,52 @@ def test_what_does_not_finish_in_time_is_told(
     assert answer.status == 503 and "stops" in json.loads(answer.read())["error"]
     last = begun.read().decode().split("data: ")[-1]
     assert "stops" in json.loads(last)["error"]["message"]
+
+
+@pytest.fixture
+def embedding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
+    """Embeddings are not made, one after another, until the engine is let."""
+    gate = Gated()
+
+    def embedded(*_: Any) -> list[float]:
+        gate()
+        return [1.0]
+
+    monkeypatch.setattr(openai, "_embedded", embedded)
+    yield gate
+    gate.open()
+
+
+EMBED = {"model": "tiny", "input": ["a", "b"]}
+
+
+def test_embeddings_are_under_way_like_others(serve: Serve, loaded: Loaded, embedding: Gated) -> None:
+    server = serve(Spoken(loaded), queue=1)
+    first = send(server, "/v1/embeddings", EMBED)
+    assert embedding.waiting.wait(20) and server.server.driver.open == 1
+    assert [server.call(path, body)[0] for path, body in (("/v1/embeddings", EMBED), ("/generate", SHORT))] == [429] * 2
+    server.server.should_exit = True
+    eventually(lambda: server.server.driver.stopping)
+    embedding.open()
+    answer = first.getresponse()
+    assert answer.status == 200 and len(json.loads(answer.read())["data"]) == 2
+    eventually(lambda: free(server))
+
+
+def test_embeddings_that_take_too_long_are_ended(serve: Serve, loaded: Loaded, embedding: Gated) -> None:
+    status, answer, _ = serve(Spoken(loaded), timeout=0.05).call("/v1/embeddings", EMBED)
+    assert status == 504 and "0.05 seconds" in answer["error"]["message"]
+
+
+def test_embeddings_that_do_not_finish_in_time_are_told(serve: Serve, loaded: Loaded, embedding: Gated) -> None:
+    server = serve(Spoken(loaded), grace=0.05)
+    asked = send(server, "/v1/embeddings", EMBED)
+    assert embedding.waiting.wait(20)
+    server.server.should_exit = True
+    eventually(lambda: server.server.driver._over is not None)
+    embedding.let(1)
+    answer = asked.getresponse()
+    assert answer.status == 503 and "stops" in json.loads(answer.read())["error"]["message"]
 
 
 def _shared(serve: Serve, held: dict[int, Running] = {}) -> Running:  # noqa: B006

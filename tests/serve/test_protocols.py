@@ -7,6 +7,7 @@ import json
 import math
 import re
 import struct
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from jingu.infer.adapters import Adapters
-from jingu.infer.engine import EngineStats
+from jingu.infer.engine import Engine, EngineStats
 from jingu.infer.load import Loaded
 from jingu.infer.request import Request
 from jingu.infer.residency import ResidencyStats
@@ -38,8 +39,6 @@ def echo(serve: Serve, loaded: Loaded) -> Running:
 
 def expected(server: Running, prompt: str, tokens: int) -> str:
     """What the engine says by itself, greedily."""
-    from jingu.infer.engine import Engine
-
     loaded = server.engine.loaded
     ids = tuple(loaded.tokenizer.encode(prompt))
     return Engine(loaded).run([Request(ids, Sampling(), tokens)])[0]
@@ -307,6 +306,18 @@ def test_embeddings(serve: Serve, tiny: Running) -> None:
         "embedding"
     ]
     assert last == pytest.approx(torch.nn.functional.normalize(states[-1], dim=0).tolist(), abs=1e-6)
+
+
+def test_nobody_waits_for_embeddings_to_be_compiled(serve: Serve, tiny: Running) -> None:
+    def compiles(*_: Any) -> Any:
+        raise AssertionError("it is compiled")
+
+    loaded = replace(tiny.engine.loaded, model=deepcopy(tiny.engine.loaded.model))
+    for block in loaded.model.blocks:
+        block.compile(backend=compiles)
+    asked = {"model": "tiny", "input": PROMPT}
+    expected = tiny.call("/v1/embeddings", asked)[1]
+    assert serve(Engine(loaded)).call("/v1/embeddings", asked)[1] == expected
 
 
 @pytest.mark.parametrize(
