@@ -113,7 +113,7 @@ def stand_beside(model: Model, base: OpenModel, paths: Mapping[str, Path], dtype
     if paths and model.spec.encoder_layers is not None:
         raise JinguError(
             "adapters beside a model with an encoder are not supported.",
-            where="adapters",
+            where="--adapter",
             fix="Merge one into the model with `jingu tune merge`.",
         )
     device, sizes = next(model.parameters()).device, parameter_shapes(base.spec) if paths else {}

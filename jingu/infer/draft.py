@@ -136,13 +136,13 @@ def _check(draft: Loaded, of: Loaded) -> None:
         (draft.spec.prompts[0], "a draft has no trained prompt.", "Use the model that the prompt was trained for."),
     ):
         if wrong:
-            raise JinguError(what, where="draft", fix=fix)
+            raise JinguError(what, where="--draft", fix=fix)
     ours, theirs = of.tokenizer.pieces(), draft.tokenizer.pieces()
     if ours != theirs:
         other = sum(theirs.get(token) != id_ for token, id_ in ours.items())
         raise JinguError(
             f"the draft has {len(theirs)} tokens and the model {len(ours)}, of which {other} are not the draft's or "
             "have another id there.",
-            where="draft",
+            where="--draft",
             fix="Use a smaller model with the same tokenizer.",
         )

@@ -43,7 +43,7 @@ Key = tuple[int, int]
 """A layer, in the order of computation, and an expert of it."""
 Routed = tuple[Tensor, Tensor, Routing | None]
 
-WHERE = "experts.resident"
+WHERE = "--experts-resident"
 
 LOADERS = 1
 """Threads that read. With two, more is given away before it is needed again, and the speed is the same."""
@@ -115,7 +115,7 @@ class Residency:
         """
         mixture = opened.spec.feed_forward
         if not isinstance(mixture, Experts):
-            raise JinguError("the model has no mixture of experts.", where=WHERE, fix="Leave the setting out.")
+            raise JinguError("the model has no mixture of experts.", where=WHERE, fix="Leave it out.")
         layers = opened.spec.layers + (opened.spec.encoder_layers or 0)
         inner = (mixture.size, opened.spec.width)
         matrix = {"gate": inner, "up": inner, "down": (opened.spec.width, mixture.size)}

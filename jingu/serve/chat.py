@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from jingu.errors import JinguError
 from jingu.infer.request import Constraint, Event, Finish, Token
 from jingu.serve.answers import MAY_STREAM, EventStream, whole
 from jingu.serve.driver import Ticket
@@ -38,20 +39,21 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
     if asked is not None and functions:
         raise invalid("`response_format` and `tools` together are not supported", "response_format")
     prompt = await _prompt(body, service)
-    ticket = await service.submit(
-        request,
-        [
-            engine_request(
-                body,
-                prompt,
-                service,
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                max_tokens=body.max_tokens or body.max_completion_tokens or service.room(prompt),
-                constraint=call or asked,
-                stop=service.speech.stop if service.speech else (),
-            )
-        ],
+    wanted = engine_request(
+        body,
+        prompt,
+        service,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        max_tokens=body.max_tokens or body.max_completion_tokens or service.room(prompt),
+        constraint=call or asked,
+        stop=service.speech.stop if service.speech else (),
     )
+    try:
+        ticket = await service.submit(request, [wanted])
+    except JinguError as error:
+        if call is not None and error.where == "constraint":  # which was made of the tools' parameters
+            raise JinguError(error.what, where="tools", fix=error.fix) from error
+        raise
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
     names = {each.name for each in functions}
     calls = [Calls(names, name, must=call is not None) for _ in range(body.n or 1)]

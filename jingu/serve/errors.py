@@ -8,16 +8,10 @@ from typing import Any
 from jingu.errors import JinguError
 
 _FIELDS = {
-    "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format", "adapter": "model"},
-    "/v1/completions": {"adapter": "model"},
-    "/v1/embeddings": {"prompt": "input", "adapter": "model"},
+    "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format"},
+    "/v1/completions": {"prompt_logprobs": "echo"},
 }
-_OTHER_FIELDS = {
-    "prompt": "inputs",
-    "constraint": "grammar",
-    "adapter": "adapter_id",
-    "max_tokens": "max_new_tokens",
-}
+_OTHER_FIELDS = {"prompt": "inputs", "constraint": "grammar", "prompt_logprobs": "decoder_input_details"}
 """What clients call fields of `jingu.infer.request.Request`, by path; and elsewhere, text-generation-inference's."""
 
 

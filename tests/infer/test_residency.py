@@ -298,3 +298,4 @@ def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr()
     assert told.out == expected and "of 43,200 bytes of experts were resident" in told.err
     assert main([*words, "--experts-resident", "lots"]) == 2
+    assert "--experts-resident: lots is no size." in capsys.readouterr().err

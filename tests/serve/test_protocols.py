@@ -256,6 +256,27 @@ def test_answers_have_the_form_that_is_asked_for(tiny: Running) -> None:
         assert (status, answer["error_type"]) == (422, "validation")
 
 
+def test_mistakes_name_the_field_that_was_sent(serve: Serve, tiny: Running) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    wrong: dict[str, Any] = {"type": "nothing"}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": wrong}}}
+    functions = [{"type": "function", "function": {"name": name, "parameters": wrong}} for name in ("one", "two")]
+    for field, more in (
+        ("response_format", form),
+        ("tools", {"tools": functions, "tool_choice": "required"}),
+        ("tools", {"tools": functions[:1], "tool_choice": {"type": "function", "function": {"name": "one"}}}),
+    ):
+        status, answer, _ = tiny.call("/v1/chat/completions", {**asked, **more})
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert answer["error"]["message"].startswith(f"{field}: ")
+    whole = serve(Engine(replace(tiny.engine.loaded, reads_whole=True)))
+    asked = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 0}
+    assert whole.call("/v1/completions", asked)[1]["error"]["param"] == "echo"
+    parameters = {"decoder_input_details": True}
+    answer = whole.call("/generate", {"inputs": PROMPT, "parameters": parameters})[1]
+    assert answer["error"].startswith("decoder_input_details: ")
+
+
 def test_a_form_that_grows_too_large_is_told(tiny: Running) -> None:
     grammar = {"type": "regex", "value": "(a{1000}){1000}"}
     status, answer, _ = tiny.call("/generate", {"inputs": PROMPT, "parameters": {"grammar": grammar}})
