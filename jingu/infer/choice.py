@@ -83,6 +83,7 @@ class Choice:
         ids: of prompt and text so far.
         held: its pages of the cache, while it is computed.
         done: tokens that are in them.
+        found: of its pages, the first so many that others had left.
         names: of its full pages, and of those to come that the prompt fills.
         logprob: sum of the log-probabilities of the tokens made.
         finish: why it has ended; None: it goes on.
@@ -92,7 +93,7 @@ class Choice:
     def __init__(self, job: Job, number: int, loaded: Loaded, grammar: Grammar | None = None) -> None:
         self.job, self.number = job, number
         self.ids = list(job.prompt)
-        self.held, self.done, self.names = Held(), 0, list[bytes]()
+        self.held, self.done, self.found, self.names = Held(), 0, 0, list[bytes]()
         self.logprob = 0.0
         self.finish: Finish | None = None
         request = job.request

@@ -258,7 +258,7 @@ class Engine:
                 if wanted > self._pages.free:
                     break
                 continue
-            choice.held, choice.done = Held(pages), len(pages) * self._pages.tokens
+            choice.held, choice.done, choice.found = Held(pages), len(pages) * self._pages.tokens, len(pages)
             self._running.append(choice)
             coming |= set(names[len(pages) :])
             if not choice.job.begun:
@@ -339,6 +339,8 @@ class Engine:
 
     def _stop(self, choice: Choice) -> None:
         self._running.remove(choice)
+        if choice.left > 1:  # nobody has seen whether its scores are finite numbers
+            self._clear(choice, choice.found)
         for page in choice.held.pages:
             self._pages.release(page)
 
@@ -394,9 +396,10 @@ class Engine:
         if choice.finish is not None:
             self._stop(choice)
 
-    def _clear(self, choice: Choice) -> None:
-        """Before a choice goes whose scores were wrong: what its pages hold is found by nobody."""
-        own = [page for page in choice.held.pages if not self._pages.shared(page)]
+    def _clear(self, choice: Choice, first: int = 0) -> None:
+        """Before a choice goes whose scores were wrong, or may be: what its pages hold, from one on, is found by
+        nobody."""
+        own = [page for page in choice.held.pages[first:] if not self._pages.shared(page)]
         self._cache.clear(own)
         for page in own:
             self._pages.forget(page)

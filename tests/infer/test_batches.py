@@ -235,6 +235,24 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
     assert engine.run([Request((5, 6), Sampling(), 9, ignore_end=True)]) == whole
 
 
+def test_what_was_cut_short_spoils_nothing(tokenizer: Tokenizer) -> None:
+    """Of a prompt that is given up half read nobody knows whether its scores would have been finite numbers."""
+    model = model_of("gpt2", tokenizer)
+    page = 2 * 2 * 30 * 16 * 4
+    settings = EngineSettings(prefill_chunk=32, cache_bytes=5 * page, page_tokens=16)
+    last = Request(tuple(range(1, 70)), Sampling(), 4, ignore_end=True)
+    engine, whole = Engine(model, settings), Engine(model, settings).run([last])
+    weight = model.model.embedding.weight
+    kept = weight[77].clone()
+    with torch.no_grad():
+        weight[77] = torch.nan
+        number = engine.submit(Request((77,) * 60, Sampling(), 4))
+        assert engine.step() == []
+        engine.cancel(number)
+        weight[77] = kept
+    assert engine.run([last]) == whole and engine.stats().pages_used == 0
+
+
 def test_a_prefix_outlives_those_whose_answers_fail(tokenizer: Tokenizer) -> None:
     """Pages that others share are theirs, too."""
     model = model_of("gpt2", tokenizer)
