@@ -124,10 +124,10 @@ def test_drafts_that_do_not_fit(tiny: Loaded, answering: Loaded, tokenizer: Toke
     other = train_tokenizer(iter(["other words entirely"]), 270, ["<|endoftext|>"])
     stranger = filled(ModelSettings(width=24, heads=3, layers=1), other)
     cases: list[tuple[Any, Any, str]] = [
-        (tiny, stranger, "draft: the draft has "),
-        (answering, tiny, "draft: a model with an encoder has no draft and is none."),
-        (tiny, answering, "draft: a model with an encoder has no draft and is none."),
-        (replace(tiny, ranks=2), tiny, "draft: a model that processes share has no draft."),
+        (tiny, stranger, "--draft: the draft has "),
+        (answering, tiny, "--draft: a model with an encoder has no draft and is none."),
+        (tiny, answering, "--draft: a model with an encoder has no draft and is none."),
+        (replace(tiny, ranks=2), tiny, "--draft: a model that processes share has no draft."),
     ]
     for model, draft, words in cases:
         with pytest.raises(JinguError) as error:
