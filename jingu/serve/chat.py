@@ -56,7 +56,8 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
         raise
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
     names = {each.name for each in functions}
-    calls = [Calls(names, name, must=call is not None) for _ in range(body.n or 1)]
+    must, many = call is not None, body.parallel_tool_calls is not False
+    calls = [Calls(names, name, must, many) for _ in range(body.n or 1)]
     if body.stream:
         return EventStream(ticket, _stream(ticket, body, {**head, "object": "chat.completion.chunk"}, calls, service))
 

@@ -88,11 +88,12 @@ class Calls:
         names: functions that may be called; what calls another is text.
         forced: the function whose arguments the answer is.
         must: whether the answer is a call and nothing else.
+        many: whether there may be several calls; else only the first is told.
     """
 
-    def __init__(self, names: set[str], forced: str | None = None, must: bool = False) -> None:
+    def __init__(self, names: set[str], forced: str | None = None, must: bool = False, many: bool = True) -> None:
         self._names = names
-        self._forced = forced
+        self._forced, self._many = forced, many
         self._held = ""
         self._begun = False
         self._calling = must
@@ -126,6 +127,7 @@ class Calls:
         if not held.lstrip().startswith(("{", "[", MARK)):
             return held, []
         text, found = self._read(held)
+        found = found if self._many else found[:1]
         return text, [as_called(name, arguments, place) for place, (name, arguments) in enumerate(found)]
 
     def _read(self, held: str) -> tuple[str, list[tuple[str, str]]]:

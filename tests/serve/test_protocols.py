@@ -256,6 +256,17 @@ def test_answers_have_the_form_that_is_asked_for(tiny: Running) -> None:
         assert (status, answer["error_type"]) == (422, "validation")
 
 
+def test_one_call_is_told_where_several_are_not_wanted(serve: Serve, loaded: Loaded) -> None:
+    said = "".join(f'<tool_call>{{"name": "one", "arguments": {{"a": {number}}}}}</tool_call>' for number in range(2))
+    server = serve(Spoken(loaded, lambda _: said))
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    asked["tools"] = [{"type": "function", "function": {"name": "one"}}]
+    for more, number in (({}, 2), ({"parallel_tool_calls": True}, 2), ({"parallel_tool_calls": False}, 1)):
+        (choice,) = server.call("/v1/chat/completions", {**asked, **more})[1]["choices"]
+        arguments = [json.loads(each["function"]["arguments"]) for each in choice["message"]["tool_calls"]]
+        assert (arguments, choice["finish_reason"]) == ([{"a": place} for place in range(number)], "tool_calls")
+
+
 def test_mistakes_name_the_field_that_was_sent(serve: Serve, tiny: Running) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     wrong: dict[str, Any] = {"type": "nothing"}
