@@ -65,8 +65,12 @@ class Grammar:
     """Where a text is in its grammar."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
+        self._matcher, self._vocabulary = matcher, vocabulary
         self._mask = torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32)
+
+    def copy(self) -> Grammar:
+        """Another text at the same place: to read a grammar takes its time, and others wait meanwhile."""
+        return Grammar(self._matcher.deep_copy(), self._vocabulary)
 
     def allowed(self, scores_V: Tensor) -> Tensor:
         """Scores, -inf of tokens that may not follow."""

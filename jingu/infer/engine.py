@@ -161,9 +161,8 @@ class Engine:
         """Take a request in; its number. Raises JinguError where it can never be served."""
         job = self._job(request)
         made = 1 if job.searches else request.best_of or request.n
-        wanted = request.constraint
-        grammars = [None if wanted is None else self._grammars.open(wanted) for _ in range(made)]
-        job.choices = [Choice(job, number, self.loaded, grammar) for number, grammar in enumerate(grammars)]
+        grammar = None if request.constraint is None else self._grammars.open(request.constraint)
+        job.choices = [Choice(job, number, self.loaded, grammar and grammar.copy()) for number in range(made)]
         self._next += 1
         self._jobs[job.number] = job
         self._waiting.extend(job.choices)

@@ -13,6 +13,7 @@ import torch
 from jingu.checkpoint.export import export_hf
 from jingu.errors import JinguError
 from jingu.infer import verbs
+from jingu.infer.constrain import Grammars
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, loaded
 from jingu.infer.request import Constraint, Event, Request, Token
@@ -236,6 +237,16 @@ def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:
     for text, end in zip(texts[6:], ends[6:], strict=True):
         assert text.startswith("{") and (end == "length" or isinstance(json.loads(text), dict))
     assert len(set(texts)) > 6
+
+
+def test_a_grammar_is_read_once_for_all_choices(tiny: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, opened = [], Grammars.open
+    monkeypatch.setattr(Grammars, "open", lambda self, wanted: read.append(wanted) or opened(self, wanted))
+    wanted = Constraint("regex", "(le|la) [的数]{2} [0-9]{3}")
+    (events,) = events_of(Engine(tiny), Request((7,), Sampling(1.0), 55, n=4, constraint=wanted)).values()
+    texts = ["".join(each.token.text for each in events if each.token and each.choice == n) for n in range(4)]
+    assert all(re.fullmatch(wanted.value, text) for text in texts) and len(set(texts)) > 1
+    assert read == [wanted]
 
 
 @pytest.mark.parametrize(
