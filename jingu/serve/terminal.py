@@ -57,7 +57,7 @@ def chat(
     """
     sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
     how = Compute(**compute)
-    found, speech = speaking(how.load(model), model, template)
+    found, speech = speaking(lambda: how.load(model), model, template)
     talk = Conversation(how.engine(found, max_batch=1), speech, sampling, max_tokens)
     if system:
         talk.system(system)

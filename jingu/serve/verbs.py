@@ -80,7 +80,7 @@ def serve(
     with ranks_of(how.device) as ranks, ExitStack() as stack:
         # Before the model is loaded, which takes its time.
         listener = stack.enter_context(bound(host, port)) if ranks is None or ranks.is_first else None
-        loaded, speech = aside(lambda: speaking(how.load(model, ranks, adapters), model, template))
+        loaded, speech = aside(lambda: speaking(lambda: how.load(model, ranks, adapters), model, template))
         with in_lockstep(aside(lambda: how.engine(loaded, max_batch)), ranks) as engine:
             if engine is not None and listener is not None:
                 run(engine, settings, name, speech, listener)

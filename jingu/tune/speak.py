@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jingu.checkpoint.hub import open_model
 from jingu.config.load import load_config
 from jingu.config.sections.data import SupervisedSettings
 from jingu.errors import JinguError
@@ -42,8 +44,12 @@ class Speech:
         return tuple(encode(self.template.prompt(messages, tools), self.tokenizer)[0])
 
 
-def speaking(loaded: Loaded, path: Path, choice: str | None = None) -> tuple[Loaded, Speech | None]:
-    """A model that ends its answers as its template does, and how to speak with it: as `find_speech`."""
+def speaking(load: Callable[[], Loaded], path: Path, choice: str | None = None) -> tuple[Loaded, Speech | None]:
+    """A model that ends its answers as its template does, and how to speak with it: as `find_speech`. What is wrong
+    with a template that is named is told before the model is loaded, which takes its time."""
+    if choice is not None:
+        find_speech(path, Tokenizer.load(open_model(path).tokenizer()), choice)
+    loaded = load()
     speech = find_speech(path, loaded.tokenizer, choice)
     ends = () if speech is None else speech.end_ids
     return replace(loaded, end_ids=tuple(dict.fromkeys((*loaded.end_ids, *ends)))), speech

@@ -168,6 +168,19 @@ def test_mistakes_are_told(
     assert words in printed.err and printed.out == ""
 
 
+@pytest.mark.parametrize("verb", ["chat", "serve"])
+def test_a_template_that_is_missing_is_told_before_the_model_is_loaded(
+    verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("jingu.infer.verbs.load", lambda *_: pytest.fail("it is loaded"))
+    port = ["--port", "0"] if verb == "serve" else []
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    for template, told in (("nonesuch", "there is no template nonesuch"), (str(broken), "the template is not Jinja")):
+        assert main([verb, str(folder), "--template", template, *port]) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_a_file_that_was_there_is_not_overwritten(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
