@@ -59,7 +59,7 @@ def train_loop(loop: Loop, progress: Progress, keeper: Keeper, meter: Meter, sto
     if progress.evaluation_due:
         progress.evaluation_due = False
         _evaluate(loop, progress, write)
-    held_out = None
+    held_out, diverged = None, False
     meter.begin(progress)
     hidden = None if loop.ranks.is_first else True  # None: where there is no terminal
     with tqdm(total=steps, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True) as bar:
@@ -83,7 +83,7 @@ def train_loop(loop: Loop, progress: Progress, keeper: Keeper, meter: Meter, sto
                 progress.loss_sum = float(losses.item())  # waits for the device, so the clock is read after it
                 meter.read(progress)
             if logs:
-                _log(loop, progress, result, meter, write, bar)
+                diverged = _log(loop, progress, result, meter, write, bar, diverged)
                 losses.zero_()
             if evaluates:
                 held_out = _evaluate(loop, progress, write)
@@ -174,7 +174,11 @@ class Meter:
         return flops / self.peak
 
 
-def _log(loop: Loop, progress: Progress, result: StepResult, meter: Meter, write: Write, bar: tqdm) -> None:
+def _log(
+    loop: Loop, progress: Progress, result: StepResult, meter: Meter, write: Write, bar: tqdm, diverged: bool
+) -> bool:
+    """Write a line of metrics, and tell it. Whether the loss is no number is told where it is not as it was
+    (`diverged`), and returned."""
     loss, scale = progress.loss_sum / progress.loss_steps, progress.loss_scale
     progress.loss_sum, progress.loss_steps = 0.0, 0
     rate = meter.rate(progress)
@@ -200,8 +204,11 @@ def _log(loop: Loop, progress: Progress, result: StepResult, meter: Meter, write
         peak_share=share,
         memory_bytes=peak_memory(loop.ranks.device),
     )
-    if not math.isfinite(loss):
+    if diverged and math.isfinite(loss):
+        say(f"The loss is a number again at step {progress.step}.")
+    elif not diverged and not math.isfinite(loss):
         say(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
+    return not math.isfinite(loss)
 
 
 def _evaluate(loop: Loop, progress: Progress, write: Write) -> float | None:
@@ -213,6 +220,8 @@ def _evaluate(loop: Loop, progress: Progress, write: Write) -> float | None:
         ends = progress.step == run.config.train.steps
         wanted = settings.sequences_at_end if ends and settings.sequences_at_end else settings.sequences
         sequences, lengths = None if wanted == "all" else wanted, run.tokenizer.byte_lengths()
+        if sequences is None:  # this may take long
+            say(f"step {progress.step}: measuring the loss on all held-out text, {counted(rows.count, 'sequence')}")
         started = time.perf_counter()
         found = evaluate(loop.model, loop.task, rows, lengths, sequences=sequences, micro_size=loop.plan.micro_size)
         loss, bits, progress.evaluation = found.loss, found.bits_per_byte, asdict(found)

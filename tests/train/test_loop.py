@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from jingu.errors import JinguError
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.initialise import initialise
 from jingu.runtime.device import is_out_of_memory
-from jingu.train import session
+from jingu.train import loop, session
 from jingu.train.run import Run, open_run
 from jingu.train.schedule import learning_rate
 
@@ -111,6 +112,30 @@ def test_a_loss_that_is_no_number_is_told(tiny_run, train_on, done, capsys):
     train_on(1, config)
     assert done(config).column("loss")[-1] == "nan"
     assert "The loss is nan at step " in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_is_told_once(tiny_run, train_on, monkeypatch, capsys):
+    """And once more where it is a number again."""
+    values, step = iter([1.0, math.nan, math.inf, 2.0, 3.0, math.nan]), loop.train_step
+    monkeypatch.setattr(
+        loop, "train_step", lambda *a, **k: replace(step(*a, **k), loss=torch.tensor(next(values)).double())
+    )
+    train_on(1, tiny_run({"train.steps": 6, "train.log_every": 1, "evaluation.every": 0}))
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("The loss is")]
+    assert [line.partition(":")[0] for line in told] == [
+        "The loss is nan at step 2", "The loss is a number again at step 4.", "The loss is nan at step 6",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sequences", [2, "all"])
+def test_a_long_evaluation_is_told_before_it_begins(sequences, tiny_run, train_on, monkeypatch, capsys):
+    said: list[str] = []
+    measure = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: said.append(capsys.readouterr().err) or measure(*a, **k))
+    changes = {"train.steps": 1, "evaluation.every": 1, "evaluation.sequences": sequences}
+    train_on(1, tiny_run({**changes, "evaluation.sequences_at_end": sequences}))
+    (before,) = said
+    assert ("step 1: measuring the loss on all held-out text, " in before) == (sequences == "all")
 
 
 def test_the_end_is_told(tiny_run, done, capsys, peak):
