@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jingu.checkpoint.hub import OpenModel, Shapes, open_model, open_run_apart, read_json, with_adapters, write_json
 from jingu.checkpoint.stream import read_at, read_header
-from jingu.errors import JinguError
+from jingu.errors import JinguError, counted
 from jingu.model.adapters import is_adapter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
@@ -216,8 +216,19 @@ def open_peft(folder: Path) -> OpenModel:
 
 
 def find_adapters(path: Path, base: OpenModel) -> OpenModel:
-    """Adapters of a run, or those that peft wrote into a folder, for a model."""
-    return read_adapters(path, base) if (path / CONFIG).is_file() else open_run_apart(path)[0]
+    """Adapters of a run, or those that peft wrote into a folder, for a model. Raises JinguError where there are none,
+    or where the run's are for a model of another depth."""
+    if (path / CONFIG).is_file():
+        return read_adapters(path, base)
+    if not path.is_dir():
+        what = "there is no such folder of adapters."
+        raise JinguError(what, where=path, fix="Give a run that trained adapters, or a folder of peft.")
+    opened = open_run_apart(path)[0]
+    there, here = ((spec.encoder_layers or 0) + spec.layers for spec in (opened.spec, base.spec))
+    if there != here:
+        what = f"these adapters are for a model of {counted(there, 'block')}, and this one has {here:,}."
+        raise JinguError(what, where=path, fix="Choose another base.")
+    return opened
 
 
 def open_adapters(path: Path, base: OpenModel, spec: ModelSpec) -> OpenModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from jingu.checkpoint import peft
 from jingu.checkpoint.export import export_hf
+from jingu.checkpoint.hub import open_model
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
@@ -103,4 +106,17 @@ def test_what_cannot_stand_beside_is_refused(folder: Path, loaded: Loaded, tmp_p
         load(folder / "base", "fp32", "cpu", {"dora": folder / "dora"})
     with pytest.raises(JinguError):
         load(folder / "base", "fp32", "cpu", {"none": tmp_path})
+    with pytest.raises(JinguError, match=r"nowhere: there is no such folder of adapters\. Give a run"):
+        load(folder / "base", "fp32", "cpu", {"none": tmp_path / "nowhere"})
     assert loaded.adapters.names == ("small", "large")
+
+
+def test_adapters_of_a_shallower_model_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their matrices would all find a place."""
+    base = open_model(folder / "base")
+    own = replace(base, spec=base.spec.model_copy(update={"layers": 1}))
+    monkeypatch.setattr(peft, "open_run_apart", lambda path: (own, own, path))
+    with pytest.raises(JinguError, match=r"for a model of 1 block, and this one has 2\. Choose another base"):
+        peft.find_adapters(tmp_path, base)
