@@ -62,6 +62,12 @@ def serve(
     if not host:
         raise JinguError("an address is missing.", where="--host", fix="0.0.0.0 listens on all of this machine's.")
     loopback = _is_loopback(host)
+    if allow_host and not loopback:
+        raise JinguError(
+            f"on {host} the server answers to every name.",
+            where="--allow-host",
+            fix="Leave it out; or listen on this machine alone, and let a proxy reach it there.",
+        )
     settings = ServeSettings(
         host=host,
         port=port,

@@ -82,6 +82,11 @@ def test_what_would_never_match_is_told(option: str, given: object, told: str, t
         verbs.serve(tmp_path, **asked)
 
 
+def test_names_say_nothing_where_every_name_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match=r"--allow-host: on 0\.0\.0\.0 the server answers to every name"):
+        verbs.serve(tmp_path, host="0.0.0.0", allow_host=["example.com"])
+
+
 def test_a_missing_package_is_named() -> None:
     code = (
         "import sys; sys.modules['fastapi'] = None; from jingu.cli import main; raise SystemExit(main(['serve', 'x']))"
