@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -104,10 +105,11 @@ def cannot_write(error: OSError, path: Path, other: str = "choose another path")
     Args:
         other: what can be done instead of mending the place.
     """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    short = error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error))  # numpy's words
+    if short or error.errno in (errno.ENOSPC, errno.EDQUOT):
         return JinguError("the disk is full.", where=path, fix=f"Make room, or {other}.")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         file = next(place for place in (path, *path.parents) if place.exists())
         return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {other}.")
-    what = f"this cannot be written ({error.strerror})."
+    what = f"this cannot be written ({error.strerror or error})."
     return JinguError(what, where=path, fix=f"Mend its permissions, or {other}.")

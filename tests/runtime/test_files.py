@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jingu.errors import JinguError
-from jingu.runtime.files import new_folder, replace_text
+from jingu.runtime.files import cannot_write, new_folder, replace_text
 
 
 def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
@@ -92,3 +92,15 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError) as raised:
         replace_text(tmp_path / "none" / "text", "秋\n")
     assert raised.value.filename == str(tmp_path / "none" / "text")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("8192 requested and 3072 written", "here: the disk is full. Make room, or choose another path."),
+        ("strange", "here: this cannot be written (strange). Mend its permissions, or choose another path."),
+    ],
+)
+def test_what_has_no_number_is_told_in_its_own_words(words: str, told: str) -> None:
+    """Numpy gives none where the disk had room for a part."""
+    assert str(cannot_write(OSError(words), Path("here"))) == told
