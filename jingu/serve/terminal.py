@@ -144,7 +144,9 @@ class Conversation:
         answer = write(self._engine, self._request([*self.messages, said]))
         self._answers += 1
         self.messages += [said, Message("assistant", answer.text)]
-        end = {"cancelled": "stopped", "length": f"cut off at max_tokens={answer.tokens}"}.get(answer.finish or "")
+        full = answer.tokens < self._max_tokens
+        cut = "cut off: the model's context is full" if full else f"cut off at max_tokens={answer.tokens}"
+        end = {"cancelled": "stopped", "length": cut}.get(answer.finish or "")
         notes = [*([end] if end else []), *([answer.speed] if sys.stdin.isatty() else [])]
         if notes:
             print(f"({'; '.join(notes)})", file=sys.stderr)

@@ -168,6 +168,17 @@ def test_mistakes_are_told(
     assert words in printed.err and printed.out == ""
 
 
+@pytest.mark.parametrize(
+    ("most", "told"),
+    [(3, "(cut off at max_tokens=3)"), (4, "(cut off at max_tokens=4)"), (5, "(cut off: the model's context is full)")],
+)
+def test_what_cut_an_answer_off_is_told(
+    most: int, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert piped(monkeypatch, folder, "x" * (CONTEXT - 4), "--max-tokens", str(most)) == 0
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["chat", "serve"])
 def test_a_template_that_is_missing_is_told_before_the_model_is_loaded(
     verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
