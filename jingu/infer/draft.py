@@ -140,9 +140,9 @@ def _check(draft: Loaded, of: Loaded) -> None:
     ours, theirs = of.tokenizer.pieces(), draft.tokenizer.pieces()
     if ours != theirs:
         other = sum(theirs.get(token) != id_ for token, id_ in ours.items())
+        differ = f", of which {other:,} are not the draft's or have another id there" if other else ""
         raise JinguError(
-            f"the draft has {len(theirs)} tokens and the model {len(ours)}, of which {other} are not the draft's or "
-            "have another id there.",
+            f"the draft has {len(theirs):,} tokens and the model {len(ours):,}{differ}.",
             where="--draft",
             fix="Use a smaller model with the same tokenizer.",
         )

@@ -6,7 +6,8 @@ import copy
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,7 +124,10 @@ def test_drawn_tokens_have_the_models_distribution(tiny: Loaded) -> None:
 def test_drafts_that_do_not_fit(tiny: Loaded, answering: Loaded, tokenizer: Tokenizer) -> None:
     other = train_tokenizer(iter(["other words entirely"]), 270, ["<|endoftext|>"])
     stranger = filled(ModelSettings(width=24, heads=3, layers=1), other)
+    ours = tokenizer.pieces()
+    larger = replace(tiny, tokenizer=cast(Tokenizer, SimpleNamespace(pieces=lambda: {**ours, "more": len(ours)})))
     cases: list[tuple[Any, Any, str]] = [
+        (tiny, larger, f"--draft: the draft has {len(ours) + 1} tokens and the model {len(ours)}. Use a smaller"),
         (tiny, stranger, "--draft: the draft has "),
         (answering, tiny, "--draft: a model with an encoder has no draft and is none."),
         (tiny, answering, "--draft: a model with an encoder has no draft and is none."),
