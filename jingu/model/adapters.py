@@ -121,9 +121,13 @@ def prepare_training(model: nn.Module, spec: ModelSpec) -> None:
     if spec.base is not None:
         round_blocks(model, spec.base)
     for name, parameter in model.named_parameters():
-        frozen = not is_adapter(name) if adapter is not None else matches(name, spec.frozen)
-        if frozen:
+        if not is_trained(name, spec):
             parameter.requires_grad_(False)
+
+
+def is_trained(name: str, spec: ModelSpec) -> bool:
+    """Whether a parameter of a model is trained: where there are adapters, these alone."""
+    return not matches(name, spec.frozen) if spec.adapter is None else is_adapter(name)
 
 
 def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:

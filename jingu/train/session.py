@@ -24,7 +24,7 @@ from jingu.data.objective import batches
 from jingu.data.receipt import Receipt, check_receipt
 from jingu.data.sources import epochs_used
 from jingu.errors import JinguError, counted
-from jingu.model.adapters import is_adapter
+from jingu.model.adapters import is_adapter, is_trained
 from jingu.model.count import Shapes, flops_per_token
 from jingu.model.decoder import make_model, parameter_shapes
 from jingu.model.products import product_dtype
@@ -319,8 +319,10 @@ def _summary(run: Run, start: dict[str, Any]) -> str:
     steps, a_step = run.config.train.steps, start["tokens_per_step"]
     used = epochs_used(run.config, run.source)
     epochs = ", ".join(f"{count:.2f} epochs" + (f" of {name}" if len(used) > 1 else "") for name, _, count in used)
+    trained = sum(shape.numel() for name, shape in parameter_shapes(run.spec).items() if is_trained(name, run.spec))
+    part = f" ({rounded(trained)} of them trained)" if trained < start["parameters"] else ""
     return (
-        f"{run.config.name}: {run.spec.family}, {rounded(start['parameters'])} parameters, "
+        f"{run.config.name}: {run.spec.family}, {rounded(start['parameters'])} parameters{part}, "
         f"{counted(start['ranks'], 'rank')} on {start['device']} in {start['precision']}"
         f"{', compiled' if start['compile'] else ''}; {counted(steps, 'step')} of {counted(a_step, 'token')}, "
         f"{rounded(steps * a_step)} in all ({epochs})."

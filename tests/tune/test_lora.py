@@ -21,6 +21,7 @@ from jingu.model.decoder import make_model
 from jingu.parallel import apply
 from jingu.train.run import Run, open_run
 from jingu.tune.adapters import export, merge
+from jingu.words import rounded
 from tests.conftest import Done, MakeRun
 
 TOKENS = torch.arange(5, 29).view(2, 12)
@@ -107,11 +108,15 @@ def test_only_adapters_are_trained_and_saved_in_every_layout(
             torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
 
 
-def test_a_run_goes_on_where_it_was(adapted: MakeRun, train_on: Train, done: Read) -> None:
+def test_a_run_goes_on_where_it_was(
+    adapted: MakeRun, train_on: Train, done: Read, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = adapted({"checkpoint.every": 4})
     train_on(1, config)
     whole = done(config)
     losses, weights = whole.column("loss"), whole.tensors()
+    numbers = sum(tensor.numel() for name, tensor in weights.items() if name.startswith("model/"))
+    assert f" parameters ({rounded(numbers)} of them trained), 1 rank " in capsys.readouterr().err
     shutil.rmtree(step_folder(whole.folder / "checkpoints", 8))
     train_on(1, config)
     assert done(config).column("loss") == pytest.approx(losses, rel=1e-12)
