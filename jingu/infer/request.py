@@ -140,8 +140,9 @@ def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
     room = room_after(spec, len(prompt))
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
+        more = f"{max_tokens:,} more {'was' if max_tokens == 1 else 'were'}"
         raise JinguError(
-            f"the prompt has {counted(len(prompt), 'token')} and {max_tokens:,} more were asked for, but the model's "
+            f"the prompt has {counted(len(prompt), 'token')} and {more} asked for, but the model's "
             f"context is {spec.context} tokens.",
             where="prompt",
             fix=f"{fix}{' or shorten the prompt' if room > 0 else ''}.",

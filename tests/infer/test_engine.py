@@ -157,7 +157,7 @@ def test_cancelled_requests_end_and_others_go_on(tiny: Loaded) -> None:
         (
             [1] * 64,
             {},
-            "prompt: the prompt has 64 tokens and 1 more were asked for, but the model's context is 64 tokens. "
+            "prompt: the prompt has 64 tokens and 1 more was asked for, but the model's context is 64 tokens. "
             "Shorten the prompt.",
         ),
         ([1], {"max_tokens": 0}, "max_tokens: 0 tokens were asked for. Ask for 1 or more."),
