@@ -9,7 +9,6 @@ differ from each other: pairs of short steps tell it, in one of which, by turns 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -173,6 +172,7 @@ def peak_of_a_load(folder: Path, ranks: int) -> float:
     from jingu.checkpoint.shards import DTYPES, Held
     from jingu.checkpoint.slices import local_slice
     from jingu.checkpoint.store import load_blocks
+    from jingu.runtime.device import peak_memory
 
     manifest = open_checkpoint(folder)
     shapes = {name: stored.shape for name, stored in manifest.tensors.items()}
@@ -181,9 +181,9 @@ def peak_of_a_load(folder: Path, ranks: int) -> float:
         Held(name, found, torch.ones(found.size, dtype=DTYPES[manifest.tensors[name].dtype]))
         for name, found in slices.items()
     ]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory(torch.device("cpu"))
     load_blocks(folder, manifest, blocks)
-    taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    taken = peak_memory(torch.device("cpu")) - before
     return taken / sum(block.local.numel() * block.local.element_size() for block in blocks)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,15 +23,18 @@ import numpy as np
 SHARDS = 64
 SEQUENCE = 2048
 OPEN = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
+import torch
 from jingu.data.batches import BatchSource, Windows
 from jingu.data.dataset import open_dataset
 from jingu.data.mixture import plan_mixture
-before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+from jingu.runtime.device import peak_memory
+cpu = torch.device("cpu")
+before, started = peak_memory(cpu), time.perf_counter()
 windows = Windows(open_dataset(Path(sys.argv[1]), "train"), 2048, 0)
 source = BatchSource((windows,), plan_mixture([(0, [1.0])], [None]), 8)
-print(time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(time.perf_counter() - started, (peak_memory(cpu) - before) // 1024)
 """
 
 
@@ -177,9 +179,12 @@ def corpus(folder: Path, megabytes: float) -> Path:
 
 def building(place: Path, megabytes: float) -> list[str]:
     """Tokens a second and core, of `jingu data build` and of `datasets.map` with the same tokenizer in batches."""
+    import torch
+
     from jingu.config.schema import RunConfig
     from jingu.data.build import build
     from jingu.data.manifest import Manifest
+    from jingu.runtime.device import peak_memory
     from jingu.text.tokenizer import Tokenizer
     from jingu.text.verbs import train
 
@@ -199,7 +204,7 @@ def building(place: Path, megabytes: float) -> list[str]:
     manifest = Manifest.load(place / "built")
     assert manifest is not None
     tokens = manifest.train.tokens + manifest.held_out.tokens
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    peak = peak_memory(torch.device("cpu")) / 1e6
     found = f"{tokens / ours / 1e6:.2f} M tokens/s a core; at most {peak:.0f} MB"
     rows = [f"| `jingu data build`, one process | {found} | 1 GB |"]
     import datasets

@@ -109,7 +109,8 @@ def _find(address: tuple[str, str, str]) -> Callable[..., Any]:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from jingu.runtime.ranks import forget_groups
 
     torch.set_num_threads(1)
     os.fsync = lambda _: None
@@ -131,10 +132,8 @@ def _serve(pipe: Connection) -> None:
                 answer = (True, _find(address)(rank, world, *arguments, **keywords))
             finally:
                 dist.destroy_process_group()
-                # Models refer to groups in circles, DTensor remembers what it did on them, and each one left has
-                # threads that never rest.
-                _clear_sharding_prop_cache()
-                gc.collect()
+                forget_groups()
+                gc.collect()  # models refer to groups in circles, and each one left has threads that never rest
                 gc.freeze()  # or the next time looks through all of torch again, for longer than most calls take
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -5,9 +5,12 @@ This is the only room (with `launch/`) that reads environment variables.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,11 +102,23 @@ def joined(device_type: str, threads: int | None) -> Iterator[Ranks]:
         store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
     else:
         rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
+    # Groups end with their last references, and their threads with them: one that gives a tensor back while the
+    # interpreter ends would abort the process.
+    atexit.register(gc.collect)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         yield Ranks(rank, world, device, socket.gethostname(), notes)
     finally:
         dist.destroy_process_group()
+        forget_groups()
+
+
+def forget_groups() -> None:
+    """Empty what DTensor remembers of meshes, which refer to their groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _prepare_nccl() -> tuple[str, ...]:

@@ -490,9 +490,10 @@ def test_memory_does_not_grow_with_the_input(make_config: MakeConfig, tmp_path: 
                 json.dumps({"text": f"{number} " + "some words and 春眠. " * repeated}, ensure_ascii=False) + "\n"
             )
     config = make_config(input=str(tmp_path / "x.jsonl.gz"), held_out=0.0)
-    code = "import resource, sys; from jingu.config.schema import RunConfig; from jingu.data.build import build; "
+    code = "import sys, torch; from jingu.config.schema import RunConfig; from jingu.data.build import build; "
+    code += "from jingu.runtime.device import peak_memory; "
     code += "build(RunConfig.model_validate_json(sys.argv[1])); "
-    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    code += "print(peak_memory(torch.device('cpu')) // 2**20)"
     done = subprocess.run(
         [sys.executable, "-c", code, config.model_dump_json()], check=True, capture_output=True, text=True
     )

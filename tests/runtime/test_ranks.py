@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +42,33 @@ def test_one_process_is_a_group_of_its_own(monkeypatch):
             assert torch.get_num_threads() == usable_cores()
     finally:
         torch.set_num_threads(threads)
+
+
+def test_threads_of_groups_end_before_the_interpreter() -> None:
+    """One that gave a tensor back while the interpreter ends would abort the process."""
+    code = """if True:
+        import atexit, os
+        from pathlib import Path
+
+        def tell():
+            print(sorted(task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")))
+
+        atexit.register(tell)  # called last
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from jingu.runtime.ranks import joined
+
+        with joined("cpu", 1):
+            model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+            model(torch.ones(2, 4)).sum().backward()
+            torch.optim.AdamW(model.parameters(), fused=True).step()
+            tell()
+        del model
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100)
+    before, after = done.stdout.splitlines()
+    assert "gloo" in before and "gloo" not in after
 
 
 def test_an_environment_that_makes_no_sense(monkeypatch):
