@@ -303,7 +303,11 @@ def _attend(y_BXHK: Tensor, q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias
     split = (sequences, -1, groups, q_BXHK.shape[2] // groups, size)
     q_NGQRK = q_BXHK.view(split).transpose(1, 2)
     queries, repeats = q_NGQRK.shape[2:4]
-    y_NGMK = attend(_filled(q_NGQRK.flatten(2, 3)), k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    q_NGMK = _filled(q_NGQRK.flatten(2, 3))
+    if sequences * groups == 1 and q_NGMK.device.type == "cpu":
+        # A kernel that has one piece of work shares its sums out among threads, and adds up in another order.
+        q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
+    y_NGMK = attend(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)[:sequences]
     y_NGQRK = y_NGMK[:, :, : queries * repeats].unflatten(2, (queries, repeats))
     y_BXHK.view(split).copy_(y_NGQRK.transpose(1, 2))
 

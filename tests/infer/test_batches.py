@@ -125,9 +125,15 @@ def check_mixes(model: Loaded, mixes: int, seed: int) -> None:
     assert preempted or mixes < 9
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_else_matters(kind: str, tokenizer: Tokenizer) -> None:
-    check_mixes(model_of(kind, tokenizer), 5, 1)
+def test_nobody_else_matters(kind: str, threads: int, tokenizer: Tokenizer) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_mixes(model_of(kind, tokenizer), 5, 1)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", ARRANGED)
