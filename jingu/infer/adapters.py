@@ -27,6 +27,8 @@ from jingu.parallel.sharing import sharing_of
 
 NONE = -1
 """The number that stands for no adapter."""
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""By module, the small matrices of an adapter; the second times its scale."""
 
 
 class Adapters:
@@ -100,8 +102,8 @@ def _map(weight_OI: Tensor) -> Linear:
     return made
 
 
-def stand_beside(model: Model, base: OpenModel, paths: Mapping[str, Path], dtype: torch.dtype) -> Adapters:
-    """Give the matrices of a model, or of this rank's part of it, their adapters, in place.
+def read_beside(paths: Mapping[str, Path], base: OpenModel) -> dict[str, Pairs]:
+    """Adapters that are to stand beside a model, by their names.
 
     Args:
         paths: name → a run that trained adapters, or a folder of peft's.
@@ -109,31 +111,39 @@ def stand_beside(model: Model, base: OpenModel, paths: Mapping[str, Path], dtype
     Raises:
         JinguError: there are none, or no LoRA of plain matrices, or they are for another model.
     """
-    adapters = Adapters(list(paths))
-    if paths and model.spec.encoder_layers is not None:
+    if paths and base.spec.encoder_layers is not None:
         raise JinguError(
             "adapters beside a model with an encoder are not supported.",
             where="--adapter",
             fix="Merge one into the model with `jingu tune merge`.",
         )
-    device, sizes = next(model.parameters()).device, parameter_shapes(base.spec) if paths else {}
+    sizes, found = parameter_shapes(base.spec) if paths else {}, dict[str, Pairs]()
+    for name, path in paths.items():
+        found[name] = _read(path, base)
+        for module, (a_RI, b_OR) in found[name].items():
+            if sizes.get(f"{module}.weight") != (len(b_OR), a_RI.shape[1]):
+                raise JinguError(
+                    f"the model has no matrix {module} of this size.", where=path, fix="Choose another base."
+                )
+    return found
+
+
+def stand_beside(model: Model, adapters: Mapping[str, Pairs], dtype: torch.dtype) -> Adapters:
+    """Give the matrices of a model, or of this rank's part of it, their adapters, in place."""
+    made, device = Adapters(list(adapters)), next(model.parameters()).device
     stages = stages_of(model)
     here = {name: stage for stage in stages for name, child in stage.named_modules() if isinstance(child, Linear)}
     found: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    for number, path in enumerate(paths.values()):
-        for name, (a_RI, b_OR) in _read(path, base).items():
-            if sizes.get(f"{name}.weight") != (len(b_OR), a_RI.shape[1]):
-                raise JinguError(
-                    f"the model has no matrix {name} of this size.", where=path, fix="Choose another base."
-                )
+    for number, pairs in enumerate(adapters.values()):
+        for name, (a_RI, b_OR) in pairs.items():
             if name in here:
                 mine = _cut(model, name, 1, a_RI), _cut(model, name, 0, b_OR)
                 found.setdefault(name, {})[number] = mine[0].to(device, dtype), mine[1].to(device, dtype)
     for name, parts in found.items():
         parent, _, leaf = name.rpartition(".")
         holder = here[name].get_submodule(parent)
-        setattr(holder, leaf, LoraRows(getattr(holder, leaf), adapters, parts))
-    return adapters
+        setattr(holder, leaf, LoraRows(getattr(holder, leaf), made, parts))
+    return made
 
 
 def _cut(model: Model, name: str, dim: int, whole: Tensor) -> Tensor:
@@ -144,8 +154,7 @@ def _cut(model: Model, name: str, dim: int, whole: Tensor) -> Tensor:
     return replace(part, dims=tuple(each if each == dim else None for each in part.dims)).cut(whole)
 
 
-def _read(path: Path, base: OpenModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """By module, the small matrices of an adapter; the second times its scale."""
+def _read(path: Path, base: OpenModel) -> Pairs:
     own = find_adapters(path, base)
     if own.reads_whole != base.reads_whole:
         what = "of the model and its adapter, one was trained to see beginnings in both directions and one was not."

@@ -304,7 +304,7 @@ def _attend(y_BXHK: Tensor, q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias
     q_NGQRK = q_BXHK.view(split).transpose(1, 2)
     queries, repeats = q_NGQRK.shape[2:4]
     q_NGMK = _filled(q_NGQRK.flatten(2, 3))
-    if sequences * groups == 1 and q_NGMK.device.type == "cpu":
+    if sequences * groups == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
         # A kernel that has one piece of work shares its sums out among threads, and adds up in another order.
         q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
     y_NGMK = attend(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)[:sequences]

@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 
 from jingu.checkpoint.hub import OpenModel, load_model, open_model
-from jingu.checkpoint.peft import find_adapters
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
-from jingu.infer.adapters import Adapters, stand_beside
+from jingu.infer.adapters import Adapters, read_beside, stand_beside
 from jingu.infer.arrange import arrange
 from jingu.infer.residency import Residency
 from jingu.model.decoder import Decoder, make_model
@@ -104,8 +103,7 @@ def load(
         what = f"one process cannot be {pipeline} stages."
         raise JinguError(what, where="--pipeline", fix=f"Start as many or more: --processes {pipeline}.")
     opened = open_model(path)
-    for each in (adapters or {}).values():
-        find_adapters(each, opened)  # what is wrong with them is told first: loading takes its time
+    found = read_beside(adapters or {}, opened)  # what is wrong with them is told first: loading takes its time
     tokenizer = Tokenizer.load(opened.tokenizer())
     place = torch.device(device_of(device)) if ranks is None else ranks.device
     name = precision if precision in PRECISIONS else "bf16" if has_fast_bf16(place) else "fp32"
@@ -125,7 +123,7 @@ def load(
         model = load_model(opened, dtype, place, prepare)
     else:
         model = _shared(opened, dtype, ranks, pipeline, prepare)
-    beside = stand_beside(model, opened, adapters or {}, dtype)
+    beside = stand_beside(model, found, dtype)
     for stage in stages_of(model):
         arrange(stage)
     begins = tokenizer.beginning == [opened.special_ids.get("bos_token_id")]  # the model was trained so, and says it
