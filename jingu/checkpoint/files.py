@@ -146,8 +146,10 @@ def _write_shard(path: Place, plan: Manifest, data: Data, direct: bool) -> Manif
 
 def leave_note(partial: Place, rank: int, error: BaseException) -> None:
     """Tell the other ranks what went wrong here, through the folder that all of them see."""
-    with contextlib.suppress(OSError), _note_name(partial, rank).open("wb", buffering=0) as file:
-        file.write(cause_of(error).encode())
+    with contextlib.suppress(OSError):
+        partial.mkdir(parents=True, exist_ok=True)  # this rank may have failed before any has begun
+        with _note_name(partial, rank).open("wb", buffering=0) as file:
+            file.write(cause_of(error).encode())
 
 
 def cause_of(error: BaseException) -> str:

@@ -222,13 +222,13 @@ def sharded(rank: int, world: int) -> dict[str, Tensor]:
 
 
 def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
-    """Rank 1's process is held up, then killed, then works."""
+    """Rank 1's process is held up, then killed before any process has begun, then works."""
     import torch.distributed as dist
 
     tensors, said = sharded(rank, world), []
     saver = BackgroundSaver(tensors, rank=rank, ranks=world)
     for step, fate in ((1, "late"), (2, "dies"), (3, "works")):
-        if rank == 1 and fate != "works":
+        if fate == "dies" or (rank == 1 and fate == "late"):
             pause(saver)
         saver.save(step_folder(folder, step), tensors, {"step": step}, Keep(3))
         if rank == 0:
@@ -238,7 +238,12 @@ def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
             resume(saver)
         if rank == 1 and fate == "dies":
             os.kill(saver._process.pid, signal.SIGKILL)
+        if rank == 0 and fate == "dies":
+            dist.barrier()
+            resume(saver)
         outcome = saver.poll(None)
+        if rank == 1 and fate == "dies":
+            dist.barrier()
         said.append(outcome.problem if outcome else None)
         dist.barrier()
     saver.close()
