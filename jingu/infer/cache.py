@@ -69,6 +69,12 @@ class _Group:
     bias: Tensor | None = None
 
 
+def page_bytes(spec: ModelSpec, page_tokens: int, itemsize: int) -> int:
+    """Bytes that a page takes in all layers together, for elements of so many bytes."""
+    part = spec.attention
+    return 2 * spec.layers * part.kv_heads * _wide(part.head_size) * page_tokens * itemsize
+
+
 class PagedCache:
     """Keys and values of many sequences; see `jingu.model.attention.Cache`.
 
@@ -320,8 +326,12 @@ def _filled(rows: Tensor) -> Tensor:
 
 def _wide_heads(x: Tensor) -> Tensor:
     """Filled up [..., K] to a multiple of WIDTH: kernels treat rows of other sizes by their places."""
-    spare = -x.shape[-1] % WIDTH
+    spare = _wide(x.shape[-1]) - x.shape[-1]
     return F.pad(x, (0, spare)) if spare else x
+
+
+def _wide(size: int) -> int:
+    return -(-size // WIDTH) * WIDTH
 
 
 def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

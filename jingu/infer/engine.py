@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError, refuse
 from jingu.infer.beams import extend, hypotheses
-from jingu.infer.cache import SPAN, Held, Part
+from jingu.infer.cache import SPAN, Held, Part, page_bytes
 from jingu.infer.choice import Choice, Job, likeliest, told
 from jingu.infer.constrain import Grammars
 from jingu.infer.draft import Draft
@@ -486,10 +486,8 @@ def _tells_prompt(choice: Choice) -> bool:
 
 def _pages(spec: ModelSpec, settings: EngineSettings, parameter: Tensor) -> int:
     """Pages of the cache, those that no sequence owns among them."""
-    part, size = spec.attention, settings.page_tokens
-    page_bytes = 2 * spec.layers * part.kv_heads * part.head_size * size * parameter.itemsize
-    room = settings.cache_bytes
+    size, room = page_bytes(spec, settings.page_tokens, parameter.itemsize), settings.cache_bytes
     if room is None:
-        wanted = settings.max_batch * -(-spec.context // size) * page_bytes
+        wanted = settings.max_batch * -(-spec.context // settings.page_tokens) * size
         room = min(wanted, total_memory(parameter.device) // 4)
-    return max(room // page_bytes, 1) + 2
+    return max(room // size, 1) + 2

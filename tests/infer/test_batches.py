@@ -12,6 +12,7 @@ from torch import nn
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.arrange import arrange
+from jingu.infer.cache import page_bytes
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded, loaded
 from jingu.infer.request import Request
@@ -107,8 +108,7 @@ def answers(
 def check_mixes(model: Loaded, mixes: int, seed: int) -> None:
     source = random.Random(seed)
     beginnings = [tuple(source.randrange(1, model.spec.vocabulary) for _ in range(size)) for size in (33, 130)]
-    part, preempted = model.spec.attention, 0
-    least = 320 * 2 * model.spec.layers * part.kv_heads * part.head_size * next(model.model.parameters()).itemsize
+    preempted, least = 0, page_bytes(model.spec, 320, next(model.model.parameters()).itemsize)
     for _ in range(mixes):
         requests = [drawn(source, model.spec.vocabulary, beginnings) for _ in range(source.randrange(2, 6))]
         alone = [answers(Engine(model), [request], source)[0] for request in requests[:2]]
@@ -160,8 +160,7 @@ def test_prompts_that_are_seen_whole(kind: str, tokenizer: Tokenizer) -> None:
     source = random.Random(3)
     prompts = [tuple(source.randrange(1, model.spec.vocabulary) for _ in range(size)) for size in (150, 30, 129, 1, 30)]
     prompts[4] = (*prompts[1][:24], *prompts[4][:9])
-    part = model.spec.attention
-    room = 320 * 2 * model.spec.layers * part.kv_heads * part.head_size * 4
+    room = page_bytes(model.spec, 320, 4)
     engine = Engine(model, EngineSettings(max_batch=4, prefill_chunk=16, cache_bytes=room))
     requests = [Request(prompt, Sampling(), 20, logprobs=0, ignore_end=True) for prompt in prompts]
     for prompt, told in zip(prompts, answers(engine, requests, source), strict=True):
@@ -203,10 +202,21 @@ def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
     assert engine.stats().pages_used == 0
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "mistral"])
+def test_the_cache_is_no_larger_than_allowed(kind: str, tokenizer: Tokenizer) -> None:
+    """Heads are filled up to 16 elements; two pages belong to no sequence."""
+    model, allowed = model_of(kind, tokenizer), 1 << 20
+    engine = Engine(model, EngineSettings(cache_bytes=allowed))
+    engine.run([Request((5, 6), Sampling(), 9, ignore_end=True)])
+    taken = sum(layer._store.nbytes for layer in engine._cache._layers if layer._store is not None)
+    page = page_bytes(model.spec, 8, 4)
+    assert allowed - page < taken - 2 * page <= allowed
+
+
 def test_kept_prefixes_make_room(tokenizer: Tokenizer) -> None:
     """The one not used for the longest goes first."""
     model = model_of("gpt2", tokenizer)
-    page = 2 * 2 * 30 * 16 * 4
+    page = page_bytes(model.spec, 16, 4)
     engine = Engine(model, EngineSettings(cache_bytes=8 * page, page_tokens=16))
     prompts = [tuple(number + place for place in range(1, 49)) for number in (0, 50, 100)]
     requests = [Request(prompt, Sampling(), 2, ignore_end=True) for prompt in prompts]
@@ -244,7 +254,7 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
 def test_what_was_cut_short_spoils_nothing(tokenizer: Tokenizer) -> None:
     """Of a prompt that is given up half read nobody knows whether its scores would have been finite numbers."""
     model = model_of("gpt2", tokenizer)
-    page = 2 * 2 * 30 * 16 * 4
+    page = page_bytes(model.spec, 16, 4)
     settings = EngineSettings(prefill_chunk=32, cache_bytes=5 * page, page_tokens=16)
     last = Request(tuple(range(1, 70)), Sampling(), 4, ignore_end=True)
     engine, whole = Engine(model, settings), Engine(model, settings).run([last])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from jingu.checkpoint.export import export_hf
 from jingu.errors import JinguError
+from jingu.infer.cache import page_bytes
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded
 from jingu.infer.request import Constraint, Event, Request
@@ -89,8 +90,7 @@ def test_hypotheses_and_scores_are_those_of_transformers(
 @pytest.mark.parametrize("kind", ["tiny", "answering"])
 def test_nobody_else_matters_nor_how_few_pages_there_are(kind: str, request: pytest.FixtureRequest) -> None:
     model: Loaded = request.getfixturevalue(kind)
-    part = model.spec.attention
-    page = 2 * model.spec.layers * part.kv_heads * part.head_size * 8 * 4
+    page = page_bytes(model.spec, 8, 4)
     asked = [
         Request(PROMPT, Sampling(), 30, n=3, beams=4, ignore_end=True),
         Request(PROMPT[:5], Sampling(), 23, n=2, beams=5, ignore_end=True),

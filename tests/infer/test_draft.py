@@ -14,6 +14,7 @@ import torch
 
 from jingu.config.schema import ModelSettings
 from jingu.errors import JinguError
+from jingu.infer.cache import page_bytes
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.load import Loaded
 from jingu.infer.request import Request
@@ -48,7 +49,7 @@ def steps(engine: Engine, request: Request) -> int:
 @pytest.mark.parametrize("kind", ["llama-bf16", "gpt2", "mistral"])
 def test_answers_are_the_same_with_any_draft(kind: str, tokenizer: Tokenizer) -> None:
     model, source = model_of(kind, tokenizer), random.Random(4)
-    least = 320 * 2 * 2 * model.spec.attention.kv_heads * model.spec.attention.head_size * 4
+    least = page_bytes(model.spec, 320, 4)
     small = filled(ModelSettings(width=24, heads=3, layers=1, initial_std=0.4), tokenizer, context=150)
     right = 0
     for draft, settings in [
