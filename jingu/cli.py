@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -231,6 +232,8 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns 0, what the verb returned, 2 for a mistake the user can mend, 130 when interrupted."""
+    if os.getpid() == 1:  # in a container, where the system ignores for it what it does not handle itself
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from jingu.cli import VERBS, main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.infer.verbs import Compute
+from jingu.runtime.signals import handling
 from jingu.verb import parse
 
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
@@ -55,6 +57,15 @@ def run_python(code: str, *, pipe: str = "") -> subprocess.CompletedProcess[str]
         text=True,
         timeout=120,
     )
+
+
+def test_sigterm_ends_the_first_process_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with handling(signal.SIG_IGN, signal.SIGTERM):  # as the system does there
+        assert main(["--version"]) == 0
+        with pytest.raises(SystemExit) as left:
+            signal.raise_signal(signal.SIGTERM)
+    assert left.value.code == 143
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
