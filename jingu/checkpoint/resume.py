@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.runtime.files import sync
 
+_LOGGER = logging.getLogger("jingu")
 P = TypeVar("P", bound=Place)
 STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
@@ -76,12 +78,17 @@ def is_complete(folder: Place) -> bool:
 
 
 def newest(checkpoints: Place, where: Place) -> Place:
-    """The newest complete checkpoint. Raises JinguError where there is none."""
-    steps = complete_steps(checkpoints)
-    if not steps:
-        fix = "`jingu train` saves the first one; `jingu checkpoint list` shows what there is."
-        raise JinguError("there is no complete checkpoint here.", where=where, fix=fix)
-    return step_folder(checkpoints, steps[-1])
+    """The newest complete checkpoint; says so where a newer one is not complete. Raises JinguError where there is
+    none."""
+    steps = all_steps(checkpoints)
+    for step in reversed(steps):
+        folder = step_folder(checkpoints, step)
+        if is_complete(folder):
+            if step != steps[-1]:
+                _LOGGER.warning("%s is not complete: step %d is taken.", step_folder(checkpoints, steps[-1]), step)
+            return folder
+    fix = "`jingu train` saves the first one; `jingu checkpoint list` shows what there is."
+    raise JinguError("there is no complete checkpoint here.", where=where, fix=fix)
 
 
 def checkpoints_of(run: Path, config: RunConfig) -> Place:

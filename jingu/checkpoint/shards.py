@@ -127,11 +127,16 @@ def check_header(file: Reading, pieces: Sequence[tuple[str, Piece]], record: Fil
     """Refuse a shard file whose length or whose first bytes are not what its pieces (with their dtypes) ask for."""
     expected = header_of(pieces)
     if file.size != record.bytes:
-        raise CheckpointError(f"{path.name} has {file.size} bytes, not {record.bytes}.", where=path.parent)
+        raise _damaged(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
     found = bytearray(len(expected))
     file.fill(0, memoryview(found))
     if found != expected:
-        raise CheckpointError(f"{path.name} does not match its checksum.", where=path.parent)
+        raise _damaged(f"{path.name} does not match its checksum", path.parent)
+
+
+def _damaged(what: str, folder: Place) -> CheckpointError:
+    fix = "`jingu checkpoint verify` tells which checkpoints of a run are good: an earlier one can be named instead."
+    return CheckpointError(f"{what}.", where=folder, fix=fix)
 
 
 def fill(block: Held, piece: Piece, file: Reading, folder: Place, aside: Tensor) -> None:
@@ -155,4 +160,4 @@ def fill(block: Held, piece: Piece, file: Reading, folder: Place, aside: Tensor)
         if shared is not None and place is passed:
             target.copy_(cut(passed.view(target.dtype).view(size), offset, *shared))
     if digest.hexdigest() != piece.xxh3_128:
-        raise CheckpointError(f"{mismatch(piece)}.", where=folder)
+        raise _damaged(mismatch(piece), folder)

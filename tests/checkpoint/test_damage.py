@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jingu.checkpoint.files import read_state, verify
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.resume import Keep, after_save, all_steps, complete_steps, find_latest, prune, step_folder
+from jingu.checkpoint.resume import Keep, after_save, all_steps, complete_steps, find_latest, newest, prune, step_folder
 from jingu.checkpoint.store import load, save
 
 
@@ -29,8 +29,8 @@ def checkpoints(tmp_path):
 def test_a_thousand_flipped_bits_and_truncations_are_all_seen(checkpoints):
     """By verifying and by loading, in any file; the way back leads past them."""
     generator = random.Random(0)
-    newest = step_folder(checkpoints, 200)
-    files = sorted(newest.iterdir())
+    last = step_folder(checkpoints, 200)
+    files = sorted(last.iterdir())
     seen = set()
     for trial in range(1000):
         path = files[trial % len(files)]
@@ -41,18 +41,18 @@ def test_a_thousand_flipped_bits_and_truncations_are_all_seen(checkpoints):
             bad = bytearray(good)
             bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
             path.write_bytes(bad)
-        problems = verify(newest)
+        problems = verify(last)
         assert problems and path.name in problems[0], (trial, path.name, problems)
         seen.add(problems[0])
         with pytest.raises(CheckpointError):
-            load(newest, {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()})
-            read_state(newest)
+            load(last, {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()})
+            read_state(last)
         found = find_latest(checkpoints)
         assert found.step == 100 and found.folder == step_folder(checkpoints, 100)
-        assert [folder for folder, _ in found.passed_over] == [newest]
+        assert [folder for folder, _ in found.passed_over] == [last]
         assert problems[0] in found.passed_over[0][1]
         path.write_bytes(good)
-    assert verify(newest) == []
+    assert verify(last) == []
     shard = "shard-00000-of-00001.safetensors"
     assert {
         "manifest.json is damaged: it does not match its checksum",
@@ -110,6 +110,15 @@ def test_no_checkpoint_at_all(tmp_path):
     found = find_latest(tmp_path)
     assert found.step is None
     assert found.passed_over == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
+
+
+def test_a_newest_that_is_not_complete_is_passed_over_with_a_word(checkpoints, caplog):
+    assert newest(checkpoints, checkpoints) == step_folder(checkpoints, 200) and not caplog.messages
+    save(step_folder(checkpoints, 300), some_tensors(300), {"step": 300})
+    for step in (200, 300):
+        (step_folder(checkpoints, step) / "manifest.json").write_bytes(b"{}")
+    assert newest(checkpoints, checkpoints) == step_folder(checkpoints, 100)
+    assert caplog.messages == [f"{step_folder(checkpoints, 300)} is not complete: step 100 is taken."]
 
 
 def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
