@@ -130,7 +130,7 @@ class MemoryCopies:
                     shutil.rmtree(path, ignore_errors=True)
         if self._rank == self._members[0]:
             here = {f"rank-{rank:05d}" for rank in self._members}
-            for path in self._root.iterdir() if self._root.is_dir() else ():
+            for path in _inside(self._root):  # the last rank of the node may take it away meanwhile
                 if path.name not in here:
                     shutil.rmtree(path, ignore_errors=True)
         if not but:
@@ -222,6 +222,7 @@ class MemoryCopies:
                 dist.recv(places[name], sender)
             elif self._rank == sender != leader:
                 dist.send(_mapped(here[name]), leader)
+        all_agree(True)  # or another rank of a node would read what its leader is still receiving
         return everywhere
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jingu.checkpoint import files, store
+from jingu.checkpoint import memory as module
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.memory import RUN_ID, MemoryCopies, id_of
 from jingu.runtime.ranks import all_agree, joined
@@ -133,6 +134,79 @@ def find_while_one_goes(rank: int, world: int, folder: Path) -> list[int]:
 
 def test_a_copy_that_is_deleted_meanwhile_is_passed_over(four, ranks):
     assert ranks.run(find_while_one_goes, 4, four) == [[6]] * 4
+
+
+def two_nodes(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> MemoryCopies:
+    """Ranks 0 and 1 are on one node, 2 and 3 on another."""
+    return MemoryCopies(folder / f"node-{rank // 2}", ID, lambda: tensors)
+
+
+def save_on_two_nodes(rank: int, world: int, folder: Path) -> None:
+    two_nodes(folder, rank, laid_out(world, filled=True)).save({"step": 5}, 5)
+
+
+def find_where_the_receiving_rank_is_late(rank: int, world: int, folder: Path, gates: list[Path]) -> bool:
+    """Rank 2 receives the files for its node only when rank 3 has done all that it does without waiting."""
+    tensors, expected = laid_out(world, filled=False), laid_out(world, filled=True)
+    copies = two_nodes(folder, rank, tensors)
+    assert copies.steps() == [5]
+    plain, agree, receive = module.together, module.all_agree, torch.distributed.recv
+    begins = False
+
+    def together(work: Any, *given: Any) -> Any:
+        nonlocal begins
+        found = plain(work, *given)
+        begins = begins or (work.__name__ == "make_room" and rank in (2, 3))
+        return found
+
+    def pass_gate(mode: str) -> None:
+        nonlocal begins
+        if begins:
+            begins = False
+            gates.pop(0).open(mode).close()  # returns when its other end is opened
+
+    def all_agree(mine: bool) -> bool:
+        if rank == 3:
+            pass_gate("w")
+        return agree(mine)
+
+    def recv(*given: Any) -> Any:
+        pass_gate("r")
+        return receive(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "together", together)
+        patch.setattr(module, "all_agree", all_agree)
+        patch.setattr(torch.distributed, "recv", recv)
+        place = copies.gather(5)
+        store.load(place, tensors, agree=all_agree)
+    copies.release()
+    assert rank < 2 or not gates
+    return all(torch.equal(_local(tensors[name]), _local(expected[name])) for name in WHOLE)
+
+
+def test_no_rank_reads_what_another_one_of_its_node_still_receives(ranks, tmp_path):
+    ranks.run(save_on_two_nodes, 4, tmp_path)
+    shutil.rmtree(tmp_path / "node-1")
+    gates = [tmp_path / "first", tmp_path / "second"]
+    for gate in gates:
+        os.mkfifo(gate)
+    assert ranks.run(find_where_the_receiving_rank_is_late, 4, tmp_path, gates) == [True] * 4
+
+
+def test_the_last_rank_of_a_node_may_take_the_folder_away_while_the_first_looks(tmp_path, monkeypatch):
+    root, plain = tmp_path / f"jingu-{ID:016x}", Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path == root:
+            root.rmdir()
+        return plain(path)
+
+    with joined("cpu", 1):
+        copies = MemoryCopies(tmp_path, ID, dict)
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+        copies.forget()
+    assert not root.exists()
 
 
 def test_a_copied_folder_of_checkpoints_is_another_run(tmp_path):
