@@ -132,6 +132,8 @@ class BackgroundSaver:
         blocks = held_blocks(tensors, self._rank, self._ranks)
         if _layout(blocks) != self._layout:
             raise ValueError("the tensors to save, or their layout, are no longer what they were")
+        if self._copying is not None:
+            self._copying.join()  # or it might ask a new process for what the one that has ended was to write
         if self._process.poll() is not None:
             self._process, self._said = self._start(), b""
         self._pending = folder.absolute()
@@ -205,7 +207,10 @@ class BackgroundSaver:
             data = self._process.stdout.read(4096)
             self._said += data or b""
             if not data:
-                return self._ended(f"the process that writes it ended {_how(self._process.wait())}")
+                problem = f"the process that writes it ended {_how(self._process.wait())}"
+                if self._rank:  # it could not tell the first rank
+                    leave_note(partial_name(self._pending), self._rank, CheckpointError(problem))
+                return self._ended(problem)
             if self._said.endswith(b"\n"):
                 answer, self._said = json.loads(self._said), b""
                 return self._ended(answer["problem"])
@@ -214,8 +219,6 @@ class BackgroundSaver:
     def _ended(self, problem: str | None) -> Outcome:
         assert self._pending is not None
         folder, self._pending = self._pending, None
-        if problem is not None:
-            leave_note(partial_name(folder), self._rank, CheckpointError(problem))
         return Outcome(folder, problem)
 
     def close(self) -> None:

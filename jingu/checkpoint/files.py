@@ -148,8 +148,15 @@ def leave_note(partial: Place, rank: int, error: BaseException) -> None:
     """Tell the other ranks what went wrong here, through the folder that all of them see."""
     with contextlib.suppress(OSError):
         partial.mkdir(parents=True, exist_ok=True)  # this rank may have failed before any has begun
-        with _note_name(partial, rank).open("wb", buffering=0) as file:
-            file.write(cause_of(error).encode())
+        note = begun = _note_name(partial, rank)
+        if isinstance(note, Path):
+            begun = note.with_name(f".{note.name}")  # the first rank must not read what is not written yet
+        try:
+            with begun.open("wb", buffering=0) as file:
+                file.write(cause_of(error).encode())
+        finally:  # where there is no room for words, it tells that something went wrong
+            if isinstance(note, Path) and isinstance(begun, Path):
+                begun.rename(note)
 
 
 def cause_of(error: BaseException) -> str:

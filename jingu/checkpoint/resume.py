@@ -150,6 +150,14 @@ def prune(checkpoints: Place, keep: Keep, current: int) -> list[int]:
     return doomed
 
 
+def before_save(folder: Place) -> None:
+    """What the first rank does before a checkpoint is written: the room of earlier ones that were given up is free
+    again, also where a rank came so late that it began with its part only then."""
+    if isinstance(folder, Path):
+        with suppress(OSError):
+            clear_leftovers(folder.parent, until=_step_of(folder) - 1)
+
+
 def after_save(folder: Place, keep: Keep, copy_to: str | None) -> str | None:
     """What the first rank does once a checkpoint is complete: delete those that need not stay, and copy it.
 

@@ -32,7 +32,7 @@ from jingu.checkpoint.files import (
 )
 from jingu.checkpoint.manifest import Manifest
 from jingu.checkpoint.remote import place
-from jingu.checkpoint.resume import Keep, after_save
+from jingu.checkpoint.resume import Keep, after_save, before_save
 
 NICENESS = 10
 """Where both work, training gets about ten times the processor time."""
@@ -64,12 +64,14 @@ def _answer(request: dict[str, Any], plan: Manifest, data: Data, rank: int) -> d
     partial, own = partial_name(folder), None
     try:
         try:
+            if rank == 0:
+                before_save(folder)
             begin(folder, first=rank == 0)
             write_part(partial, plan, data, rank, direct=True)
         except Exception as error:
             own = cause_of(error)
-            leave_note(partial, rank, error)
             if rank:
+                leave_note(partial, rank, error)
                 raise
         if rank == 0:
             wait_for_parts(folder, ranks, own)

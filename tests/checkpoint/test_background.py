@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from jingu.checkpoint import background
 from jingu.checkpoint.background import BackgroundSaver, Outcome
-from jingu.checkpoint.files import partial_name, read_state, verify
+from jingu.checkpoint.files import leave_note, notes, partial_name, read_state, shard_name, verify
 from jingu.checkpoint.resume import Keep, all_steps, step_folder
 from jingu.checkpoint.store import Reader, load
 
@@ -150,6 +152,41 @@ def test_where_the_process_that_writes_dies_the_next_save_has_another(saver, ten
     assert_holds(step_folder(tmp_path, 2), tensors)
 
 
+def test_a_late_request_is_not_for_the_next_process(saver, tensors, tmp_path, monkeypatch):
+    """The thread that copied comes to its request only when the process that it is for has died."""
+    late, tell = threading.Event(), background._tell
+
+    class Held(threading.Event):
+        def set(self) -> None:
+            super().set()
+            if held:
+                held.pop().wait()
+
+    def join() -> None:
+        late.set()
+        threading.Thread.join(first)
+
+    def told(process: object, message: dict[str, object]) -> None:
+        if message.get("folder") == str(step_folder(tmp_path, 2)):
+            join()
+        tell(process, message)
+
+    saver._free, held = Held(), [late]
+    saver.save(step_folder(tmp_path, 1), tensors, {}, Keep(9))
+    saver.settle()
+    first = saver._copying
+    first.join = join
+    os.kill(saver._process.pid, signal.SIGKILL)
+    select.select([saver._process.stdout], [], [])
+    assert saver.poll() == Outcome(step_folder(tmp_path, 1), "the process that writes it ended by SIGKILL")
+    train(tensors)
+    monkeypatch.setattr(background, "_tell", told)
+    saver.save(step_folder(tmp_path, 2), tensors, {}, Keep(9))
+    assert saver.poll(None) == Outcome(step_folder(tmp_path, 2), None)
+    assert all_steps(tmp_path) == [2]
+    assert_holds(step_folder(tmp_path, 2), tensors)
+
+
 def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
     (tmp_path / "file").touch()
     saver.save(tmp_path / "file" / "step-00000001", tensors, {}, Keep())
@@ -162,6 +199,29 @@ def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
     saver.save(step_folder(tmp_path, 3), tensors, {}, Keep())
     assert saver.poll(None).problem is None
     assert_holds(step_folder(tmp_path, 3), tensors)
+
+
+def test_a_save_that_fails_leaves_nothing_and_takes_what_earlier_ones_left(saver, tensors, tmp_path):
+    partial = partial_name(step_folder(tmp_path, 2))
+    (partial / shard_name(0, 1)).mkdir(parents=True)  # in the way of the file
+    late = partial_name(step_folder(tmp_path, 1)) / shard_name(1, 2)
+    late.parent.mkdir()
+    late.write_bytes(b"of a rank that came when the first had given up")
+    saver.save(step_folder(tmp_path, 2), tensors, {}, Keep())
+    assert "File exists" in saver.poll(None).problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_note_is_there_when_it_is_written(tmp_path):
+    seen = []
+
+    class LooksError(Exception):
+        def __str__(self) -> str:
+            seen.append(notes(tmp_path))
+            return "why"
+
+    leave_note(tmp_path, 1, LooksError())
+    assert seen == [{}] and notes(tmp_path) == {1: "LooksError: why"}
 
 
 def test_what_another_rank_has_begun_to_write_of_a_later_step_stays(saver, tensors, tmp_path):
