@@ -122,7 +122,7 @@ class Running:
         self, path: str, body: object = None, method: str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, JSON (or text) and headers of an answer."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
         connection.request(method or ("GET" if body is None else "POST"), path, sent, {**kind, **(headers or {})})
@@ -175,11 +175,11 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
         server = make(driven, chosen, "tiny", speech, tell)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
-        assert ready.wait(30)
+        assert ready.wait(120)
 
         def end() -> None:
             server.should_exit = True
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
 
         stop.append(end)
@@ -193,7 +193,7 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
     logger.level = before
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait until what another thread will do is done."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -125,7 +125,7 @@ def storm(server: Running, goes_on: Callable[[int], bool]) -> Counter[str]:
 
     asyncio.run(all_of_them())
     driver, engine = server.server.driver, server.engine
-    eventually(lambda: driver.open == 0 and not driver._known and not engine.busy, 60)
+    eventually(lambda: driver.open == 0 and not driver._known and not engine.busy)
     assert engine.stats().pages_used == engine.stats().running == engine.stats().waiting == 0
     assert server.call("/health")[0] == 200
     assert server.call("/generate", {"inputs": "the weather", "parameters": {"max_new_tokens": 2}})[0] == 200

@@ -46,19 +46,19 @@ class Command:
 
     def ended(self) -> tuple[int, list[dict[str, object]]]:
         """The exit code, and the lines of the log."""
-        _, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=120)
         return self.process.returncode, [json.loads(line) for line in err.splitlines()]
 
 
 def ask(command: Command, number: int, begun: threading.Barrier, met: list[str]) -> None:
     """A client that asks for one long text; half of them as a stream."""
-    connection = http.client.HTTPConnection(command.host, command.port, timeout=60)
+    connection = http.client.HTTPConnection(command.host, command.port, timeout=120)
     path = "/generate_stream" if number % 2 else "/generate"
     body = {"inputs": "the weather", "parameters": {"max_new_tokens": 100 + number, "do_sample": True, "seed": number}}
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         if number < 4:
-            begun.wait(60)
+            begun.wait(120)
         answer = connection.getresponse()
         text = answer.read().decode()
     except (OSError, http.client.HTTPException):
@@ -81,10 +81,10 @@ def test_sigterm_under_load_loses_nothing_silently(folder: Path) -> None:
     clients = [threading.Thread(target=ask, args=(command, number, begun, met)) for number in range(24)]
     for client in clients:
         client.start()
-    begun.wait(60)
+    begun.wait(120)
     command.process.send_signal(signal.SIGTERM)
     for client in clients:
-        client.join(60)
+        client.join(120)
     code, lines = command.ended()
     assert code == 0
     counted = Counter(met)
