@@ -72,6 +72,16 @@ class Warm:
         self._process.stdout.close()
 
 
+def heard(process: subprocess.Popen[str], words: str) -> str:
+    """What a process writes to stderr until it has written these words, which it must before it ends."""
+    said = ""
+    assert process.stderr is not None
+    while words not in said:
+        said += (letter := process.stderr.read(1))
+        assert letter, said
+    return said
+
+
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs jingu's commands: `warm.run("train", "run.yaml").code`."""

@@ -15,6 +15,7 @@ import torch
 
 import jingu
 from jingu.checkpoint.hub import open_model
+from tests.e2e.conftest import heard
 
 PACKAGES = ("s3fs==2026.9.0", "fsspec==2026.9.0", "aiobotocore==3.10.0", "boto3==1.43.117", "moto[server]==5.2.5")
 
@@ -24,10 +25,12 @@ def environment(pytestconfig: pytest.Config) -> dict[str, str]:
     """For processes that find s3fs and moto, which are installed, once, into pytest's cache folder and nowhere else."""
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("s3")
-    if not (folder / "moto").exists():
+    if not (folder / "whole").exists():
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *PACKAGES], check=True
+            [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder), *PACKAGES],
+            check=True,
         )
+        (folder / "whole").touch()  # what another run was stopped in is installed anew
     # After everything else on the path: the folder also has other versions of what is installed.
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.remove({str(folder)!r})\nsys.path.append({str(folder)!r})"
@@ -61,10 +64,7 @@ def test_a_run_on_s3_is_killed_and_goes_on(server, environment, run_file, tiny_r
     command = [sys.executable, "-m", "jingu"]
 
     process = subprocess.Popen([*command, "train", file], env=environment, stderr=subprocess.PIPE, text=True)
-    said = ""
-    assert process.stderr is not None
-    while "step 10: held-out loss" not in said:
-        said += process.stderr.read(1)
+    heard(process, "step 10: held-out loss")
     process.kill()
     process.communicate()
     ended = subprocess.run([*command, "train", file], env=environment, capture_output=True, text=True)
