@@ -10,9 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 
@@ -60,18 +58,20 @@ def start_local_ranks(
     if cards is not None:
         common["CUDA_VISIBLE_DEVICES"] = visible_cards(cards, os.environ.get("CUDA_VISIBLE_DEVICES"))
     children: list[Child] = []
+    asked: list[int] = []
     with ExitStack() as stack:
-        stack.enter_context(handling(partial(_hand_on, children), *STOP_SIGNALS))
+        # Handed on when all ranks are there: one that is started later would not hear of it.
+        stack.enter_context(handling(lambda number, _: asked.append(number), *STOP_SIGNALS))
         words = stack.enter_context(output.open("wb")) if output else None
-        for rank in range(processes):
-            command = [sys.executable, "-m", "jingu", *arguments]
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # A group of their own: Ctrl-C in the terminal reaches them through this process, and only once.
-            children.append(
-                subprocess.Popen(command, env={**common, **own}, process_group=0, stdout=words, stderr=words)
-            )
         try:
-            codes = _watch(children)
+            for rank in range(processes):
+                command = [sys.executable, "-m", "jingu", *arguments]
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                # A group of their own: Ctrl-C in the terminal reaches them through this process, and only once.
+                children.append(
+                    subprocess.Popen(command, env={**common, **own}, process_group=0, stdout=words, stderr=words)
+                )
+            codes = _watch(children, asked)
         finally:
             for child in children:
                 if child.poll() is None:
@@ -80,16 +80,14 @@ def start_local_ranks(
     return _verdict(codes, advice)
 
 
-def _hand_on(children: list[Child], number: int, _frame: FrameType | None) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.send_signal(number)
-
-
-def _watch(children: list[Child]) -> list[int | None]:
-    """Wait until all ranks have ended, or until one has failed and the grace of the others is over."""
+def _watch(children: list[Child], asked: list[int]) -> list[int | None]:
+    """Wait until all ranks have ended, or until one has failed and the grace of the others is over; hand signals on."""
     deadline: float | None = None
     while True:
+        while asked:
+            number = asked.pop(0)
+            for child in children:
+                child.send_signal(number)  # nothing, where it has ended
         codes = [child.poll() for child in children]
         if None not in codes:
             return codes

@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +115,27 @@ sys.exit(130)
     assert play(code) == 130
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["1", "1"]
     assert signal.getsignal(kind) == before
+
+
+def test_a_signal_that_comes_while_ranks_are_started_reaches_those_to_come(play, tmp_path, monkeypatch):
+    code = f"""
+seen = []
+signal.signal({int(signal.SIGTERM)}, lambda *_: seen.append(1))
+Path(rank).touch()
+while not seen:
+    time.sleep(0.01)
+sys.exit(130)
+"""
+    real = subprocess.Popen
+
+    def start(*words, env, **more):
+        child = real(*words, env=env, **more)
+        while not (tmp_path / env["RANK"]).exists():
+            assert child.poll() is None
+            time.sleep(0.01)
+        if env["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert play(code) == 130
