@@ -179,6 +179,17 @@ def _make_part(work: Work, number: int, parts: int) -> tuple[Manifest, Tally] | 
             replace_text(progress, json.dumps(work.settings))
     for _ in _encoded(work, units, range(count * (number - 1) // parts, count * number // parts)):
         pass
+    try:
+        return _join_parts(work, units, number, parts)
+    except FileNotFoundError:  # of the lock: a job that found all there first has made the data set of it
+        if not already_made(work.path, work.settings):
+            raise
+        return None
+
+
+def _join_parts(work: Work, units: Path, number: int, parts: int) -> tuple[Manifest, Tally] | None:
+    """Make the data set, where all units are there."""
+    count = len(work.units)
     with _locked(units):  # another job may find all there at the same time
         if already_made(work.path, work.settings):
             return None

@@ -334,6 +334,24 @@ def test_parts_are_joined_by_the_last_of_them_to_the_very_bytes_of_one_build(
     inspect(tmp_path / "data")
 
 
+def test_a_part_that_is_done_when_another_has_joined_all_is_no_error(
+    make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, locked, times = make_config(), build_module._locked, []
+
+    def late(folder: Path) -> Any:
+        times.append(folder)
+        if len(times) == 2:  # the first part is encoded
+            build(config, part=(2, 2))
+            assert not folder.exists()
+        return locked(folder)
+
+    monkeypatch.setattr(build_module, "_locked", late)
+    build(config, part=(1, 2))
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["data"]
+    inspect(tmp_path / "data")
+
+
 def test_parts_of_other_settings_are_not_joined(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     build(make_config(), part=(1, 2))
     with pytest.raises(JinguError) as caught:
@@ -440,7 +458,7 @@ if __name__ == "__main__":
 def test_workers_end_with_a_killed_build(make_config: MakeConfig) -> None:
     command = [sys.executable, "-c", ORPHANS, make_config(workers=2).model_dump_json()]
     # The workers hold the pipe too: it closes, and the call returns, only when the last of them has ended.
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
 
