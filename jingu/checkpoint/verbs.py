@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,10 @@ _HEADER = ("checkpoint", "size", "tensors", "ranks", "state")
 def _rows(checkpoints: Place) -> list[tuple[str, ...]]:
     unfinished = sorted(checkpoints.glob(".step-*.partial")) if isinstance(checkpoints, Path) else ()
     words = "unfinished: being written, or left by a run that was killed"
-    return [_row(step_folder(checkpoints, step)) for step in all_steps(checkpoints)] + [
-        (path.name, size_in_words(sum(_sizes(path).values())), "", "", words) for path in unfinished
-    ]
+    rows = [(folder, _row(folder)) for folder in (step_folder(checkpoints, step) for step in all_steps(checkpoints))]
+    rows += [(path, (path.name, size_in_words(sum(_sizes(path).values())), "", "", words)) for path in unfinished]
+    # What a run in training has deleted or completed meanwhile is left out.
+    return [row for folder, row in rows if row[-1] == "complete" or folder.is_dir()]
 
 
 def _row(folder: Place) -> tuple[str, ...]:
@@ -122,7 +123,9 @@ def verify(path: Place) -> None:
     damaged = []
     for folder in folders:
         problems = problems_of(folder)
-        if problems:
+        if problems and not _is_step(path) and not folder.is_dir():
+            print(f"{folder.name}: deleted meanwhile")
+        elif problems:
             damaged.append(folder)
             print(f"{folder.name}: damaged")
             for problem in problems:
@@ -274,7 +277,14 @@ def _locate(path: Place) -> Place:
 
 
 def _sizes(folder: Place) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    """Bytes of the files in a folder, by name; without those that a run in training deletes meanwhile."""
+    sizes = {}
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def size_in_words(count: float) -> str:

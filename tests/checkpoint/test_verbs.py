@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +48,32 @@ def test_list(run, capsys):
     assert lines[2][3:] == ["4", "1", "damaged: state.json missing or cut short"]
     assert " ".join(lines[3][3:]) == "not usable: manifest.json is missing: the save was never finished."
     assert " ".join(lines[4][3:]).startswith("unfinished")
+
+
+def test_what_a_run_deletes_meanwhile_is_no_error(run, capsys, monkeypatch):
+    first, partial = step_folder(run / "checkpoints", 1), run / "checkpoints" / ".step-00000009.partial"
+    partial.mkdir()
+    shutil.copytree(first, run / "copy")
+    plain, problems_of = Path.iterdir, verbs.problems_of
+
+    def iterdir(path):
+        if path in (first, partial):
+            shutil.rmtree(path)
+        return plain(path)
+
+    def verified(folder):
+        if folder == first:
+            shutil.rmtree(first)
+        return problems_of(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", iterdir)
+        verbs.list_checkpoints(run)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["checkpoint", "step-00000002"]
+    shutil.move(run / "copy", first)
+    monkeypatch.setattr(verbs, "problems_of", verified)
+    verbs.verify(run)
+    assert capsys.readouterr().out.startswith("step-00000001: deleted meanwhile\nstep-00000002: good (")
 
 
 def test_verify(run, capsys):
