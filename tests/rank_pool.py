@@ -27,7 +27,7 @@ class RankPool:
     thread each, and returns the results by rank. The function must be importable (defined in a module).
     """
 
-    def __init__(self, timeout: float = 300.0) -> None:
+    def __init__(self, timeout: float = 600.0) -> None:
         self._timeout = timeout
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
@@ -51,7 +51,7 @@ class RankPool:
             RankError: with the traceback of the first rank that failed.
         """
         self._start(world)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a rank may be late
             store = str(Path(folder) / "store")
             for rank in range(world):
                 self._workers[rank][1].send((_address(function), rank, world, store, arguments, keywords))
@@ -126,7 +126,7 @@ def _serve(pipe: Connection) -> None:
                 store=dist.FileStore(store, world),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=300),
             )
             try:
                 answer = (True, _find(address)(rank, world, *arguments, **keywords))
