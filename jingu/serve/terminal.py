@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -18,6 +19,7 @@ from jingu.infer.request import Request, room_after
 from jingu.infer.sampling import Sampling
 from jingu.infer.verbs import Compute, write
 from jingu.runtime.files import cannot_write, replace_text, unreadable
+from jingu.runtime.signals import handling
 from jingu.tune.rows import Message, RowError
 from jingu.tune.speak import Speech, speaking
 
@@ -71,21 +73,24 @@ def chat(
 
 def converse(talk: Conversation, at_terminal: bool) -> None:
     """Read messages and commands until there are no more."""
-    while not talk.ended:
-        try:
-            words = _read(at_terminal)
-            if words is None:
-                return
-            if words.startswith("/") and not words.startswith("//"):
-                talk.command(words)
-            elif words.strip():
-                talk.say(words.removeprefix("/") if words.startswith("//") else words)
-        except KeyboardInterrupt:
-            print("\n/quit or Ctrl-D leaves.")
-        except (JinguError, RowError) as error:
-            if not at_terminal:
-                raise error if isinstance(error, JinguError) else JinguError(f"{error}.") from error
-            print(f"jingu: {error}", file=sys.stderr)
+    # Ctrl-C breaks off what is read or done; one that comes while the last is answered would end the program.
+    with handling(signal.SIG_IGN, signal.SIGINT):
+        while not talk.ended:
+            try:
+                with handling(signal.default_int_handler, signal.SIGINT):
+                    words = _read(at_terminal)
+                    if words is None:
+                        return
+                    if words.startswith("/") and not words.startswith("//"):
+                        talk.command(words)
+                    elif words.strip():
+                        talk.say(words.removeprefix("/") if words.startswith("//") else words)
+            except KeyboardInterrupt:
+                print("\n/quit or Ctrl-D leaves.")
+            except (JinguError, RowError) as error:
+                if not at_terminal:
+                    raise error if isinstance(error, JinguError) else JinguError(f"{error}.") from error
+                print(f"jingu: {error}", file=sys.stderr)
 
 
 def _read(at_terminal: bool) -> str | None:

@@ -23,6 +23,8 @@ from jingu.infer.engine import Engine
 from jingu.infer.load import Loaded, load
 from jingu.infer.request import Request
 from jingu.infer.sampling import Sampling
+from jingu.runtime.signals import handling
+from jingu.serve import terminal as terminal_module
 from jingu.text.training import train_tokenizer
 from jingu.tune.rows import Message, parse_row
 from jingu.tune.speak import find_speech
@@ -203,6 +205,47 @@ def test_a_file_that_was_there_is_not_overwritten(
     assert "this is no conversation" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_one_is_answered_does_not_end_the_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pressed(io.StringIO):
+        def readline(self, *size: int) -> str:
+            if self.tell() == 0:
+                self.seek(1)
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().readline(*size)
+
+    def pressing(*words: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        print(*words)
+
+    monkeypatch.setattr("sys.stdin", Pressed("-"))
+    monkeypatch.setattr(terminal_module, "print", pressing, raising=False)
+    with handling(signal.default_int_handler, signal.SIGINT):
+        assert main(["chat", str(folder), *GREEDY]) == 0
+    assert capsys.readouterr().out == "\n/quit or Ctrl-D leaves.\n"
+
+
+STAYS = """
+import signal, time
+from jingu.infer.engine import Engine
+# Tests started in the background inherit that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+step, cancel, steps, stopped = Engine.step, Engine.cancel, [], []
+def held(self):
+    # The first answer goes on until it is stopped, however late that is.
+    steps.append(1)
+    if len(steps) < 20 or stopped:
+        return step(self)
+    time.sleep(0.01)
+    return []
+def ended(self, number):
+    stopped.append(number)
+    cancel(self, number)
+Engine.step, Engine.cancel = held, ended
+"""
+
+
 class Terminal:
     """A program at a terminal of its own."""
 
@@ -210,8 +253,7 @@ class Terminal:
         self.master, slave = pty.openpty()
         # To open a terminal makes it that of a new session, from which Ctrl-C comes.
         code = "import os; os.open(os.ttyname(0), os.O_RDWR); from jingu.cli import main; raise SystemExit(main())"
-        # Tests started in the background inherit that Ctrl-C is ignored.
-        code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
+        code = f"{STAYS}\n{code}"
         environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path), "INPUTRC": "/dev/null"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *words],
@@ -241,7 +283,7 @@ class Terminal:
         return before
 
     def close(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         os.close(self.master)
         return code
 
@@ -260,7 +302,7 @@ def test_at_a_terminal(folder: Path, model: Loaded, tmp_path: Path) -> None:
         terminal.type("\x03")
         terminal.until("/quit or Ctrl-D leaves.\n> ", again="\x03")
         terminal.type("/rset\n")
-        terminal.until("Did you mean /reset\\?\n> ")
+        terminal.until("Did you mean /reset\\?\n> ", again="/rset\n")  # a Ctrl-C of those above may take it away
         terminal.type("/reset\n")
         terminal.until("> ")
         terminal.type("/set max_tokens=5\n")
