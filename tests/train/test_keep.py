@@ -178,6 +178,7 @@ def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tm
     (tmp_path / "layer/sitecustomize.py").write_text(FILE_LAYER.format(**{k: str(v) for k, v in marks.items()}))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "layer"))
     savers: list[BackgroundSaver] = []
+    opened: list[Any] = []
 
     class Watched(BackgroundSaver):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -193,8 +194,8 @@ def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tm
             assert all(torch.equal(reader.read(name), expected[3][name]) for name in reader.manifest.tensors)
             if fault == "slow":
                 assert savers[0].busy
-                with marks["slow"].open("w"):
-                    marks["slow"].unlink()
+                opened.append(marks["slow"].open("w"))  # for long: another fsync may be about to open its end
+                marks["slow"].unlink()
             else:
                 marks["broken"].unlink()
         if savers[0].busy and not marks["slow"].exists():  # no save begins while one is under way
@@ -207,6 +208,8 @@ def test_fsync_of_the_process_that_writes(fault, tiny_run, done, monkeypatch, tm
     monkeypatch.setattr(loop, "train_step", step)
     monkeypatch.setattr(keep, "BackgroundSaver", Watched)
     assert train(config) == 0
+    for file in opened:
+        file.close()
     said = capsys.readouterr().err
     assert said.count("Training goes on.") == said.count(os.strerror(errno.EIO)) == (2 if fault == "broken" else 0)
     assert ("No checkpoint at step 9: the one before it is still being written." in said) == (fault == "slow")
