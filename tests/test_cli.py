@@ -55,7 +55,7 @@ def run_python(code: str, *, pipe: str = "") -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHON": sys.executable, "CODE": code, "PYTHONPATH": str(Path(jingu.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -258,6 +258,6 @@ def test_the_verbs_on_two_ranks(folders: dict[str, Path]) -> None:
                 text = json.load(answer)["choices"][0]["text"]
             assert text and alone.stdout.startswith(f"a{text}")
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(300) == 0
     finally:
         server.kill()

@@ -280,7 +280,7 @@ def test_a_save_that_comes_too_soon_waits_or_is_left_out(keeper, caplog):
 
 def test_saving_that_takes_too_long_before_the_end_is_given_up(keeper, monkeypatch):
     made, left, codes = keeper(every=0), threading.Event(), []
-    monkeypatch.setattr(keep, "save", lambda *_, **__: left.wait(60))
+    monkeypatch.setattr(keep, "save", lambda *_, **__: left.wait())
     monkeypatch.setattr(keep.os, "_exit", lambda code: (codes.append(code), left.set()))
     made.save_last(Progress(step=3), grace=0.01, code=75)
     assert codes == [75]
