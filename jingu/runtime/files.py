@@ -60,9 +60,19 @@ def locked(folder: Path, what: str, fix: str, where: Path | None = None) -> Iter
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise JinguError(what, where=where or folder, fix=fix) from None
+        if not _is_at(folder, descriptor):  # who held it gave it another name meanwhile: this lock holds nobody off
+            raise JinguError(what, where=where or folder, fix=fix)
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether what is open is what has this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def replace_text(path: Path, text: str) -> None:

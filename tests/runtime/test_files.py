@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
             f"{tmp_path / 'data'}: another process is writing this folder now. Wait for it, or stop it."
         )
     assert (tmp_path / "data" / "x").read_text() == "1"
+
+
+def test_who_is_let_in_when_another_is_done_does_not_take_a_third_one_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = tmp_path / ".data.partial"
+
+    def flock(*_: object) -> None:
+        partial.rename(tmp_path / "data")
+        partial.mkdir()
+        (partial / "x").write_text("1")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(JinguError, match="another process is writing this folder now"), new_folder(tmp_path / "data"):
+        pass
+    assert (partial / "x").read_text() == "1"
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
