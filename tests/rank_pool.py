@@ -129,6 +129,7 @@ def _serve(pipe: Connection) -> None:
                 timeout=timedelta(seconds=300),
             )
             try:
+                dist.barrier()  # a rank that is done at once would break off those that still connect
                 answer = (True, _find(address)(rank, world, *arguments, **keywords))
             finally:
                 dist.destroy_process_group()

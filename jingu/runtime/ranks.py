@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from jingu.runtime.devices import nccl_settings, usable_cores
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for the others."""
+_PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def joined(device_type: str, threads: int | None) -> Iterator[Ranks]:
     atexit.register(gc.collect)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
+        all_agree(True)  # a rank that fails at once would break off those that still connect, which would tell of that
         yield Ranks(rank, world, device, socket.gethostname(), notes)
     finally:
         dist.destroy_process_group()
@@ -132,6 +134,16 @@ def _prepare_nccl() -> tuple[str, ...]:
 def all_agree(mine: bool) -> bool:
     """True where every rank says True. A barrier, too."""
     return all(from_all(mine))
+
+
+def until_all(done: Callable[[float], bool]) -> None:
+    """Wait, together, until every rank is done, however long that takes: a collective waits for `TIMEOUT` only.
+
+    Args:
+        done: tells whether this rank is done; waits for that at most so many seconds.
+    """
+    while not all_agree(done(_PATIENCE)):
+        pass
 
 
 def from_first(value: int) -> int:

@@ -7,6 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -33,7 +34,7 @@ from jingu.checkpoint.store import MismatchError, load, save
 from jingu.data.receipt import Receipt, extend
 from jingu.errors import JinguError
 from jingu.runtime.log import say, warn
-from jingu.runtime.ranks import Ranks, all_agree, from_first
+from jingu.runtime.ranks import Ranks, all_agree, from_first, until_all
 from jingu.runtime.signals import Told
 from jingu.train.precision import LossScale
 from jingu.train.run import Run
@@ -135,7 +136,7 @@ class Keeper:
             except CheckpointError as error:
                 warn(f"{error} Training goes on without this checkpoint.")
         else:
-            self._hear(None)
+            self._hear_out()
             folder = step_folder(self._run.checkpoints, progress.step)
             self._saver.save(folder, self._tensors(), self._state(progress), self._keep, copies_of(self._run.config))
         self._note(progress.step)
@@ -167,7 +168,7 @@ class Keeper:
             timer.daemon = True
             timer.start()
         try:
-            self._hear(None)
+            self._hear_out()
             self._save_now(progress)
             if self._memory is not None:
                 self._memory.forget()
@@ -185,10 +186,22 @@ class Keeper:
         if outcome is not None and outcome.problem is not None:
             warn(f"{outcome.folder}: {outcome.problem.removesuffix('.')}. Training goes on.")
 
+    def _hear_out(self) -> None:
+        """Wait until no rank has a save under way: the first one's lasts until its copy is where it goes."""
+
+        def done(seconds: float) -> bool:
+            self._hear(seconds)
+            return self._saver is None or not self._saver.busy
+
+        until_all(done)
+
     def _save_now(self, progress: Progress) -> None:
         folder, ranks = step_folder(self._run.checkpoints, progress.step), self._ranks
         save(folder, self._tensors(), self._state(progress), rank=ranks.rank, ranks=ranks.world, agree=all_agree)
-        problem = after_save(folder, self._keep, copies_of(self._run.config)) if ranks.is_first else None
+        with ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(after_save, folder, self._keep, copies_of(self._run.config)) if ranks.is_first else None
+            until_all(lambda seconds: rest is None or rest in wait([rest], seconds).done)
+        problem = rest.result() if rest is not None else None
         if problem is not None:
             warn(f"The checkpoint of step {progress.step}: {problem}")
 

@@ -17,7 +17,7 @@ import torch
 from jingu.errors import JinguError
 from jingu.runtime.devices import usable_cores
 from jingu.runtime.log import LOGGER, logging_to, one_voice, say
-from jingu.runtime.ranks import Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined
+from jingu.runtime.ranks import TIMEOUT, Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined, until_all
 from jingu.runtime.signals import SharedStop, StopRequest, listening
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -42,6 +42,25 @@ def test_one_process_is_a_group_of_its_own(monkeypatch):
             assert torch.get_num_threads() == usable_cores()
     finally:
         torch.set_num_threads(threads)
+
+
+def wait_for_the_first(rank: int, world: int) -> list[float]:
+    """The first rank is done after a while; what each was given as time to wait."""
+    given: list[float] = []
+
+    def done(seconds: float) -> bool:
+        given.append(seconds)
+        return rank != 0 or len(given) == 5
+
+    until_all(done)
+    return given
+
+
+def test_who_is_done_waits_in_small_pieces_for_who_is_not(ranks):
+    """A single collective would give up after a while."""
+    first, second = ranks.run(wait_for_the_first, 2)
+    assert first == second and len(first) == 5
+    assert max(first) < TIMEOUT.total_seconds() / 10
 
 
 def test_threads_of_groups_end_before_the_interpreter() -> None:

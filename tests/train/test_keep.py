@@ -20,12 +20,12 @@ from jingu.checkpoint.files import read_state
 from jingu.checkpoint.resume import all_steps, find_latest, step_folder
 from jingu.checkpoint.store import Reader
 from jingu.config.schema import RunConfig
+from jingu.runtime.ranks import joined
 from jingu.runtime.signals import Told
 from jingu.train import keep, loop
 from jingu.train.keep import Keeper, Progress
 from jingu.train.run import open_run
 from jingu.train.verbs import train
-from tests.conftest import this_rank
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ class HeldUp(BackgroundSaver):
         super().save(*arguments, **keywords)
 
     def poll(self, seconds: float | None = 0.0) -> Any:
-        if seconds is None:
+        if seconds != 0:
             os.kill(self._process.pid, signal.SIGCONT)
         return super().poll(seconds)
 
@@ -230,13 +230,14 @@ def keeper(tiny_run, monkeypatch):
         settings = {f"checkpoint.{key}": value for key, value in changes.items()}
         run = open_run(tiny_run(settings))
         run.checkpoints.mkdir(parents=True)
-        made.append(Keeper(run, this_rank(0, 1), lambda: {"w": torch.ones(3)}))
+        made.append(Keeper(run, ranks, lambda: {"w": torch.ones(3)}))
         return made[-1]
 
     make.now = now
-    yield make
-    for each in made:
-        each.__exit__(None, None, None)
+    with joined("cpu", torch.get_num_threads()) as ranks:
+        yield make
+        for each in made:
+            each.__exit__(None, None, None)
 
 
 def test_saves_are_due_by_steps_and_by_the_clock(keeper, monkeypatch):
