@@ -106,8 +106,9 @@ def _verdict(codes: Sequence[int | None], advice: str) -> int:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             why = ", most likely because memory ran out" if -code == signal.SIGKILL else ""
+            others = "other ranks left" if None not in codes else "others that did not leave by themselves were ended"
             raise JinguError(
-                f"rank {rank}, on {socket.gethostname()}, was ended by {name}{why}; the other ranks left.",
+                f"rank {rank}, on {socket.gethostname()}, was ended by {name}{why}; the {others}.",
                 fix=advice,
             )
     failed = [code for code in codes if code]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -80,11 +81,17 @@ os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(1000)
     with pytest.raises(JinguError) as raised:
         play(code, grace=0.2)
     assert str(raised.value) == (
-        f"rank 1, on {socket.gethostname()}, was ended by SIGKILL, most likely because memory ran out; the other ranks "
-        "left. The same command goes on from the last checkpoint."
+        f"rank 1, on {socket.gethostname()}, was ended by SIGKILL, most likely because memory ran out; the others that "
+        "did not leave by themselves were ended. The same command goes on from the last checkpoint."
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "0").read_text()), 0)
+
+
+def test_a_killed_rank_is_told_where_the_others_leave(play):
+    told = f"rank 1, on {socket.gethostname()}, was ended by SIGABRT; the other ranks left."
+    with pytest.raises(JinguError, match=f"^{re.escape(told)}"):
+        play("os.kill(os.getpid(), signal.SIGABRT) if rank == '1' else sys.exit(1)")
 
 
 def test_a_mistake_that_a_rank_told_is_all_that_is_told(play):
