@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv: `make quickstart` and `make test` work in a fresh clone.
+# Every target installs what it needs into .venv, so `make quickstart` and `make test` work in a fresh clone.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

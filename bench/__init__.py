@@ -1,1 +1,1 @@
-"""Side-by-side measurements against what people would use instead. `make bench` runs them all."""
+"""Benchmarks that compare jingu with its alternatives. `make bench` runs all of them."""

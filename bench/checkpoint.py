@@ -1,9 +1,9 @@
-"""Checkpoints of a model with 300 MB of state, beside the plain disk: what a save costs training, and how fast it is.
+"""Checkpoints of a model with 300 MB of state, compared with plain reads and writes: cost for training, and speed.
 
-Everything is on one disk in one run, each measured several times in turn; the median counts. Reading starts with
-files that are not in the page cache. Another layout: what two ranks have written, each half of every tensor (its rows,
-or its columns), read by one; for memory the other way round. What a copy costs training is small beside how much steps
-differ from each other: pairs of short steps tell it, in one of which, by turns the first and the second, it is made.
+All measurements use one disk and alternate within one run; the table shows medians. Reads start with a cold page cache.
+"Another layout" is a checkpoint that two ranks have written, each half of every tensor (rows or columns), loaded by one
+rank; for the memory of a load it is the other way round. A copy costs less time than steps differ from each other, so
+it is measured with pairs of short steps: one of the two, alternately the first and the second, runs during a copy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,43 +28,44 @@ SEQUENCE, BATCH = 256, 4
 LAYERS, WIDTH = 6, 480
 SHORT_SEQUENCE = 128
 ROUNDS = 5
-READS = 5
-"""In each round: the rate of one differs from the next by a fifth."""
+READS = 5  # per round, because the rates of two reads differ by a fifth
 STALLS = 40
 
 
-def made(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dict[str, Any]]:
-    """A Llama, its optimizer, and the tensors that a checkpoint holds."""
+def build_state(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a Llama, its optimizer, and the tensors of a checkpoint by name."""
     import torch
 
     from jingu.config.sections.model import ModelSettings
     from jingu.config.sections.train import AdamWSettings
-    from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
-    from jingu.model.initialise import initialise
-    from jingu.train.optimizer import build_optimizer, named_state
+    from jingu.model.resolve import spec_from_settings
+    from jingu.model.weight_init import init_weights
+    from jingu.train.optimizer import build_optimizer, named_optimizer_state
 
     torch.set_num_threads(THREADS)
-    spec = spec_from_settings(ModelSettings(family="llama", layers=layers, width=width, heads=8), 16384, SEQUENCE)
+    spec = spec_from_settings(
+        ModelSettings(family="llama", num_layers=layers, hidden_size=width, num_heads=8), 16384, SEQUENCE
+    )
     with torch.device("meta"):
         model = Decoder(spec)
     model.to_empty(device="cpu")
-    initialise(model, spec, 0)
+    init_weights(model, spec, 0)
     optimizer = build_optimizer(AdamWSettings(), model)
     tensors = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
-    tensors |= {f"optimizer/{name}": tensor for name, tensor in named_state(optimizer, model)}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in named_optimizer_state(optimizer, model)}
     return model, optimizer, tensors
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall time."""
+def time_call(work: Callable[..., object], *arguments: Any, **keywords: Any) -> float:
+    """Return the wall time of a call in seconds."""
     started = time.perf_counter()
-    work()
+    work(*arguments, **keywords)
     return time.perf_counter() - started
 
 
-def forget(*folders: Path) -> None:
-    """Let the page cache forget files that are on disk."""
+def drop_page_cache(*folders: Path) -> None:
+    """Drop the files of folders from the page cache."""
     for path in (path for folder in folders for path in folder.iterdir()):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -71,8 +73,8 @@ def forget(*folders: Path) -> None:
         os.close(descriptor)
 
 
-def write_plainly(path: Path, size: int) -> None:
-    """So many bytes in one file, on disk in the end."""
+def write_sequentially(path: Path, size: int) -> None:
+    """Write `size` bytes to one file and sync it to disk."""
     block = memoryview(os.urandom(CHUNK))
     with path.open("wb", buffering=0) as file:
         for first in range(0, size, CHUNK):
@@ -80,8 +82,8 @@ def write_plainly(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def read_plainly(folder: Path) -> None:
-    """Every byte of a folder's files, one after another."""
+def read_sequentially(folder: Path) -> None:
+    """Read all files of a folder, one after another."""
     buffer = memoryview(bytearray(CHUNK))
     for path in folder.iterdir():
         with path.open("rb", buffering=0) as file:
@@ -89,48 +91,46 @@ def read_plainly(folder: Path) -> None:
                 pass
 
 
-def save_as_two(folder: Path, tensors: dict[str, Any]) -> None:
-    """As two ranks would: half of the rows, or of the columns, of each tensor each."""
-    from jingu.checkpoint.files import finish_save, partial_name
-    from jingu.checkpoint.shards import Held
+def save_as_two_ranks(folder: Path, tensors: dict[str, Any]) -> None:
+    """Save as two ranks would, each with half of the rows or columns of each tensor."""
+    from jingu.checkpoint.save_folder import finish_save, partial_path
     from jingu.checkpoint.store import write_blocks
 
-    partial_name(folder).mkdir(parents=True)
+    partial_path(folder).mkdir(parents=True)
     for rank in range(2):
-        blocks = []
-        for name, found in halves(rank, {name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
-            local = tensors[name].detach()
-            for place, (first, extent) in enumerate(zip(found.offset, found.size, strict=True)):
-                local = local.narrow(place, first, extent)
-            blocks += [Held(name, found, local)] if local.dim() or rank == 0 else []
-        write_blocks(partial_name(folder), blocks, rank, 2)
+        blocks = half_blocks(rank, tensors)
+        # A scalar has no halves: the first rank writes it.
+        mine = {name: block for name, block in blocks.items() if block.shape or rank == 0}
+        write_blocks(partial_path(folder), mine, rank, 2)
     finish_save(folder, {}, 2)
 
 
-def halves(rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What one of two ranks holds: half of the rows, or of the columns, of each tensor."""
-    from torch.distributed.tensor import Shard
+def half_blocks(rank: int, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the block of each tensor that one of two ranks holds: half of its rows or columns."""
+    from jingu.parallel.block import TensorBlock, subblock
+    from jingu.parallel.sharding import block_region
 
-    from jingu.checkpoint.slices import local_slice
+    blocks = {}
+    for index, (name, tensor) in enumerate(sorted(tensors.items())):
+        # Matrices alternate between rows and columns; a scalar has no halves.
+        dim = index % 2 if tensor.dim() > 1 else 0
+        offset, size = block_region(tensor.shape, [(dim, 2, rank)] if tensor.dim() else [])
+        local = subblock(tensor.detach(), (0,) * tensor.dim(), offset, size)
+        blocks[name] = TensorBlock(local, tuple(tensor.shape), offset)
+    return blocks
 
-    found = {}
-    for number, (name, shape) in enumerate(sorted(shapes.items())):
-        axes = [Shard(number % 2 if len(shape) > 1 else 0)] if shape else []
-        found[name] = local_slice(shape, [2][: len(axes)], [rank][: len(axes)], axes)
-    return found
 
-
-def steps_of(model: Any, optimizer: Any, batch: int = BATCH, sequence: int = SEQUENCE) -> Callable[[], float]:
-    """A function that takes one training step, and its seconds."""
+def make_step(model: Any, optimizer: Any, batch: int = BATCH, sequence: int = SEQUENCE) -> Callable[[], float]:
+    """Return a function that runs one training step and returns its duration in seconds."""
     import torch
 
-    from jingu.train.loss import summed_cross_entropy
+    from jingu.train.loss import linear_cross_entropy
 
     tokens = torch.randint(0, 16384, (batch, sequence + 1), generator=torch.Generator().manual_seed(0))
 
     def step() -> float:
         started = time.perf_counter()
-        loss = model(tokens[:, :-1], loss=lambda h, w: summed_cross_entropy(h, w, tokens[:, 1:].contiguous()))
+        loss = model(tokens[:, :-1], loss=lambda h, w: linear_cross_entropy(h, w, tokens[:, 1:].contiguous()))
         (loss / (batch * sequence)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -139,161 +139,212 @@ def steps_of(model: Any, optimizer: Any, batch: int = BATCH, sequence: int = SEQ
     return step
 
 
-def stalls(
+def measure_stalls(
     saver: Any, tensors: dict[str, Any], step: Callable[[], float], folder: Path
 ) -> Iterator[tuple[float, float]]:
-    """Seconds that training stands still for a save, and that it loses in all: a step more than another one.
+    """Yield for each save the seconds that training is blocked, and the seconds that it loses in all.
 
-    The process that writes is stopped meanwhile: what that costs is the throughput beside it.
+    The writer process is stopped during these steps, because its cost is measured separately, as throughput.
     """
-    from jingu.checkpoint.resume import Keep, step_folder
+    from jingu.checkpoint.resume import step_folder
+    from jingu.checkpoint.retention import Retention
 
-    stood = [0.0]
-    saver.settle = partial(lambda settle: stood.append(seconds(settle)), saver.settle)
+    settle_seconds = [0.0]
+    saver.wait_for_copy = partial(lambda wait: settle_seconds.append(time_call(wait)), saver.wait_for_copy)
     for number in range(STALLS):
-        step()  # the processor has waited for the disk
+        step()  # warms up, after the wait for the disk
         os.kill(saver._process.pid, signal.SIGSTOP)
-        goal, saved, taken = step_folder(folder, number), 0.0, {}
+        target = step_folder(folder, number)
+        save_seconds = 0.0
+        step_seconds = {}
         for copies in (number % 2 == 0, number % 2 == 1):
             if copies:
-                saved = seconds(lambda goal=goal: saver.save(goal, tensors, {}, Keep(1)))
-            taken[copies] = step()
-        yield saved + stood[-1], saved + taken[True] - taken[False]
+                save_seconds = time_call(saver.save, target, tensors, {}, Retention(1))
+            step_seconds[copies] = step()
+        yield save_seconds + settle_seconds[-1], save_seconds + step_seconds[True] - step_seconds[False]
         os.kill(saver._process.pid, signal.SIGCONT)
         saver.poll(None)
 
 
-def peak_of_a_load(folder: Path, ranks: int) -> float:
-    """Child process: memory that a load takes at its peak, over the rank's own state, as a share of that state; one of
-    two ranks has half of each tensor."""
+def load_peak(folder: Path, ranks: int) -> float:
+    """Return the peak memory of a load beyond the rank's own state, relative to that state.
+
+    Runs in a child process. One of two ranks has half of each tensor.
+    """
     import torch
 
-    from jingu.checkpoint.files import open_checkpoint
-    from jingu.checkpoint.shards import DTYPES, Held
-    from jingu.checkpoint.slices import local_slice
-    from jingu.checkpoint.store import load_blocks
+    from jingu.checkpoint.save_folder import open_checkpoint
+    from jingu.checkpoint.shards import DTYPES
+    from jingu.checkpoint.store import load_blocks, local_blocks
     from jingu.runtime.device import peak_memory
 
     manifest = open_checkpoint(folder)
-    shapes = {name: stored.shape for name, stored in manifest.tensors.items()}
-    slices = halves(0, shapes) if ranks == 2 else {name: local_slice(shapes[name], [], [], []) for name in shapes}
-    blocks = [
-        Held(name, found, torch.ones(found.size, dtype=DTYPES[manifest.tensors[name].dtype]))
-        for name, found in slices.items()
-    ]
+    tensors = {
+        name: torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+        for name, record in manifest.tensors.items()
+    }
+    blocks = {
+        name: replace(block, local=torch.ones(block.size, dtype=block.local.dtype))
+        for name, block in (half_blocks(0, tensors) if ranks == 2 else local_blocks(tensors)).items()
+    }
     before = peak_memory(torch.device("cpu"))
     load_blocks(folder, manifest, blocks)
-    taken = peak_memory(torch.device("cpu")) - before
-    return taken / sum(block.local.numel() * block.local.element_size() for block in blocks)
+    extra = peak_memory(torch.device("cpu")) - before
+    return extra / sum(block.local.nbytes for block in blocks.values())
 
 
-def copies_of_two(
+def measure_memory_copies(
     rank: int, ranks: int, folder: Path, rounds: int, layers: int, width: int
 ) -> list[tuple[float, float, float]]:
-    """On two ranks: seconds of a save that waits, of a copy in their memory, and of filling the tensors from that."""
-    from jingu.checkpoint.memory import MemoryCopies
+    """Return seconds of a synchronous save, of an in-memory copy, and of loading that copy. Runs on two ranks."""
+    from jingu.checkpoint.memory_copies import MemoryCopies
     from jingu.checkpoint.resume import step_folder
     from jingu.checkpoint.store import load, save
-    from jingu.runtime.ranks import all_agree
+    from jingu.runtime.ranks import all_ranks_agree
 
-    _, _, tensors = made(layers, width)
-    memory, taken = MemoryCopies(Path("/dev/shm"), os.getppid(), lambda: tensors), []
+    _, _, tensors = build_state(layers, width)
+    memory = MemoryCopies(Path("/dev/shm"), os.getppid(), lambda: tensors)
+    results = []
+
+    def resume() -> None:
+        load(memory.gather(memory.steps()[-1]), tensors, agree=all_ranks_agree)
+
     for number in range(rounds):
-        goal = step_folder(folder, number)
-        saved = seconds(lambda goal=goal: save(goal, tensors, {}, rank=rank, ranks=ranks, agree=all_agree))
-        copied = seconds(lambda number=number: memory.save({}, number))
-        found = seconds(lambda: load(memory.gather(memory.steps()[-1]), tensors, agree=all_agree))
+        target = step_folder(folder, number)
+        saved = time_call(save, target, tensors, {}, rank=rank, ranks=ranks, agree=all_ranks_agree)
+        copied = time_call(memory.save, {}, number)
+        resumed = time_call(resume)
         memory.release()
-        taken.append((saved, copied, found))
-    memory.forget()
-    return taken
+        results.append((saved, copied, resumed))
+    memory.delete()
+    return results
+
+
+def measure_disk(folder: Path, tensors: dict[str, Any], number: int, note: Callable[[str, float], None]) -> None:
+    """One round of plain writes and reads, synchronous saves and loads."""
+    from jingu.checkpoint.resume import step_folder
+    from jingu.checkpoint.store import load, save
+
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    note("plain write", time_call(write_sequentially, folder / "plain", size))
+    (folder / "plain").unlink()
+    saved = step_folder(folder / "sync", number)
+    note("sync save", time_call(save, saved, tensors, {}))
+    other = step_folder(folder / "other", number)
+    save_as_two_ranks(other, tensors)
+    drop_page_cache(saved, other)
+    read_sequentially(other)  # the first read after these writes waits for the disk
+    drop_page_cache(other)
+    for _ in range(READS):
+        note("plain read", time_call(read_sequentially, saved))
+        drop_page_cache(saved)
+        note("load", time_call(load, saved, tensors))
+        drop_page_cache(saved)
+        note("other layout", time_call(load, other, tensors))
+        drop_page_cache(other)
+    for name, ranks in (("load peak", "1"), ("load peak, half", "2")):
+        child = [sys.executable, "-m", "bench.checkpoint", str(saved), ranks]
+        note(name, float(subprocess.run(child, check=True, capture_output=True, text=True).stdout))
+    shutil.rmtree(folder / "sync")
+    shutil.rmtree(folder / "other")
+
+
+def measure_throughput(saver: Any, tensors: dict[str, Any], step: Callable[[], float], target: Path) -> float:
+    """Return the training throughput during an asynchronous save, relative to the undisturbed one."""
+    from jingu.checkpoint.retention import Retention
+
+    step()
+    alone = median(step() for _ in range(5))
+    saver.save(target, tensors, {}, Retention(1))
+    during_save = []
+    while saver.poll() is None:
+        during_save.append(step())
+    return alone * len(during_save) / sum(during_save)
 
 
 def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     # Threads of a real-time policy do not share a core, and here some must.
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    from jingu.checkpoint.background import BackgroundSaver
-    from jingu.checkpoint.resume import Keep, step_folder
-    from jingu.checkpoint.store import load, save
+    from jingu.checkpoint.async_save import AsyncSaver
+    from jingu.checkpoint.resume import step_folder
     from tests.rank_pool import RankPool
 
-    model, optimizer, tensors = made(layers, width)
-    step = steps_of(model, optimizer)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    taken: dict[str, list[float]] = {}
+    model, optimizer, tensors = build_state(layers, width)
+    step = make_step(model, optimizer)
+    figures: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
-        taken.setdefault(name, []).append(value)
+        figures.setdefault(name, []).append(value)
 
     Path("build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir="build") as name:
         folder = Path(name)
-        saver = BackgroundSaver(tensors, optimizer)
+        saver = AsyncSaver(tensors, optimizer)
         for number in range(rounds):
-            note("plain write", seconds(lambda: write_plainly(folder / "plain", size)))
-            (folder / "plain").unlink()
-            saved = step_folder(folder / "sync", number)
-            note("sync save", seconds(lambda saved=saved: save(saved, tensors, {})))
-            other = step_folder(folder / "other", number)
-            save_as_two(other, tensors)
-            forget(saved, other)
-            read_plainly(other)  # what is read right after all this was written waits for the disk
-            forget(other)
-            for _ in range(READS):
-                note("plain read", seconds(lambda saved=saved: read_plainly(saved)))
-                forget(saved)
-                note("load", seconds(lambda saved=saved: load(saved, tensors)))
-                forget(saved)
-                note("other layout", seconds(lambda other=other: load(other, tensors)))
-                forget(other)
-            for name, ranks in (("peak of a load", "1"), ("peak of a load by half", "2")):
-                child = [sys.executable, "-m", "bench.checkpoint", str(saved), ranks]
-                note(name, float(subprocess.run(child, check=True, capture_output=True, text=True).stdout))
-            shutil.rmtree(folder / "sync")
-            shutil.rmtree(folder / "other")
-            step()
-            alone = median(step() for _ in range(5))
-            goal = step_folder(folder / "background", number)
-            saver.save(goal, tensors, {}, Keep(1))
-            beside = []
-            while saver.poll() is None:
-                beside.append(step())
-            note("throughput beside the writer", alone * len(beside) / sum(beside))
-        for stood, lost in stalls(saver, tensors, steps_of(model, optimizer, 1, SHORT_SEQUENCE), folder / "stalls"):
-            note("stood still", stood)
+            measure_disk(folder, tensors, number, note)
+            target = step_folder(folder / "background", number)
+            note("throughput", measure_throughput(saver, tensors, step, target))
+        short_step = make_step(model, optimizer, 1, SHORT_SEQUENCE)
+        for blocked, lost in measure_stalls(saver, tensors, short_step, folder / "stalls"):
+            note("blocked", blocked)
             note("lost", lost)
         saver.close()
         pool = RankPool()
-        both = pool.run(copies_of_two, 2, folder / "two", rounds, layers, width)[0]
+        results = pool.run(measure_memory_copies, 2, folder / "two", rounds, layers, width)[0]
         pool.close()
-        for saved, copied, found in both:
-            note("two ranks' save", saved)
-            note("two ranks' copy", copied)
-            note("two ranks' way back", found)
-    now = {key: median(values) for key, values in taken.items()}
+        for saved, copied, resumed in results:
+            note("two ranks: save", saved)
+            note("two ranks: copy", copied)
+            note("two ranks: resume", resumed)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return format_table({name: median(values) for name, values in figures.items()}, size)
+
+
+def format_table(medians: dict[str, float], size: int) -> str:
+    """Return the table as Markdown. `size` is that of the state in bytes."""
+    sync_save = medians["sync save"]
     rows = [
         (
-            "training time lost to the copy of a save in the background / a save that waits",
-            now["lost"] / now["sync save"],
+            "training time lost to the copy of an asynchronous save / synchronous save",
+            medians["lost"] / sync_save,
+            "at most 0.04",
         ),
-        ("of that, training standing still", now["stood still"] / now["sync save"]),
-        ("throughput while the writer works / undisturbed", now["throughput beside the writer"]),
-        ("rate of a save that waits / plain sequential write", now["plain write"] / now["sync save"]),
-        ("rate of a load / plain sequential read", now["plain read"] / now["load"]),
-        ("load in another layout / in the same one", now["other layout"] / now["load"]),
-        ("a copy in the memory of two ranks / their save that waits", now["two ranks' copy"] / now["two ranks' save"]),
-        ("going back to it / that save", now["two ranks' way back"] / now["two ranks' save"]),
-        ("memory a load takes beside the state / the state", now["peak of a load"]),
-        ("the same, where one of two ranks loads what one has saved", now["peak of a load by half"]),
+        ("of that, training blocked", medians["blocked"] / sync_save, ""),
+        ("training throughput during the write / undisturbed", medians["throughput"], "at least 0.9"),
+        ("synchronous save rate / sequential write rate", medians["plain write"] / sync_save, "at least 0.8"),
+        ("load rate / sequential read rate", medians["plain read"] / medians["load"], "at least 0.8"),
+        ("load in another layout / in the same layout", medians["other layout"] / medians["load"], "at most 1.25"),
+        (
+            "in-memory copy of two ranks / their synchronous save",
+            medians["two ranks: copy"] / medians["two ranks: save"],
+            "",
+        ),
+        ("resuming from it / that save", medians["two ranks: resume"] / medians["two ranks: save"], ""),
+        ("memory of a load beyond the state / state", medians["load peak"], "at most 0.1"),
+        ("the same, one of two ranks loading the checkpoint of one rank", medians["load peak, half"], "at most 0.1"),
     ]
-    goals = ("at most 0.04", "", "at least 0.9", "at least 0.8", "at least 0.8", "at most 1.25", "", "")
-    goals += ("at most 0.1", "at most 0.1")
-    lines = [f"| {what} | {value:.3f} | {goal} |" for (what, value), goal in zip(rows, goals, strict=True)]
-    rates = ", ".join(f"{key} {size / now[key] / 1e6:,.0f} MB/s" for key in ("plain write", "sync save", "plain read"))
-    ends = f"{size / 1e6:,.0f} MB of state; {rates}; a save in the background costs {1e3 * now['lost']:.0f} ms."
-    return "\n".join(["| | ratio (median) | must be |", "|---|---|---|", *lines, "", ends])
+    lines = [f"| {what} | {value:.3f} | {target} |" for what, value, target in rows]
+    rates = {
+        "sequential write": size / medians["plain write"],
+        "synchronous save": size / sync_save,
+        "sequential read": size / medians["plain read"],
+    }
+    summary = ", ".join(f"{what} {rate / 1e6:,.0f} MB/s" for what, rate in rates.items())
+    cost = f"an asynchronous save costs {1e3 * medians['lost']:.0f} ms"
+    return "\n".join(
+        [
+            "| | ratio (median) | target |",
+            "|---|---|---|",
+            *lines,
+            "",
+            f"{size / 1e6:,.0f} MB of state; {summary}; {cost}.",
+        ]
+    )
 
 
 if __name__ == "__main__":
-    print(peak_of_a_load(Path(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) > 1 else run())
+    if len(sys.argv) > 1:
+        print(load_peak(Path(sys.argv[1]), int(sys.argv[2])))
+    else:
+        print(run())

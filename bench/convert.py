@@ -1,8 +1,8 @@
-"""Import and export beside `cp` of the same files: a Hugging Face folder of random weights, half a gigabyte.
+"""Import and export compared with `cp` of the same files: a Hugging Face folder of random weights, half a gigabyte.
 
-Both sides end on the disk: the folder that jingu writes is synced before it takes its name, so `cp` is followed by
-`sync` of what it wrote. They take turns; each starts from a page cache that holds the source, and the best round of
-each counts, since what others do with the disk only ever slows a round down.
+Both sides end with the data on disk: jingu syncs the folder before it renames it, so `cp` is followed by `sync` of its
+files. The sides alternate, with the source in the page cache. The table shows the best round of each, because other
+users of the disk can only slow a round down.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from pathlib import Path
 ROUNDS = 7
 
 
-def made(folder: Path) -> Path:
-    """A model of 134M parameters in fp32 and a small tokenizer, as a Hugging Face folder."""
+def build_source(folder: Path) -> Path:
+    """Write a Hugging Face folder with a model of 134M parameters in fp32 and a small tokenizer."""
     import torch
 
-    from jingu.checkpoint.export import export_hf
     from jingu.config.sections.model import ModelSettings
-    from jingu.model.build import spec_from_settings
+    from jingu.formats.export import export_hf
     from jingu.model.decoder import parameter_shapes
-    from jingu.text.training import train_tokenizer
+    from jingu.model.resolve import spec_from_settings
+    from jingu.text.tokenizer_training import train_tokenizer
 
     train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(folder / "tokenizer")
-    settings = ModelSettings(family="llama", width=1024, heads=16, layers=8, vocabulary=16000, tied_embeddings=False)
+    settings = ModelSettings(
+        family="llama", hidden_size=1024, num_heads=16, num_layers=8, vocab_size=16000, tie_word_embeddings=False
+    )
     spec = spec_from_settings(settings, 257, 512)
     shapes = parameter_shapes(spec)
     generator = torch.Generator().manual_seed(0)
@@ -38,21 +40,22 @@ def made(folder: Path) -> Path:
     return folder / "from"
 
 
-def seconds(work: Callable[[], object], to: Path) -> float:
-    """Wall time of a piece of work that makes the folder `to`, which is deleted."""
+def time_call(work: Callable[[], object], to: Path) -> float:
+    """Return the wall time of a call that writes the folder `to`, and delete the folder."""
     started = time.perf_counter()
     work()
-    taken = time.perf_counter() - started
+    elapsed = time.perf_counter() - started
     shutil.rmtree(to)
-    return taken
+    return elapsed
 
 
 def run(rounds: int = ROUNDS) -> str:
-    """The table, as Markdown."""
-    from jingu.checkpoint.verbs import convert
+    """Return the table as Markdown."""
+    from jingu.formats.export import convert
 
     with tempfile.TemporaryDirectory() as name:
-        source, to = made(Path(name)), Path(name) / "to"
+        source = build_source(Path(name))
+        to = Path(name) / "to"
         subprocess.run(["sync"], check=True)
 
         def copy() -> None:
@@ -67,23 +70,21 @@ def run(rounds: int = ROUNDS) -> str:
                 convert(source, to, dtype, check)
 
         sides: dict[str, Callable[[], None]] = {
-            "`cp -r`, then `sync` of its files": copy_to_disk,
+            "`cp -r`, then `sync` of the copied files": copy_to_disk,
             "`cp -r` alone": copy,
-            "`jingu import`, as stored": lambda: jingu("auto"),
+            "`jingu import`, dtype as stored": lambda: jingu("auto"),
             "`jingu import --check`": lambda: jingu("auto", True),
             "`jingu import --dtype bf16`": lambda: jingu("bf16"),
         }
-        taken: dict[str, list[float]] = {side: [] for side in sides}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(rounds):
             for side, work in sides.items():
-                taken[side].append(seconds(work, to))
+                seconds[side].append(time_call(work, to))
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e6
-    first, *_ = times = [min(values) for values in taken.values()]
-    rows = [
-        f"| {side} | {value:.2f} | {size / value:.0f} | {first / value:.2f} |"
-        for side, value in zip(taken, times, strict=True)
-    ]
-    return "\n".join(["| | seconds (best) | MB of the source a second | speed |", "|---|---|---|---|", *rows])
+    best = {side: min(values) for side, values in seconds.items()}
+    reference = next(iter(best.values()))
+    rows = [f"| {side} | {value:.2f} | {size / value:.0f} | {reference / value:.2f} |" for side, value in best.items()]
+    return "\n".join(["| | seconds (best) | MB/s of the source | relative speed |", "|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

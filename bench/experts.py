@@ -1,14 +1,15 @@
-"""Mixtures of experts of which a quarter is resident, beside themselves with all of them in memory.
+"""Expert offloading with a quarter of the experts resident, compared with all of them in memory.
 
-One is SmolLM2-135M grown to 8 experts a block, 2 a token, each a copy of the feed-forward with noise of 0.3 of its
-standard deviation: 1.3 GB in bf16, but its routers are drawn from a seed. The other is small, and trained here, routers
-and all. They continue real text, one stream and several together, both sides in one process and in turns. The least
-bytes are what a clairvoyant (Belady) would have read for the same experts in the same order, with as many slots. Beside
-them stands what no rule without foresight can be better than where one visit of a layer says nothing of its next: the
-experts needed most often lie there all the time, the visits of each layer come in random order, and the clairvoyant
-knows that order. Memory is measured in processes of their own.
+There are two models. One is SmolLM2-135M grown to 8 experts per block, 2 per token, each a copy of the feed-forward
+with noise of 0.3 of its standard deviation: 1.3 GB in bf16, with random routers. The other is small and trained here,
+including its routers. Both continue real text, one stream and several together; both sides alternate in one process.
 
-`python -m bench experts=FOLDER` keeps the trained mixture in FOLDER, and takes it from there the next time.
+The minimum number of bytes is what a clairvoyant policy (Belady) would read for the same routing with the same number
+of slots. The table also shows a lower bound for policies without foresight, under the assumption that one access of a
+layer says nothing about its next one: the most popular experts are always resident, the accesses of each layer come in
+random order, and the clairvoyant policy knows this order. Memory is measured in separate processes.
+
+`python -m bench experts=FOLDER` stores the trained mixture in FOLDER, and reuses it the next time.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from statistics import median
 import numpy as np
 import torch
 
-from bench.precision import jingu
-from bench.smollm2 import smollm2
-from jingu.checkpoint.grow import grow
+from bench.precision import run_jingu
+from bench.smollm2 import find_smollm2
 from jingu.data.dataset import open_dataset
+from jingu.formats.grow_model import grow_model
 from jingu.infer.engine import Engine
-from jingu.infer.load import Loaded, load
+from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Event, Request
-from jingu.infer.sampling import Sampling
+from jingu.infer.sampling import SamplingParams
 from jingu.model.spec import Experts
 
 RESIDENT, STREAMS, TOKENS, PROMPT, ROUNDS, THREADS = "25%", (1, 2, 4, 8), 64, 24, 3, 2
 STEPS = 800
 CONFIG = """
 name: mixture
-tokenizer: {{path: tokenizer, vocabulary: 4096, sample_bytes: 4000000}}
-data: {{input: text, path: data, suffixes: [.py], held_out: 0.03, invalid_utf8: skip}}
+tokenizer: {{path: tokenizer, vocab_size: 4096, sample_bytes: 4000000}}
+data: {{input: text, path: data, suffixes: [.py], validation_fraction: 0.03, invalid_utf8: skip}}
 model:
   family: mixtral
-  layers: 6
-  width: 128
-  heads: 2
-  feed_forward: 128
-  experts: {{number: 16, active: 2, balance: 0.01, balance_over: layer}}
-batch: {{sequence_length: 256, global_size: 8}}
+  num_layers: 6
+  hidden_size: 128
+  num_heads: 2
+  intermediate_size: 128
+  experts: {{num_experts: 16, num_experts_per_token: 2, aux_loss_coef: 0.01, aux_loss_scope: layer}}
+batch: {{sequence_length: 256, global_batch_size: 8}}
 optimizer: {{type: adamw, lr: 2e-3}}
-schedule: {{type: warmup-stable-decay, warmup: 0.03, decay: 0.5}}
+schedule: {{type: wsd, warmup: 0.03, decay: 0.5}}
 train: {{steps: {steps}, compile: false}}
 precision: {{type: fp32}}
 device: {{type: cpu, threads: {threads}}}
@@ -63,8 +64,8 @@ checkpoint: {{every: 0}}
 Trace = Sequence[tuple[int, tuple[int, ...]]]
 
 
-def trained(folder: Path, steps: int) -> Path:
-    """A mixture that has learned to write Python from the standard library's source; all of it is in `folder`."""
+def train_mixture(folder: Path, steps: int) -> Path:
+    """Train a mixture on the standard library's source and return its exported folder, inside `folder`."""
     from examples.quickstart import collect
 
     if not (folder / "exported").exists():
@@ -72,143 +73,157 @@ def trained(folder: Path, steps: int) -> Path:
         collect(folder / "text")
         (folder / "run.yaml").write_text(CONFIG.format(steps=steps, threads=THREADS), encoding="utf-8")
         for words in ("tokenizer train run.yaml", "data build run.yaml", "train run.yaml"):
-            jingu(folder, *words.split())
-        jingu(folder, "export", "runs/mixture", "--to", "exported", "--dtype", "bf16")
+            run_jingu(folder, *words.split())
+        run_jingu(folder, "export", "runs/mixture", "--to", "exported", "--dtype", "bf16")
     return folder / "exported"
 
 
-def text_of(folder: Path, loaded: Loaded) -> list[int]:
-    """Real text to be continued, which the trained mixture has not learned from: ids."""
+def validation_ids(folder: Path, loaded: InferenceModel) -> list[int]:
+    """Return ids of real text that the trained mixture has not seen."""
     if not (folder.parent / "data").exists():
         return loaded.tokenizer.encode(Path(str(textwrap.__file__)).read_text(encoding="utf-8"))
-    held_out = open_dataset(folder.parent / "data", "held_out")
-    ids: list[int] = held_out.gather(np.array([0]), 8192)[0].tolist()
+    validation = open_dataset(folder.parent / "data", "validation")
+    ids: list[int] = validation.gather(np.array([0]), 8192)[0].tolist()
     return ids
 
 
-def requests(ids: list[int], streams: int, tokens: int, first: int) -> list[Request]:
-    """Pieces of a text, to be continued."""
+def build_requests(ids: list[int], streams: int, tokens: int, first: int) -> list[Request]:
+    """Return one request per stream, each with a different part of the text as its prompt."""
     starts = [97 * (first * streams + number) for number in range(streams)]
-    sampling = Sampling(temperature=0.8, seed=first)
-    return [Request(tuple(ids[start : start + PROMPT]), sampling, tokens, ignore_end=True) for start in starts]
+    sampling = SamplingParams(temperature=0.8, seed=first)
+    return [Request(tuple(ids[start : start + PROMPT]), sampling, tokens, ignore_eos=True) for start in starts]
 
 
-def answers(engine: Engine, asked: list[Request]) -> tuple[list[Event], float]:
-    """All that is told, and seconds."""
+def run_requests(engine: Engine, requests: list[Request]) -> tuple[list[Event], float]:
+    """Run requests together; return their events, ordered by request, and the seconds."""
     started = time.perf_counter()
-    numbers = [engine.submit(request) for request in asked]
-    told = []
+    ids = [engine.submit(request) for request in requests]
+    events = []
     while engine.busy:
-        told += engine.step()
+        events += engine.step()
     seconds = time.perf_counter() - started
-    return [told_of for number in numbers for told_of in told if told_of.request == number], seconds
+    return [event for id_ in ids for event in events if event.request_id == id_], seconds
 
 
-def least(trace: Trace, slots: int) -> int:
-    """Experts that Belady's rule reads: it gives away the slot of the one that is needed last. Of what a visit needs,
-    those that are there come first, then those that are needed again last: their slots can be had for the others. Tried
-    against every order of small traces, it reads more than the least in 2% of them, mostly by one."""
-    following, next_visit = list[dict[tuple[int, int], int]](), dict[tuple[int, int], int]()
-    for visit, (layer, experts) in reversed([*enumerate(trace)]):
-        following.append({(layer, expert): next_visit.get((layer, expert), len(trace)) for expert in experts})
-        next_visit.update(dict.fromkeys(following[-1], visit))
-    held, read = dict[tuple[int, int], int](), 0
-    for needed in reversed(following):
-        for key in sorted(needed, key=lambda key: (key not in held, -needed[key])):
-            if key not in held:
-                read += 1
-                if len(held) == slots:
-                    del held[max(held, key=held.__getitem__)]
-            held[key] = needed[key]
-    return read
+def count_optimal_reads(trace: Trace, slots: int) -> int:
+    """Return the number of experts that Belady's policy reads: it evicts the expert that is needed last.
+
+    Of the experts of one access, resident ones come first, then those whose next use is latest, so that their slots can
+    be reused. Compared with every order on small traces, this reads more than the minimum in 2% of them, mostly by one.
+    """
+    # Backward pass: for each access, when each of its experts is needed next.
+    next_uses: list[dict[tuple[int, int], int]] = []
+    next_access: dict[tuple[int, int], int] = {}
+    for access, (layer, experts) in reversed([*enumerate(trace)]):
+        uses = {(layer, expert): next_access.get((layer, expert), len(trace)) for expert in experts}
+        next_uses.append(uses)
+        next_access.update(dict.fromkeys(uses, access))
+    # Forward pass: simulate the slots. Values are the next uses.
+    resident: dict[tuple[int, int], int] = {}
+    reads = 0
+    for uses in reversed(next_uses):
+        for key in sorted(uses, key=lambda key: (key not in resident, -uses[key])):
+            if key not in resident:
+                reads += 1
+                if len(resident) == slots:
+                    del resident[max(resident, key=resident.__getitem__)]
+            resident[key] = uses[key]
+    return reads
 
 
-def without_foresight(trace: Trace, slots: int) -> float:
-    """Reads of the rule that keeps the most popular experts, as a multiple of the clairvoyant's, where the visits of
-    each layer are in random order."""
-    dice, by_layer = random.Random(0), dict[int, list[tuple[int, ...]]]()
+def bound_without_foresight(trace: Trace, slots: int) -> float:
+    """Return the reads of a policy that keeps the most popular experts, relative to the clairvoyant policy.
+
+    The accesses of each layer are in random order.
+    """
+    rng = random.Random(0)
+    by_layer: dict[int, list[tuple[int, ...]]] = {}
     for layer, experts in trace:
         by_layer.setdefault(layer, []).append(experts)
-    for visits in by_layer.values():
-        dice.shuffle(visits)
+    for accesses in by_layer.values():
+        rng.shuffle(accesses)
     shuffled = [(layer, by_layer[layer].pop()) for layer, _ in trace]
     uses = Counter((layer, expert) for layer, experts in trace for expert in experts)
-    kept = uses.most_common(slots)
-    return (uses.total() - sum(count - 1 for _, count in kept)) / least(shuffled, slots)
+    # Popular experts are read once, the others at every use.
+    saved = sum(count - 1 for _, count in uses.most_common(slots))
+    return (uses.total() - saved) / count_optimal_reads(shuffled, slots)
 
 
 def compare(folder: Path, streams: int, tokens: int, rounds: int) -> str:
-    """A line of the table."""
-    whole, some = load(folder, "bf16", "cpu"), load(folder, "bf16", "cpu", experts_resident=RESIDENT)
-    assert some.residency is not None and isinstance(whole.spec.feed_forward, Experts)
-    some.residency.trace, ids = [], text_of(folder, whole)
-    seconds: dict[str, list[float]] = {"whole": [], "some": []}
+    """Measure a model with a number of streams and return a row of the table."""
+    resident = load(folder, "bf16", "cpu")
+    offloaded = load(folder, "bf16", "cpu", resident_experts=RESIDENT)
+    mixture = resident.spec.feed_forward
+    assert offloaded.expert_offloader is not None and isinstance(mixture, Experts)
+    offloaded.expert_offloader.trace = trace = []
+    ids = validation_ids(folder, resident)
+    engines = {"resident": Engine(resident), "offloaded": Engine(offloaded)}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     same = True
-    engines = {"whole": Engine(whole), "some": Engine(some)}
     for number in range(rounds):
-        told = {}
+        events = {}
         for name, engine in engines.items():
-            told[name], took = answers(engine, requests(ids, streams, tokens, number))
-            seconds[name].append(took)
-        same = same and told["whole"] == told["some"]
-    stats, mixture, trace = some.residency.stats(), whole.spec.feed_forward, some.residency.trace
-    slots = stats.resident_bytes * mixture.number * whole.spec.layers // stats.total_bytes
-    read = stats.misses + stats.read_ahead
-    ratio = median(a / b for a, b in zip(seconds["whole"], seconds["some"], strict=True))
-    rate = streams * tokens / median(seconds["some"])
+            events[name], elapsed = run_requests(engine, build_requests(ids, streams, tokens, number))
+            seconds[name].append(elapsed)
+        same = same and events["resident"] == events["offloaded"]
+    stats = offloaded.expert_offloader.stats()
+    slots = stats.resident_bytes * mixture.num_experts * resident.spec.num_layers // stats.total_bytes
+    reads = stats.misses + stats.prefetched
+    ratio = median(a / b for a, b in zip(seconds["resident"], seconds["offloaded"], strict=True))
+    rate = streams * tokens / median(seconds["offloaded"])
     return (
-        f"| {whole.spec.layers} × {mixture.number} | {streams} | {rate:.1f} | {ratio:.2f} | "
-        f"{read / least(trace, slots):.2f} | {without_foresight(trace, slots):.2f} | "
+        f"| {resident.spec.num_layers} × {mixture.num_experts} | {streams} | {rate:.1f} | {ratio:.2f} | "
+        f"{reads / count_optimal_reads(trace, slots):.2f} | {bound_without_foresight(trace, slots):.2f} | "
         f"{stats.hits / (stats.hits + stats.misses):.0%} | {'yes' if same else 'NO'} |"
     )
 
 
 def worker(folder: str, resident: str, tokens: int) -> None:
-    """Print the most memory (bytes) that generating took, and the size of the experts."""
+    """Generate, and print the peak memory and the bytes of resident and of all experts. Runs in a child process."""
     torch.set_num_threads(THREADS)
-    loaded = load(Path(folder), "bf16", "cpu", experts_resident=resident)
-    answers(Engine(loaded), requests(text_of(Path(folder), loaded), 1, tokens, 0))
+    loaded = load(Path(folder), "bf16", "cpu", resident_experts=resident)
+    run_requests(Engine(loaded), build_requests(validation_ids(Path(folder), loaded), 1, tokens, 0))
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
-    assert loaded.residency is not None
-    stats = loaded.residency.stats()
+    assert loaded.expert_offloader is not None
+    stats = loaded.expert_offloader.stats()
     print(json.dumps([peak, stats.resident_bytes, stats.total_bytes]))
 
 
-def memory(folder: Path, tokens: int) -> str:
-    """Peak beside that of a process with the fewest experts: the difference is what the setting costs."""
+def measure_memory(folder: Path, tokens: int) -> str:
+    """Return a sentence with the peak memory, relative to a process with the fewest resident experts."""
     figures = []
     for resident in ("1%", RESIDENT, "100%"):
-        words = [
-            sys.executable,
-            "-c",
-            "import sys; from bench.experts import worker; worker(*sys.argv[1:3], int(sys.argv[3]))",
-        ]
-        told = subprocess.run(
-            [*words, folder, resident, str(tokens)], check=True, capture_output=True, text=True
-        ).stdout
-        figures.append(json.loads(told))
-    (base, fewest, _), (peak, stated, total), (all_, _, _) = figures
-    used = (peak - base + fewest) / 1e6
-    slots = f"With {RESIDENT} the slots are {stated / 1e6:.0f} MB of the experts' {total / 1e6:.0f} MB. "
-    beside = f"Measured (peak of the process beside one with {fewest / 1e6:.0f} MB of slots): {used:.0f} MB, "
-    all_told = f"with all resident {(all_ - base + fewest) / 1e6:.0f} MB. "
-    return slots + beside + all_told + f"The whole process: {peak / 1e6:.0f} MB, with all {all_ / 1e6:.0f} MB."
+        script = "import sys; from bench.experts import worker; worker(*sys.argv[1:3], int(sys.argv[3]))"
+        command = [sys.executable, "-c", script, str(folder), resident, str(tokens)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        figures.append(json.loads(output))
+    (base, fewest, _), (peak, slots, total), (full_peak, _, _) = [[value / 1e6 for value in row] for row in figures]
+    return (
+        f"With {RESIDENT}, the slots take {slots:.0f} MB of the experts' {total:.0f} MB. Measured (peak memory relative"
+        f" to a process with {fewest:.0f} MB of slots): {peak - base + fewest:.0f} MB, with all experts resident"
+        f" {full_peak - base + fewest:.0f} MB. Whole process: {peak:.0f} MB, with all experts resident"
+        f" {full_peak:.0f} MB."
+    )
 
 
 def run(argument: str = "") -> str:
-    """The table; `tiny` shows in some minutes that it runs, any other word is the trained mixture's folder."""
+    """Return the table as Markdown.
+
+    Args:
+        argument: `tiny` for a check of a few minutes; otherwise the folder of the trained mixture.
+    """
     torch.set_num_threads(THREADS)
     tiny = argument == "tiny"
     tokens, rounds = (6, 1) if tiny else (TOKENS, ROUNDS)
     with tempfile.TemporaryDirectory() as place:
         grown = Path(place) / "grown"
-        grow(smollm2(Path(place)), grown, experts=8, active=2, noise=0.3, dtype="bf16")
-        learned = trained(Path(argument if argument and not tiny else place) / "trained", 3 if tiny else STEPS)
+        grow_model(find_smollm2(Path(place)), grown, experts=8, active=2, noise=0.3, dtype="bf16")
+        learned = train_mixture(Path(argument if argument and not tiny else place) / "trained", 3 if tiny else STEPS)
         rows = [compare(folder, streams, tokens, rounds) for folder in (grown, learned) for streams in STREAMS]
-        told = memory(grown, tokens)
-    titles = ("layers × experts", "streams", "tokens/s", "× all resident (must: 0.5)")
-    more = ("bytes × the clairvoyant least (must: 1.3)", "no rule without foresight less than")
-    last = ("found resident", "same to the last bit")
-    head = [f"| {' | '.join((*titles, *more, *last))} |", "|---|---|---|---|---|---|---|---|"]
-    return "\n".join([*head, *rows, "", told])
+        memory = measure_memory(grown, tokens)
+    columns = ["layers × experts", "streams", "tokens/s", "× all resident (target: 0.5)"]
+    columns += ["bytes read × clairvoyant minimum (target: 1.3)", "lower bound without foresight"]
+    columns += ["hit rate", "bitwise equal"]
+    head = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|---|"]
+    return "\n".join([*head, *rows, "", memory])

@@ -1,7 +1,7 @@
-"""The loop beside a bare hand-written one around the same model: what checkpoints, metrics and ZeRO's engine cost.
+"""The training loop compared with a bare loop around the same model: the cost of checkpoints, metrics and FSDP2.
 
-The bare loop is what one writes in a notebook: the same Decoder and loss, constant real data, torch's fused AdamW,
-clipping. Each side runs in processes of its own, in turn.
+The bare loop is what one writes in a notebook: the same Decoder and loss, real data, torch's fused AdamW, gradient
+clipping. Each side runs in its own processes; the sides alternate.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from bench.train_step import BATCH, FEED_FORWARD, HEADS, LAYERS, SEQUENCE, THREA
 STEPS = 30
 CONFIG = f"""
 name: loop
-tokenizer: {{path: tokenizer, vocabulary: {VOCABULARY}}}
-data: {{input: text, path: data, suffixes: [.py], held_out: 0.01, invalid_utf8: skip}}
-model: {{layers: {LAYERS}, width: {WIDTH}, heads: {HEADS}, feed_forward: {FEED_FORWARD}, tied_embeddings: false}}
-batch: {{sequence_length: {SEQUENCE}, global_size: {BATCH}, micro_size: {BATCH}}}
+tokenizer: {{path: tokenizer, vocab_size: {VOCABULARY}}}
+data: {{input: text, path: data, suffixes: [.py], validation_fraction: 0.01, invalid_utf8: skip}}
+model:
+  num_layers: {LAYERS}
+  hidden_size: {WIDTH}
+  num_heads: {HEADS}
+  intermediate_size: {FEED_FORWARD}
+  tie_word_embeddings: false
+batch: {{sequence_length: {SEQUENCE}, global_batch_size: {BATCH}, micro_batch_size: {BATCH}}}
 train: {{steps: {STEPS}, compile: false, log_every: 10}}
 precision: {{type: fp32}}
 device: {{type: cpu, threads: {THREADS}}}
@@ -32,7 +37,7 @@ checkpoint: {{every: 0, resume: auto}}
 
 
 def prepare(folder: Path) -> None:
-    """Real text, a tokenizer of 16,384 entries and a data set, in `folder`."""
+    """Write real text, a tokenizer with 16,384 entries and a data set to `folder`."""
     from examples.quickstart import collect
 
     collect(folder / "text")
@@ -41,35 +46,36 @@ def prepare(folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "jingu", *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
 
 
-def bare(folder: Path) -> None:
-    """Child process: the bare loop; prints tokens a second of the steps after the first ten."""
+def run_bare_loop(folder: Path) -> None:
+    """Run the bare loop and print the tokens/s of the steps after the first ten. Runs in a child process."""
     import torch
     from torch import nn
 
     from jingu.config.load import load_config
-    from jingu.data.batches import BatchSource, Windows
     from jingu.data.dataset import open_dataset
     from jingu.data.mixture import plan_mixture
-    from jingu.model.build import spec_from_settings
+    from jingu.data.mixture_dataset import MixtureDataset
+    from jingu.data.window_dataset import WindowDataset
     from jingu.model.decoder import Decoder
-    from jingu.model.initialise import initialise
-    from jingu.train.loss import summed_cross_entropy
+    from jingu.model.resolve import spec_from_settings
+    from jingu.model.weight_init import init_weights
+    from jingu.train.loss import linear_cross_entropy
 
     torch.set_num_threads(THREADS)
     config = load_config(folder / "run.yaml", [])
-    windows = Windows(open_dataset(folder / "data", "train"), SEQUENCE, 0)
-    source = BatchSource((windows,), plan_mixture([(0, [1.0])], [None]), BATCH)
+    windows = WindowDataset(open_dataset(folder / "data", "train"), SEQUENCE, 0)
+    source = MixtureDataset((windows,), plan_mixture([(0, [1.0])], [None]), BATCH)
     spec = spec_from_settings(config.model, VOCABULARY, SEQUENCE)
     with torch.device("meta"):
         model = Decoder(spec)
     model.to_empty(device="cpu")
-    initialise(model, spec, 0)
+    init_weights(model, spec, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     seconds = []
     for step in range(STEPS):
         started = time.perf_counter()
         batch = source.batch(step, 0, BATCH)
-        loss = model(batch.tokens, loss=lambda h, w, labels=batch.labels: summed_cross_entropy(h, w, labels))
+        loss = model(batch.tokens, loss=lambda h, w, labels=batch.labels: linear_cross_entropy(h, w, labels))
         (loss / batch.labels.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -78,43 +84,44 @@ def bare(folder: Path) -> None:
     print(json.dumps((STEPS - 10) * BATCH * SEQUENCE / sum(seconds[10:])))
 
 
-def through_jingu(folder: Path, number: int) -> float:
-    """`jingu train` on the same data; tokens a second of the steps after the first ten, from metrics.jsonl."""
+def run_jingu(folder: Path, number: int) -> float:
+    """Run `jingu train` on the same data and return the tokens/s after the first ten steps, from metrics.jsonl."""
     command = [sys.executable, "-m", "jingu", "train", "run.yaml", f"name=loop-{number}"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     lines = (folder / f"runs/loop-{number}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    trained = [record for record in map(json.loads, lines) if record["type"] == "train"]
-    first, last = trained[0], trained[-1]
+    records = [record for record in map(json.loads, lines) if record["type"] == "train"]
+    first = records[0]
+    last = records[-1]
     return (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
 
 
 def run(rounds: int = 3) -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     root = str(Path(__file__).parents[1])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        ours, theirs = [], []
+        jingu_rates = []
+        bare_rates = []
         for number in range(rounds):
-            ours.append(through_jingu(folder, number))
-            done = subprocess.run(
-                [sys.executable, "-m", "bench.loop", str(folder)], cwd=root, check=True, capture_output=True, text=True
-            )
-            theirs.append(float(done.stdout.splitlines()[-1]))
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+            jingu_rates.append(run_jingu(folder, number))
+            command = [sys.executable, "-m", "bench.loop", str(folder)]
+            process = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+            bare_rates.append(float(process.stdout.splitlines()[-1]))
+    ratios = sorted(jingu / bare for jingu, bare in zip(jingu_rates, bare_rates, strict=True))
     return "\n".join(
         [
             "| | tokens/s (median) |",
             "|---|---|",
-            f"| jingu train | {median(ours):,.0f} |",
-            f"| bare loop | {median(theirs):,.0f} |",
-            f"| ratio, pair by pair | {', '.join(f'{ratio:.3f}' for ratio in ratios)} |",
+            f"| jingu train | {median(jingu_rates):,.0f} |",
+            f"| bare loop | {median(bare_rates):,.0f} |",
+            f"| ratio of each pair | {', '.join(f'{ratio:.3f}' for ratio in ratios)} |",
         ]
     )
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        bare(Path(sys.argv[1]))
+        run_bare_loop(Path(sys.argv[1]))
     else:
         print(run())

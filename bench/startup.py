@@ -1,4 +1,4 @@
-"""How long a person waits: for `--help`, and for the first training step of a tiny model without compile."""
+"""Startup time: of `jingu --help`, and of the first training step of a tiny model without compilation."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from statistics import median
 
 CONFIG = """
 name: tiny
-tokenizer: {path: tokenizer, vocabulary: 512}
+tokenizer: {path: tokenizer, vocab_size: 512}
 data: {input: text, path: data}
-model: {layers: 2, width: 64, heads: 2}
-batch: {sequence_length: 64, global_size: 4}
+model: {num_layers: 2, hidden_size: 64, num_heads: 2}
+batch: {sequence_length: 64, global_batch_size: 4}
 train: {steps: 1, log_every: 1, compile: false}
 evaluation: {every: 0}
 """
 
 
-def seconds(command: list[str], folder: Path) -> float:
-    """Wall time of a command."""
+def time_command(command: list[str], folder: Path) -> float:
+    """Return the wall time of a command in seconds."""
     started = time.perf_counter()
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return time.perf_counter() - started
 
 
 def run(rounds: int = 5) -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     jingu = [sys.executable, "-m", "jingu"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -40,14 +40,14 @@ def run(rounds: int = 5) -> str:
         (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
         for verb in (["tokenizer", "train"], ["data", "build"]):
             subprocess.run([*jingu, *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
-        helps = [seconds([*jingu, "--help"], folder) for _ in range(rounds)]
-        runs = [seconds([*jingu, "train", "run.yaml", f"name=tiny-{number}"], folder) for number in range(rounds)]
+        helps = [time_command([*jingu, "--help"], folder) for _ in range(rounds)]
+        runs = [time_command([*jingu, "train", "run.yaml", f"name=tiny-{number}"], folder) for number in range(rounds)]
     return "\n".join(
         [
-            "| | seconds (median) | must be under |",
+            "| | seconds (median) | target: below |",
             "|---|---|---|",
             f"| `jingu --help` | {median(helps):.2f} | 0.3 |",
-            f"| `jingu train`, one step of a tiny model, saved, from command to exit | {median(runs):.1f} | 10 |",
+            f"| `jingu train`, one step of a tiny model, saved, from start to exit | {median(runs):.1f} | 10 |",
         ]
     )
 

@@ -1,6 +1,7 @@
-"""A training step of a 17M Llama, jingu beside transformers: tokens a second and peak memory.
+"""A training step of a 17M Llama in jingu and in transformers: tokens/s and peak memory.
 
-Each side runs in processes of its own, in turn (A B A B …), on the same number of threads; the ratio is of medians.
+Each side runs in its own processes with the same number of threads; the sides alternate (A B A B …). Ratios are those
+of the medians.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ SEQUENCE, BATCH, THREADS, WARMUP = 512, 4, 2, 1
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
+    """Figures of one process."""
+
     tokens_per_second: float
     peak_bytes: int
     start_bytes: int
 
 
 def measure(side: str, precision: str, steps: int) -> None:
-    """Child process: run `steps` steps after one of warm-up, and print the figures as JSON."""
+    """Run `steps` steps after a warm-up step, and print the figures as JSON. Runs in a child process."""
     import torch
 
     from jingu.runtime.device import peak_memory
@@ -42,54 +45,44 @@ def measure(side: str, precision: str, steps: int) -> None:
         started = time.perf_counter()
         step(tokens)
         seconds.append(time.perf_counter() - started)
-    figures = Measured(BATCH * SEQUENCE / median(seconds), peak_memory(device), start_bytes)
+    figures = Measurement(BATCH * SEQUENCE / median(seconds), peak_memory(device), start_bytes)
     print(json.dumps(figures.__dict__))
 
 
-def trainer(precision: str, compiled: bool):
-    """What `jingu train` does in a step, on one rank."""
-    import torch
+def make_step(precision: str, compiled: bool):
+    """Return a function that does what `jingu train` does in a step, on one rank."""
 
-    from jingu.config.batch import BatchPlan
+    from jingu.config.batch_plan import BatchPlan
     from jingu.config.schema import RunConfig
     from jingu.config.sections.model import ModelSettings
     from jingu.config.sections.parallel import ParallelSettings
-    from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, PrecisionSettings
+    from jingu.config.sections.train import AdamWSettings, PrecisionSettings
     from jingu.data.batch import Batch
-    from jingu.model.build import spec_from_settings
-    from jingu.model.decoder import Decoder
-    from jingu.model.initialise import initialise
-    from jingu.parallel.apply import parallelize
-    from jingu.parallel.mesh import axis_sizes, build_mesh
-    from jingu.runtime.ranks import joined
+    from jingu.model.resolve import spec_from_settings
+    from jingu.parallel.layout import Layout
+    from jingu.parallel.materialize import materialize
+    from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
+    from jingu.runtime.ranks import join_process_group
     from jingu.train.optimizer import build_optimizer
     from jingu.train.precision import choose_precision
+    from jingu.train.pretraining import Pretraining
     from jingu.train.step import train_step
-    from jingu.train.task import Pretraining
 
-    group = joined("cpu", THREADS)
+    group = join_process_group("cpu", THREADS)
     ranks = group.__enter__()
     settings = ModelSettings(
-        family="llama", layers=LAYERS, width=WIDTH, heads=HEADS, feed_forward=FEED_FORWARD, tied_embeddings=False
+        family="llama",
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_heads=HEADS,
+        intermediate_size=FEED_FORWARD,
+        tie_word_embeddings=False,
     )
     spec = spec_from_settings(settings, VOCABULARY, SEQUENCE)
     chosen = choose_precision(PrecisionSettings(type=precision), ranks.device)  # type: ignore[arg-type]
     parallel = ParallelSettings()
-    mesh = build_mesh(axis_sizes(parallel, ranks.world, spec), ranks.device)
-    with torch.device("meta"):
-        model = Decoder(spec).to(chosen.masters)
-    checkpointing = ActivationCheckpointingSettings()
-    parallelize(
-        model,
-        mesh,
-        parallel,
-        compute=chosen.compute,
-        reduce=chosen.reduce,
-        activation_checkpointing=checkpointing,
-        compile=compiled,
-    )
-    model.to_empty(device="cpu")
-    initialise(model, spec, 0)
+    mesh = build_mesh(resolve_axis_sizes(parallel, ranks.world, spec), ranks.device)
+    model = materialize(spec, mesh, Layout(parallel, compile=compiled), chosen, 0)
     optimizer = build_optimizer(AdamWSettings(), model)
 
     class Constant(Pretraining):
@@ -97,12 +90,12 @@ def trainer(precision: str, compiled: bool):
             return current[0]
 
     current: list[Batch] = []
-    task = Constant(None, None, spec, mesh, RunConfig(), compiles=compiled)  # type: ignore[arg-type]
+    task = Constant(None, spec, mesh, RunConfig(), compile=compiled)  # type: ignore[arg-type]
     plan = BatchPlan(BATCH, BATCH, 1, BATCH * SEQUENCE)
 
     def step(batch: Batch) -> None:
         current[:] = [batch]
-        result = train_step(model, optimizer, task, plan, step=0, zero=1, clip_norm=1.0)
+        result = train_step(model, optimizer, task, plan, step=0, max_grad_norm=1.0)
         result.loss.item()
 
     step.group = group  # type: ignore[attr-defined]  # keeps the process group alive
@@ -110,15 +103,15 @@ def trainer(precision: str, compiled: bool):
 
 
 def _jingu(precision: str, compiled: bool):
-    """Steps on rows of tokens."""
+    """Return a function that runs a step of jingu on rows of tokens."""
     from jingu.data.batch import Batch
 
-    step = trainer(precision, compiled)
+    step = make_step(precision, compiled)
     return lambda tokens: step(Batch(tokens[:, :-1], tokens[:, 1:]))
 
 
 def _transformers(precision: str, _compiled: bool):
-    """The same step as transformers' users write it: the model's own loss, autocast, torch's AdamW, clipping."""
+    """Return the same step as written with transformers: the model's own loss, autocast, torch's AdamW, clipping."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -147,19 +140,19 @@ def _transformers(precision: str, _compiled: bool):
     return step
 
 
-def in_child(side: str, precision: str, steps: int) -> Measured:
-    """Measure one side in a process of its own."""
+def measure_in_child(side: str, precision: str, steps: int) -> Measurement:
+    """Measure one side in a child process."""
     command = [sys.executable, "-m", "bench.train_step", side, precision, str(steps)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
 
 
 def compare(precision: str, rounds: int, steps: int) -> list[str]:
-    """Lines of a table: each side's figures, and the ratios."""
-    sides: dict[str, list[Measured]] = {"jingu": [], "jingu-eager": [], "transformers": []}
+    """Return rows of the table: the figures and ratios of each side."""
+    sides: dict[str, list[Measurement]] = {"jingu": [], "jingu-eager": [], "transformers": []}
     for _ in range(rounds):
         for side, figures in sides.items():
-            figures.append(in_child(side, precision, steps))
+            figures.append(measure_in_child(side, precision, steps))
     base = median(m.tokens_per_second for m in sides["transformers"])
     lines = []
     for side, figures in sides.items():
@@ -170,7 +163,7 @@ def compare(precision: str, rounds: int, steps: int) -> list[str]:
 
 
 def run() -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     rows = [*compare("fp32", rounds=2, steps=6), *compare("bf16", rounds=2, steps=6)]
     return "\n".join(["| | tokens/s | × transformers | peak memory, MiB |", "|---|---|---|---|", *rows])
 

@@ -1,7 +1,7 @@
-"""LoRA on instruction rows, from a model on disk to answers before and after, side by side.
+"""LoRA on instruction data, from a model on disk to a comparison of its answers before and after.
 
 `python examples/tune.py MODEL ROWS [KEY=VALUE ...]`: MODEL is a Hugging Face folder or a GGUF file, ROWS a file of rows
-(.json or .jsonl); what follows is passed on to jingu's commands. Nothing is downloaded.
+(.json or .jsonl). Overrides are passed to jingu's commands. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,56 +22,51 @@ QUESTIONS = (
     "Explain why the sky is blue.",
     "Describe a process of making tea.",
 )
-COLUMN = 56
-"""Characters of a column of answers."""
+COLUMN = 56  # characters per column of answers
 
 
-def jingu(*arguments: str) -> None:
-    """Run a jingu command, shown as one would type it."""
+def run_jingu(*arguments: str) -> None:
+    """Print and run a jingu command."""
     print(f"\n$ jingu {shlex.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", "jingu", *arguments], check=True)
 
 
 def answers(model: Path, tokens: int) -> list[str]:
-    """What a model says to the questions, always the likeliest token."""
-    from jingu.infer.engine import Engine
-    from jingu.infer.load import load
-    from jingu.infer.request import Request
-    from jingu.infer.sampling import Sampling
-    from jingu.tune.rows import Message
-    from jingu.tune.supervise import encode
-    from jingu.tune.templates import find_template
+    """Return a model's answers to the questions, with greedy decoding."""
+    import jingu
 
-    engine = Engine(load(model))
-    tokenizer = engine.loaded.tokenizer
-    template = find_template("auto", tokenizer)
-    prompts = [encode(template.prompt((Message("user", question),)), tokenizer)[0] for question in QUESTIONS]
-    return engine.run([Request(tuple(prompt), Sampling(0.0), tokens) for prompt in prompts])
+    chat_model = jingu.load(model)
+    return [chat_model.chat(question, max_tokens=tokens) for question in QUESTIONS]
+
+
+def wrap(text: str) -> list[str]:
+    """Wrap a text to lines of one column."""
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, COLUMN) or [""]]
 
 
 def side_by_side(left: str, right: str) -> str:
-    """Two texts as columns."""
-    columns = [
-        [part for line in text.splitlines() for part in textwrap.wrap(line, COLUMN) or [""]] for text in (left, right)
-    ]
-    return "\n".join(f"{a:{COLUMN}} │ {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))
+    """Return two texts as columns."""
+    lines = zip_longest(wrap(left), wrap(right), fillvalue="")
+    return "\n".join(f"{a:{COLUMN}} │ {b}".rstrip() for a, b in lines)
 
 
 def main(model: Path, rows: Path, overrides: list[str], tokens: int = 80) -> None:
-    """All of it, with the time it took."""
+    """Run all steps and print the answers before and after."""
     from jingu.config.load import load_config
 
     started = time.perf_counter()
     overrides = [f"data.input={rows}", *overrides]
     config = load_config(Path(CONFIG), overrides)
-    base, run, tuned = PLACE / "base", Path(config.runs) / config.name, PLACE / "tuned"
+    base = PLACE / "base"
+    run = Path(config.runs_dir) / config.name
+    tuned = PLACE / "tuned"
     if not base.exists():
-        jingu("import", str(model), "--to", str(base))
-    jingu("tune", "preview", CONFIG, "--rows", "1", *overrides)
-    jingu("tune", "prepare", CONFIG, *overrides)
-    jingu("train", CONFIG, *overrides)
+        run_jingu("import", str(model), "--to", str(base))
+    run_jingu("tune", "preview", CONFIG, "--rows", "1", *overrides)
+    run_jingu("tune", "prepare", CONFIG, *overrides)
+    run_jingu("train", CONFIG, *overrides)
     shutil.rmtree(tuned, ignore_errors=True)
-    jingu("tune", "merge", str(run), "--to", str(tuned))
+    run_jingu("tune", "merge", str(run), "--to", str(tuned))
     for question, before, after in zip(QUESTIONS, answers(base, tokens), answers(tuned, tokens), strict=True):
         print(f"\n{question}\n{'─' * (2 * COLUMN + 3)}")
         print(side_by_side(f"before\n\n{before}", f"after\n\n{after}"))

@@ -1,12 +1,17 @@
-"""The one error that a user can mend. Everything else is a bug and shows its traceback."""
+"""The error that a user can fix. Any other exception is a bug, and shows its traceback."""
 
 from collections.abc import Sequence
 
 
 class JinguError(Exception):
-    """A mistake the user can mend: what happened, where, and what to do about it.
+    """An error that the user can fix.
 
-    The command line prints it as one readable paragraph and leaves with exit code 2.
+    The command line prints it as one paragraph and exits with code 2.
+
+    Attributes:
+        what: what is wrong.
+        where: the file, setting or option at fault.
+        fix: what to do about it.
     """
 
     def __init__(self, what: str, *, where: object | None = None, fix: str | None = None) -> None:
@@ -16,30 +21,30 @@ class JinguError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Cross a process boundary whole: `args` alone would pass the keywords by position."""
-        return _rebuilt, (type(self), self.what, self.where, self.fix)
+        """Pickle with the keyword arguments, which `args` would pass by position."""
+        return _restore, (type(self), self.what, self.where, self.fix)
 
     def __str__(self) -> str:
-        place = f"{self.where}: " if self.where is not None else ""
-        remedy = f" {self.fix}" if self.fix else ""
-        return f"{place}{self.what}{remedy}"
+        where = f"{self.where}: " if self.where is not None else ""
+        fix = f" {self.fix}" if self.fix else ""
+        return f"{where}{self.what}{fix}"
 
 
-def _rebuilt(kind: type[JinguError], what: str, where: object | None, fix: str | None) -> JinguError:
+def _restore(kind: type[JinguError], what: str, where: object | None, fix: str | None) -> JinguError:
     return kind(what, where=where, fix=fix)
 
 
 def refuse(wrong: bool, name: str, value: object, allowed: str) -> None:
-    """JinguError where a value is outside what is allowed."""
+    """Raise JinguError if a value is wrong; `allowed` describes the right ones."""
     if wrong:
         raise JinguError(f"it is {value}, and should be {allowed}.", where=name)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 shard`, `1,200 shards`, `2 processes`."""
+def pluralize(number: int, noun: str) -> str:
+    """Return a number and its noun: `1 shard`, `1,200 shards`, `2 processes`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
-def either(words: Sequence[str], last: str = "or") -> str:
-    """`a`, `a or b`, `a, b or c`."""
+def join_words(words: Sequence[str], last: str = "or") -> str:
+    """Return an enumeration: `a`, `a or b`, `a, b or c`."""
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -29,7 +29,7 @@ from tests.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from jingu.infer.request import Token
-    from jingu.runtime.ranks import Ranks
+    from jingu.runtime.ranks import RankInfo
 
 # How long an example takes says little on a busy machine.
 hypothesis.settings.register_profile("jingu", deadline=None)
@@ -67,7 +67,7 @@ class Library:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """A few of the standard library's own source files; 389 entries, so that no number of ranks divides them."""
     from jingu.data.build import build
-    from jingu.text.verbs import train
+    from jingu.text.tokenizer_commands import train
 
     place = tmp_path_factory.mktemp("library")
     found = Library(place / "text", place / "tokenizer", place / "data")
@@ -82,7 +82,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture
 def tiny_run(library: Library, tmp_path: Path) -> MakeRun:
-    """Makes a configuration of a tiny run under `tmp_path`: `tiny_run({"parallel.zero": 3}, name="a")`."""
+    """Makes a configuration of a tiny run under `tmp_path`: `tiny_run({"parallel.zero_stage": 3}, name="a")`."""
 
     def make(changes: dict[str, Any] | None = None, **more: Any) -> RunConfig:
         return tiny(library, tmp_path / "runs", {**(changes or {}), **more})
@@ -93,18 +93,25 @@ def tiny_run(library: Library, tmp_path: Path) -> MakeRun:
 def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
     """20 fp64 steps of 8 × 33 tokens of a 2-layer llama, 32 wide; `changes` go by dotted keys."""
     settings: dict[str, Any] = {
-        "runs": str(runs),
+        "runs_dir": str(runs),
         "seed": 5,
-        "tokenizer": {"path": str(library.tokenizer), "vocabulary": 389},
+        "tokenizer": {"path": str(library.tokenizer), "vocab_size": 389},
         "data": {
             "input": str(library.text),
             "path": str(library.data),
             "suffixes": [".py"],
-            "held_out": 0.2,
-            "workers": 1,
+            "validation_fraction": 0.2,
+            "num_workers": 1,
         },
-        "model": {"family": "llama", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 42},
-        "batch": {"sequence_length": 33, "global_size": 8, "micro_size": 1},
+        "model": {
+            "family": "llama",
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "intermediate_size": 42,
+        },
+        "batch": {"sequence_length": 33, "global_batch_size": 8, "micro_batch_size": 1},
         "optimizer": {"type": "adamw", "lr": 1e-2},
         "schedule": {"type": "cosine", "warmup": 3},
         "train": {"steps": 20, "log_every": 1, "compile": False},
@@ -126,23 +133,25 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
 def answer() -> Callable[..., list[Token]]:
     """Tokens that the engine generates: `answer(model, tokenizer, prompt_ids, max_tokens, …)`."""
     from jingu.infer.engine import Engine
-    from jingu.infer.load import loaded
+    from jingu.infer.inference_model import InferenceModel
     from jingu.infer.request import Request
-    from jingu.infer.sampling import Sampling
+    from jingu.infer.sampling import SamplingParams
 
     def answer(
         model: Any,
         tokenizer: Any,
         prompt: list[int],
         max_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         end_ids: tuple[int, ...] = (),
-        start_id: int | None = None,
+        start_id: int = -1,
         **settings: Any,
     ) -> list[Token]:
-        engine = Engine(loaded(model, model.spec, tokenizer, end_ids=end_ids, start_id=start_id))
-        engine.submit(Request(tuple(prompt), sampling or Sampling(), max_tokens, **settings))
+        engine = Engine(
+            InferenceModel(model, model.spec, tokenizer, eos_token_ids=end_ids, decoder_start_token_id=start_id)
+        )
+        engine.submit(Request(tuple(prompt), sampling or SamplingParams(), max_tokens, **settings))
         tokens = []
         while engine.busy:
             tokens += [event.token for event in engine.step() if event.token is not None]
@@ -153,20 +162,22 @@ def answer() -> Callable[..., list[Token]]:
 
 @pytest.fixture
 def in_steps() -> Callable[..., Any]:
-    """Scores [T, V] of a sequence that a cache takes in pieces: `in_steps(model, ids_T, sizes, source_BS)`."""
+    """Scores [T, V] of a sequence that a cache takes in pieces: `resolve_steps(model, ids_T, sizes, source_BS)`."""
     import torch
 
-    from jingu.infer.cache import Held, PagedCache, Part
+    from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
+    from jingu.model.inputs import Inputs
 
     def in_steps(model: Any, ids_T: Any, sizes: list[int], source_BS: Any = None) -> Any:
-        cache, held = PagedCache(model.spec, 12, 8, torch.device("cpu")), Held(list(range(2, 12)))
+        cache, held = PagedKVCache(model.spec, 12, 8, torch.device("cpu")), BlockTable(list(range(2, 12)))
         scores, first = [], 0
         for size in sizes:
             begins = source_BS is not None and not first
-            part = Part(held, first, ids_T[first : first + size].tolist())
+            part = SequenceChunk(held, first, ids_T[first : first + size].tolist())
             ids_BT, positions_BT, _ = cache.plan([part], held if begins else None)
-            source = {"source_BS": source_BS} if begins else {}
-            scores.append(model.logits(model(ids_BT, positions_BT=positions_BT, cache=cache, **source))[0, :size])
+            source = Inputs(source_BS) if begins else None
+            inputs = Inputs(ids_BT, positions_BT, source=source, cache=cache)
+            scores.append(model.logits(model(inputs))[0, :size])
             first += size
         return torch.cat(scores)
 
@@ -176,18 +187,18 @@ def in_steps() -> Callable[..., Any]:
 def train_all(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
     """Train runs one after another as a rank of a group that exists; returns their exit codes."""
     from jingu.runtime.signals import StopRequest
-    from jingu.train.verbs import train_joined
+    from jingu.train.commands import train_on_rank
 
     with peak_unmeasured():
-        return [train_joined(config, this_rank(rank, world), StopRequest()) for config in configs]
+        return [train_on_rank(config, this_rank(rank, world), StopRequest()) for config in configs]
 
 
-def this_rank(rank: int, world: int) -> Ranks:
+def this_rank(rank: int, world: int) -> RankInfo:
     import torch
 
-    from jingu.runtime.ranks import Ranks
+    from jingu.runtime.ranks import RankInfo
 
-    return Ranks(rank, world, torch.device("cpu"))
+    return RankInfo(rank, world, torch.device("cpu"))
 
 
 @contextmanager
@@ -195,12 +206,12 @@ def peak_unmeasured() -> Iterator[None]:
     """Measuring a machine's peak takes longer than training these models."""
     from jingu.train import session
 
-    measured = session.measured_peak
-    session.measured_peak = lambda *_: 1e9
+    measured = session.measure_peak_flops
+    session.measure_peak_flops = lambda *_: 1e9
     try:
         yield
     finally:
-        session.measured_peak = measured
+        session.measure_peak_flops = measured
 
 
 @pytest.fixture
@@ -215,7 +226,7 @@ def train_on(ranks: RankPool) -> Callable[..., None]:
     """`train_on(4, config, ...)` trains runs to their ends on so many ranks of the pool (1: in this process)."""
 
     def train(world: int, *configs: RunConfig) -> None:
-        from jingu.train.verbs import train as train_here
+        from jingu.train.commands import train as train_here
 
         if world == 1:
             with peak_unmeasured():
@@ -248,18 +259,18 @@ class Done:
         from jingu.checkpoint.resume import find_latest
 
         found = find_latest(self.folder / "checkpoints")
-        assert found.folder is not None and found.passed_over == []
+        assert found.folder is not None and found.skipped == []
         return found.folder
 
     def tensors(self) -> dict[str, Any]:
         """All tensors of the newest checkpoint."""
-        from jingu.checkpoint import files, store
+        from jingu.checkpoint import save_folder, store
 
         folder = self.checkpoint()
-        return {name: store.Reader(folder).read(name) for name in files.names(folder)}
+        return {name: store.CheckpointReader(folder).read(name) for name in save_folder.tensor_names(folder)}
 
 
 @pytest.fixture
 def done() -> Callable[[RunConfig], Done]:
     """Reads a run back: `done(config).column("loss")`."""
-    return lambda config: Done(Path(config.runs) / config.name)
+    return lambda config: Done(Path(config.runs_dir) / config.name)

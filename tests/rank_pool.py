@@ -34,7 +34,7 @@ class RankPool:
     def _start(self, world: int) -> None:
         """Have as many workers as ranks."""
         context, started = multiprocessing.get_context("forkserver"), len(self._workers)
-        context.set_forkserver_preload(["jingu.train.verbs"])
+        context.set_forkserver_preload(["jingu.train.commands"])
         for _ in range(started, world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)
@@ -110,7 +110,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from jingu.runtime.ranks import forget_groups
+    from jingu.runtime.ranks import clear_mesh_caches
 
     torch.set_num_threads(1)
     os.fsync = lambda _: None
@@ -133,7 +133,7 @@ def _serve(pipe: Connection) -> None:
                 answer = (True, _find(address)(rank, world, *arguments, **keywords))
             finally:
                 dist.destroy_process_group()
-                forget_groups()
+                clear_mesh_caches()
                 gc.collect()  # models refer to groups in circles, and each one left has threads that never rest
                 gc.freeze()  # or the next time looks through all of torch again, for longer than most calls take
         except BaseException:

@@ -1,4 +1,4 @@
-"""The command line: finds the verb, hands it what was asked, and tells of mistakes in one paragraph."""
+"""The command line: finds the command, passes its arguments, and reports errors in one paragraph."""
 
 import inspect
 import os
@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 import jingu
-from jingu.cli import VERBS, main
+from jingu.cli import COMMANDS, main
+from jingu.command import parse
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
-from jingu.infer.verbs import Compute
-from jingu.runtime.signals import handling
-from jingu.verb import parse
+from jingu.infer.generate import InferenceOptions
+from jingu.infer.sampling import SamplingParams
+from jingu.runtime.signals import handle_signals
+from jingu.serve.service import ServeSettings
 
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
-# The least that each verb can be called with.
+# The least that each command can be called with.
 LEAST = {
     "tokenizer inspect": ["folder"],
     "data inspect": ["folder"],
@@ -61,7 +63,7 @@ def run_python(code: str, *, pipe: str = "") -> subprocess.CompletedProcess[str]
 
 def test_sigterm_ends_the_first_process_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with handling(signal.SIG_IGN, signal.SIGTERM):  # as the system does there
+    with handle_signals(signal.SIG_IGN, signal.SIGTERM):  # as the system does there
         assert main(["--version"]) == 0
         with pytest.raises(SystemExit) as left:
             signal.raise_signal(signal.SIGTERM)
@@ -77,14 +79,14 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put a function behind a verb."""
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put a function behind a command."""
 
     def put(name: str, function: Callable[..., Any]) -> None:
         module = ModuleType("jingu.stand_in")
         module.function = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "jingu.stand_in", module)
-        monkeypatch.setitem(VERBS, name, replace(VERBS[name], target="stand_in:function"))
+        monkeypatch.setitem(COMMANDS, name, replace(COMMANDS[name], target="stand_in:function"))
 
     return put
 
@@ -99,23 +101,23 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 # Help
 
 
-def test_help_has_a_line_for_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
     assert main([]) == 0
     assert capsys.readouterr().out == overview
     lines = overview.split("\n")
-    for name, entry in VERBS.items():
+    for name, entry in COMMANDS.items():
         assert [line for line in lines if line.startswith(f"  {name} ") and line.endswith(entry.help)]
     assert max(map(len, lines)) <= 100
 
 
-def test_help_of_a_group_and_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_group_and_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "--help"]) == 0
     out = capsys.readouterr().out
     assert "data build" in out
     assert "generate" not in out
-    for name, entry in VERBS.items():
+    for name, entry in COMMANDS.items():
         assert main([*name.split(), "--help"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"usage: jingu {name}")
@@ -126,8 +128,8 @@ def test_help_of_a_group_and_of_every_verb(capsys: pytest.CaptureFixture[str]) -
 def test_help_imports_nothing_heavy() -> None:
     result = run_python(
         "import sys\n"
-        "from jingu.cli import VERBS, main\n"
-        "for name in ['', *VERBS]: main([*name.split(), '--help'])\n"
+        "from jingu.cli import COMMANDS, main\n"
+        "for name in ['', *COMMANDS]: main([*name.split(), '--help'])\n"
         "main(['--version']); main(['trian']); main(['train', '--processes', 'x'])\n"
         f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
     )
@@ -142,9 +144,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # The table
 
 
-@pytest.mark.parametrize("name", VERBS)
-def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
-    entry = VERBS[name]
+MAX_BATCH = inspect.Parameter("max_batch", inspect.Parameter.KEYWORD_ONLY, default=64)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None:
+    entry = COMMANDS[name]
     assert entry.run_file is (name not in LEAST)
     options = parse(name, entry, LEAST.get(name, ["run.yaml"]))
     assert options is not None
@@ -156,8 +161,21 @@ def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
     signature.bind(*([RunConfig()] if entry.run_file else []), **options)
     given = {"config"} if entry.run_file else set()
     parameters = dict(signature.parameters)
-    if parameters.pop("compute", None) is not None:  # **compute
-        parameters |= inspect.signature(Compute).parameters
+    keywords = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    if keywords:  # the fields of InferenceOptions
+        del parameters[keywords[0]]
+        # Fields of the settings that the command hands on; an option of chat that is not given may be None.
+        if name == "serve":
+            internal = ("keys", "origins", "hosts", "patience", "body_bytes")
+            bundled = {**inspect.signature(ServeSettings).parameters, "max_batch": MAX_BATCH}
+            parameters |= {field: bundled[field] for field in bundled if field not in internal}
+        if name == "chat":
+            sampling = dict(inspect.signature(SamplingParams).parameters)
+            sampling["temperature"] = sampling["temperature"].replace(default=0.7)
+            for field in sampling.keys() & options.keys():
+                unset = options[field] is None
+                parameters[field] = sampling[field].replace(default=None) if unset else sampling[field]
+        parameters |= inspect.signature(InferenceOptions).parameters
         if not entry.on_ranks:
             del parameters["pipeline"]
     assert set(parameters) - given == set(options)  # What a function takes can be asked for.
@@ -167,12 +185,12 @@ def test_the_function_behind_a_verb_takes_what_it_is_given(name: str) -> None:
         assert value == default or default is inspect.Parameter.empty, option
 
 
-# What reaches a verb
+# What reaches a command
 
 
-def test_a_verb_from_a_run_file_gets_the_configuration(run_file: str, verb: Callable[..., None]) -> None:
+def test_a_command_from_a_run_file_gets_the_configuration(run_file: str, command: Callable[..., None]) -> None:
     calls: list[tuple[RunConfig, int | None]] = []
-    verb("train", lambda config, processes, **_: calls.append((config, processes)))
+    command("train", lambda config, processes, **_: calls.append((config, processes)))
     assert main(["train", run_file]) == 0
     # Overrides may stand before, between and after options.
     assert main(["train", run_file, "seed=1", "--processes", "2", "train.steps=7", "seed=3"]) == 0
@@ -185,10 +203,10 @@ def test_a_verb_from_a_run_file_gets_the_configuration(run_file: str, verb: Call
     assert calls[1][0].train.steps == 7
 
 
-def test_generate_gets_its_options(verb: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_gets_its_options(command: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     calls: list[dict[str, Any]] = []
-    verb("generate", lambda **options: calls.append(options))
+    command("generate", lambda **options: calls.append(options))
     assert main(["generate", "~/m", "a=b", "--max-tokens", "5", "--stop", "x", "--stop=y", "--top-p=0.5"]) == 0
     assert main(["generate", "m", "--", "-1 is"]) == 0
     first, second = calls
@@ -197,9 +215,9 @@ def test_generate_gets_its_options(verb: Callable[..., None], monkeypatch: pytes
     assert (second["prompt"], second["temperature"], second["stop"]) == ("-1 is", 0.0, None)
 
 
-def test_export_and_report_get_paths(verb: Callable[..., None]) -> None:
+def test_export_and_report_get_paths(command: Callable[..., None]) -> None:
     calls: list[dict[str, Any]] = []
-    verb("export", lambda **options: calls.append(options))
+    command("export", lambda **options: calls.append(options))
     assert main(["export", "runs/a", "--to", "out", "--dtype", "bf16"]) == 0
     assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16", "check": False}]
 
@@ -207,33 +225,33 @@ def test_export_and_report_get_paths(verb: Callable[..., None]) -> None:
 # How it ends
 
 
-def test_the_exit_code_is_the_verb_s(run_file: str, verb: Callable[..., None]) -> None:
-    verb("train", lambda config, processes, **_: 130)
+def test_the_exit_code_is_the_command_s(run_file: str, command: Callable[..., None]) -> None:
+    command("train", lambda config, processes, **_: 130)
     assert main(["train", run_file]) == 130
 
 
-def test_a_mistake_the_user_can_mend(run_file: str, verb: Callable[..., None], capsys: Any) -> None:
+def test_a_mistake_the_user_can_mend(run_file: str, command: Callable[..., None], capsys: Any) -> None:
     def fail(config: RunConfig, **options: Any) -> None:
         raise JinguError("the corpus is empty.", where="data.input", fix="Name some files.")
 
-    verb("data build", fail)
+    command("data build", fail)
     assert said(capsys, "data", "build", run_file) == "jingu: data.input: the corpus is empty. Name some files."
 
 
-def test_a_bug_shows_its_traceback(run_file: str, verb: Callable[..., None]) -> None:
+def test_a_bug_shows_its_traceback(run_file: str, command: Callable[..., None]) -> None:
     def fail(config: RunConfig, **options: Any) -> None:
         raise ZeroDivisionError
 
-    verb("data build", fail)
+    command("data build", fail)
     with pytest.raises(ZeroDivisionError):
         main(["data", "build", run_file])
 
 
-def test_ctrl_c_is_one_line(run_file: str, verb: Callable[..., None], capsys: Any) -> None:
+def test_ctrl_c_is_one_line(run_file: str, command: Callable[..., None], capsys: Any) -> None:
     def wait(config: RunConfig, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    verb("data build", wait)
+    command("data build", wait)
     assert main(["data", "build", run_file]) == 130
     assert capsys.readouterr().err == "\njingu: stopped.\n"
 
@@ -262,54 +280,54 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("trian run.yaml", "there is no verb trian. Did you mean `jingu train`?"),
-        ("tokeniser train run.yaml", "there is no verb tokeniser. Did you mean `jingu tokenizer train`?"),
-        ("tokenizer trian", "there is no verb tokenizer trian. Did you mean `jingu tokenizer train`?"),
-        ("chekpoint list", "there is no verb chekpoint. Did you mean `jingu checkpoint list`?"),
-        ("build run.yaml", "there is no verb build. Did you mean `jingu data build`?"),
-        ("frobnicate", "there is no verb frobnicate. `jingu --help` lists them."),
-        ("tokenizer", "tokenizer takes one more word: train, extend or inspect."),
-        ("checkpoint", "checkpoint takes one more word: list, verify, prune, export or diff."),
-        ("run.yaml", "the verb is missing. Did you mean `jingu train run.yaml`?"),
-        ("--procs 2", "there is no option --procs. The first word is a verb; `jingu --help` lists them."),
-        ("train", "RUN.yaml is missing. `jingu train --help` tells what it takes."),
-        ("generate model", "PROMPT is missing. `jingu generate --help` tells what it takes."),
-        ("generate", "MODEL and PROMPT are missing. `jingu generate --help` tells what it takes."),
-        ("generate model one two", "there is a word too many: two. `jingu generate --help` tells what it takes."),
-        ("export model", "--to is missing. `jingu export --help` tells what it takes."),
-        ("verify run.yaml --against", "--against needs a value after it. `jingu verify --help` tells what it takes."),
-        ("export model --to", "--to needs a value after it. `jingu export --help` tells what it takes."),
+        ("trian run.yaml", "there is no command trian. Did you mean `jingu train`?"),
+        ("tokeniser train run.yaml", "there is no command tokeniser. Did you mean `jingu tokenizer train`?"),
+        ("tokenizer trian", "there is no command tokenizer trian. Did you mean `jingu tokenizer train`?"),
+        ("chekpoint list", "there is no command chekpoint. Did you mean `jingu checkpoint list`?"),
+        ("build run.yaml", "there is no command build. Did you mean `jingu data build`?"),
+        ("frobnicate", "there is no command frobnicate. `jingu --help` lists them."),
+        ("tokenizer", "tokenizer needs a subcommand: train, extend or inspect."),
+        ("checkpoint", "checkpoint needs a subcommand: list, verify, prune, export or diff."),
+        ("run.yaml", "the command is missing. Did you mean `jingu train run.yaml`?"),
+        ("--procs 2", "there is no option --procs. The first word is a command; `jingu --help` lists them."),
+        ("train", "RUN.yaml is missing. See `jingu train --help`."),
+        ("generate model", "PROMPT is missing. See `jingu generate --help`."),
+        ("generate", "MODEL and PROMPT are missing. See `jingu generate --help`."),
+        ("generate model one two", "there is one argument too many: two. See `jingu generate --help`."),
+        ("export model", "--to is missing. See `jingu export --help`."),
+        ("verify run.yaml --against", "--against needs a value. See `jingu verify --help`."),
+        ("export model --to", "--to needs a value. See `jingu export --help`."),
         (
             "export model --to x --dtype int8",
-            "--dtype takes auto, fp32, bf16 or fp16, not int8. `jingu export --help` tells what it takes.",
+            "--dtype takes auto, fp32, bf16 or fp16, not int8. See `jingu export --help`.",
         ),
         ("train run.yaml --proceses 2", "there is no option --proceses. Did you mean --processes?"),
         (
             "train run.yaml --workers 2",
-            "there is no option --workers. A setting is written without dashes: workers=value.",
+            "there is no option --workers. Settings are written without dashes: workers=value.",
         ),
         (
             "train run.yaml --optimizer.lr=3e-4",
-            "there is no option --optimizer.lr. A setting is written without dashes: optimizer.lr=3e-4.",
+            "there is no option --optimizer.lr. Settings are written without dashes: optimizer.lr=3e-4.",
         ),
         (
             "train run.yaml --processes two",
-            "--processes takes a whole number (1 or more), not two. `jingu train --help` tells what it takes.",
+            "--processes takes a whole number (1 or more), not two. See `jingu train --help`.",
         ),
         (
             "train run.yaml --processes 0",
-            "--processes takes a whole number (1 or more), not 0. `jingu train --help` tells what it takes.",
+            "--processes takes a whole number (1 or more), not 0. See `jingu train --help`.",
         ),
         (
             "generate model prompt --top-p 1.5",
-            "--top-p takes a number (above 0, at most 1), not 1.5. `jingu generate --help` tells what it takes.",
+            "--top-p takes a number (above 0, at most 1), not 1.5. See `jingu generate --help`.",
         ),
         (
             "generate model prompt --temperature hot",
-            "--temperature takes a number (0 or more), not hot. `jingu generate --help` tells what it takes.",
+            "--temperature takes a number (0 or more), not hot. See `jingu generate --help`.",
         ),
         ("report a --too b", "there is no option --too. Did you mean --to?"),
-        ("config schema now", "there is a word too many: now. `jingu config schema --help` tells what it takes."),
+        ("config schema now", "there is one argument too many: now. See `jingu config schema --help`."),
     ],
 )
 def test_the_words_of_the_command_line(capsys: Any, words: str, answer: str) -> None:
@@ -320,8 +338,8 @@ def test_mistakes_in_the_file_reach_the_terminal(run_file: str, capsys: Any) -> 
     assert said(capsys, "config", "show", "rum.yaml") == (
         "jingu: rum.yaml: there is no such file. Did you mean run.yaml?"
     )
-    assert said(capsys, "config", "show", run_file, "--processes", "4", "batch.global_size=30") == (
-        "jingu: batch.global_size 30 cannot be divided over 4 ranks: take 28 or 32."
+    assert said(capsys, "config", "show", run_file, "--processes", "4", "batch.global_batch_size=30") == (
+        "jingu: batch.global_batch_size 30 cannot be divided over 4 ranks: take 28 or 32."
     )
     assert said(capsys, "config", "show", "optimizer.lr=3", run_file) == (
         "jingu: optimizer.lr=3: there is no such file. The run's file comes first, then the settings to change."

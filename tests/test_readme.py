@@ -1,4 +1,4 @@
-"""The READMEs say the same in two languages, and what they tell people to type works."""
+"""Tests of the READMEs: both languages have the same content, and all commands work."""
 
 from __future__ import annotations
 
@@ -20,65 +20,76 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jingu.checkpoint.files import names
+from jingu.checkpoint.save_folder import tensor_names
 from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
-from jingu.report.read import read_run
+from jingu.report.record import read_run
 
 ROOT = Path(__file__).parents[1]
 ENGLISH = (ROOT / "README.md").read_text(encoding="utf-8")
 CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 
-# The quickstart in small: seconds instead of minutes.
-SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "batch.sequence_length=128", "batch.global_size=4"]
-SMALL += ["tokenizer.vocabulary=400", "train.log_every=2", "evaluation.sequences=2", "evaluation.sequences_at_end=4"]
-SMALL += ["data.held_out=0.2", "train.compile=false", "evaluation.prompt_tokens=8"]
+# A small version of the quickstart: seconds instead of minutes.
+SMALL = [
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "batch.sequence_length=128",
+    "batch.global_batch_size=4",
+]
+SMALL += [
+    "tokenizer.vocab_size=400",
+    "train.log_every=2",
+    "evaluation.num_sequences=2",
+    "evaluation.num_sequences_at_end=4",
+]
+SMALL += ["data.validation_fraction=0.2", "train.compile=false", "evaluation.max_new_tokens=8"]
 MODULES = ["shelve", "bisect", "textwrap", "heapq", "queue", "sched", "fnmatch", "glob", "stat", "string", "timeit"]
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of a language."""
+    """Return the fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str) -> list[list[str]]:
-    """What is to be typed, in order, word by word; comments are not."""
+    """Return the commands in order, as lists of words without comments."""
     lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def names_in_tree(text: str) -> list[str]:
-    """The entries of the run's folder as the README lists them."""
+    """Return the entries of the run's folder that the README lists."""
     (tree,) = blocks(text, "text")
     return [line.split()[0] for line in tree.splitlines()[1:]]
 
 
 def spans(text: str) -> list[str]:
-    """Code within sentences."""
+    """Return the inline code."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def run_shell_line(words: list[str]) -> int:
-    """Run `jingu ...`, perhaps with its output sent to a file, in this process."""
+    """Run `jingu ...` in this process, optionally with its output redirected to a file."""
     assert words[0] == "jingu"
     if ">" not in words:
         return main(words[1:])
-    place = words.index(">")
-    with Path(words[place + 1]).open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-        return main(words[1:place])
+    index = words.index(">")
+    with Path(words[index + 1]).open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        return main(words[1:index])
 
 
 @pytest.fixture(scope="module")
 def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in which examples/quickstart.py has just run, in small; tests run in it."""
-    place = tmp_path_factory.mktemp("clone")
+    """A folder in which a small version of examples/quickstart.py has run; the tests run in it."""
+    folder = tmp_path_factory.mktemp("clone")
     threads = torch.get_num_threads()
-    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
-        (place / "examples").mkdir()
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        (folder / "examples").mkdir()
         shutil.copy(ROOT / "examples" / "quickstart.py", "examples")
         small = load_config(ROOT / "examples" / "quickstart.yaml", SMALL)
-        (place / "examples" / "quickstart.yaml").write_text(dump_yaml(small), encoding="utf-8")
-        text = place / "build" / "quickstart" / "text"
+        (folder / "examples" / "quickstart.yaml").write_text(dump_yaml(small), encoding="utf-8")
+        text = folder / "build" / "quickstart" / "text"
         text.mkdir(parents=True)
         for name in MODULES:
             shutil.copy(Path(sysconfig.get_paths()["stdlib"], f"{name}.py"), text)
@@ -87,21 +98,23 @@ def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         quickstart = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(quickstart)
         patch.setattr(sys, "argv", ["quickstart.py", "train.steps=8"])
-        patch.setattr(quickstart, "jingu", lambda *words: run_shell_line(["jingu", *words]) and pytest.fail(f"{words}"))
+        patch.setattr(
+            quickstart, "run_jingu", lambda *words: run_shell_line(["jingu", *words]) and pytest.fail(f"{words}")
+        )
         quickstart.main()
-        yield place
+        yield folder
     torch.set_num_threads(threads)
 
 
-# What is written
+# The text
 
 
-def test_both_give_the_same_commands() -> None:
+def test_both_languages_have_the_same_commands() -> None:
     assert commands(ENGLISH) == commands(CHINESE)
     assert len(commands(ENGLISH)) > 10
 
 
-def test_both_give_the_same_examples_names_and_links() -> None:
+def test_both_languages_have_the_same_examples_names_and_links() -> None:
     assert [yaml.safe_load(block) for block in blocks(ENGLISH, "yaml")] == [
         yaml.safe_load(block) for block in blocks(CHINESE, "yaml")
     ]
@@ -128,10 +141,10 @@ def test_make_targets_exist(target: str, runs: str) -> None:
     assert runs in done.stdout.splitlines()[-1]
 
 
-# What happens
+# The behavior
 
 
-def test_quickstart_leaves_what_the_readme_lists(after_quickstart: Path) -> None:
+def test_quickstart_writes_what_the_readme_lists(after_quickstart: Path) -> None:
     run = after_quickstart / "runs" / "quickstart"
     listed = names_in_tree(ENGLISH)
     for name in listed:
@@ -151,7 +164,7 @@ def test_every_command_works(after_quickstart: Path) -> None:
     assert sorted(one.train) == sorted(two.train) == list(range(2, 21, 2))
     for step, row in one.train.items():  # "their losses agree up to rounding"
         assert row["loss"] == pytest.approx(two.train[step]["loss"], rel=1e-4)
-    stored = [names(after_quickstart / f"runs/{name}/checkpoints/step-00000020") for name in ("one", "two")]
+    stored = [tensor_names(after_quickstart / f"runs/{name}/checkpoints/step-00000020") for name in ("one", "two")]
     assert stored[0] == stored[1]
     assert any(name.startswith("optimizer/") for name in stored[0])  # saved just after an evaluation
     exported = after_quickstart / "build" / "my-llama"
@@ -160,7 +173,7 @@ def test_every_command_works(after_quickstart: Path) -> None:
 
 
 def test_same_command_again_changes_nothing(after_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`make quickstart` after it is complete: each step finds its work done."""
+    """After `make quickstart` is complete, a second one changes nothing."""
     for verb in (["tokenizer", "train"], ["data", "build"], ["train"]):
         assert main([*verb, "examples/quickstart.yaml", *(["train.steps=8"] if verb == ["train"] else [])]) == 0
     assert max(read_run(after_quickstart / "runs" / "quickstart").train) == 8
@@ -169,7 +182,7 @@ def test_same_command_again_changes_nothing(after_quickstart: Path, capsys: pyte
     assert "name=" in capsys.readouterr().err
 
 
-def test_mistakes_are_told_as_written(after_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_as_written(after_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = blocks(ENGLISH, "console")
     command, *expected = block.splitlines()
     assert main(shlex.split(command.removeprefix("$ "))[1:]) == 2
@@ -178,26 +191,26 @@ def test_mistakes_are_told_as_written(after_quickstart: Path, capsys: pytest.Cap
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_serving_works_as_written(after_quickstart: Path) -> None:
-    """The server in a process of its own, at a port that is free here, and curl as it is written."""
+    """Runs the server in a process of its own, on a free port, and the curl commands as written."""
     (block,) = blocks(ENGLISH, "shell")
-    serve, *asked = [shlex.split(line) for line in block.splitlines()]
+    serve, *requests = [shlex.split(line) for line in block.splitlines()]
     command = [sys.executable, "-m", *serve, "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert server.stdout is not None
-    name, _, address = server.stdout.readline().strip().rpartition(" answers at ")
+    name, _, address = server.stdout.readline().strip().rpartition(" is served at ")
     assert name == "quickstart"
     answers = []
-    for words in asked:
-        here = [word.replace("http://127.0.0.1:8000", address) for word in words]
-        answers.append(subprocess.run(here, capture_output=True, text=True, check=True, timeout=300).stdout)
+    for words in requests:
+        command = [word.replace("http://127.0.0.1:8000", address) for word in words]
+        answers.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
     server.terminate()
     assert server.wait(300) == 0
     assert isinstance(json.loads(answers[0])["generated_text"], str)
     assert answers[1].startswith("data: {") and answers[1].endswith("data: [DONE]\n\n")
 
 
-def test_example_file_is_a_whole_run(
+def test_example_file_is_a_complete_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -207,7 +220,7 @@ def test_example_file_is_a_whole_run(
     for number in range(300):
         Path("my-texts", f"{number}.txt").write_text(f"The {number}th text. " * 9, encoding="utf-8")
     threads = torch.get_num_threads()
-    small = ["model.layers=1", "batch.global_size=2", "train.steps=1", "evaluation.sequences=1"]
+    small = ["model.num_layers=1", "batch.global_batch_size=2", "train.steps=1", "evaluation.num_sequences=1"]
     for verb in (["tokenizer", "train"], ["data", "build"], ["train"]):
         assert main([*verb, "mine.yaml", *small]) == 0, capsys.readouterr().err
     torch.set_num_threads(threads)

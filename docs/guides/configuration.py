@@ -1,4 +1,4 @@
-"""Prints configuration.md from the schema: `python docs/guides/configuration.py > docs/guides/configuration.md`."""
+"""Generate configuration.md from the schema: `python docs/guides/configuration.py > docs/guides/configuration.md`."""
 
 from __future__ import annotations
 
@@ -7,91 +7,101 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
+from jingu.config.introspect import (
+    accepted_types,
+    describe_types,
+    field_description,
+    fields_by_key,
+    item_section_type,
+    section_types,
+)
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
-from jingu.config.tree import describe, field_kinds, fields, item_sections, meaning_of, sections
-from jingu.errors import either
+from jingu.errors import join_words
 
 OPENING = """\
-# Every setting
+# All settings
 
-A setting stands in a run's file under its section (`optimizer:` and, indented on the next line, `lr: 3e-4`), and on the
-command line with a dot (`optimizer.lr=3e-4`). `jingu config show RUN.yaml` prints all of them as your run has them.
+In a configuration file, a setting is a key of its section (`optimizer:` and, indented on the next line, `lr: 3e-4`). On
+the command line it is written with a dot (`optimizer.lr=3e-4`). `jingu config show RUN.yaml` prints the values of all
+settings for a run. The [glossary](../glossary.md) lists the new names of keys in older files.
 
-This page is made from `jingu/config/` by `python docs/guides/configuration.py > docs/guides/configuration.md`;
-a test checks that the two agree.
+`python docs/guides/configuration.py > docs/guides/configuration.md` generates this page from `jingu/config/`; a test
+checks that it is up to date.
 
-## The top level
+## Top level
 """
 
 
 def guide() -> str:
-    """The whole page."""
-    lines = [OPENING, *table(RunConfig, "", list(fields(RunConfig)))]
-    for name, field in fields(RunConfig).items():
-        variants = sections(field)
+    """Return the whole page."""
+    lines = [OPENING, *table(RunConfig, "", list(fields_by_key(RunConfig)))]
+    for name, field in fields_by_key(RunConfig).items():
+        variants = section_types(field)
         if variants:
             lines += ["", f"## {name}", "", *section(name, field, variants)]
     return "\n".join(lines) + "\n"
 
 
 def section(name: str, field: FieldInfo, variants: dict[str, type[Settings]]) -> Iterator[str]:
-    """One section; where it has several types, what they have in common comes first."""
+    """Yield the lines of a section. If it has several types, their common settings come first."""
     models = list(variants.values())
     if len(models) == 1:
-        yield from [models[0].__doc__ or "", "", *table(models[0], f"{name}.", list(fields(models[0])))]
+        yield from [models[0].__doc__ or "", "", *table(models[0], f"{name}.", list(fields_by_key(models[0])))]
         return
     default = field.get_default(call_default_factory=True).type
-    common = [key for key in fields(models[0]) if len({row(model, key, "") for model in models}) == 1]
-    yield f"What else it has depends on `{name}.type`; without one, it is `{default}`."
+    common = [key for key in fields_by_key(models[0]) if len({row(model, key, "") for model in models}) == 1]
+    yield f"The settings depend on `{name}.type`; the default is `{default}`."
     if common:
-        yield from ["", "Every type has:", "", *table(models[0], f"{name}.", common)]
+        yield from ["", "All types have:", "", *table(models[0], f"{name}.", common)]
     for model in dict.fromkeys(models):
-        tags = either([tag for tag, one in variants.items() if one is model])
-        own = [key for key in fields(model) if key not in {*common, "type"}]
+        tags = join_words([tag for tag, one in variants.items() if one is model])
+        own = [key for key in fields_by_key(model) if key not in {*common, "type"}]
         yield from ["", f"### {name}, `type: {tags}`", "", model.__doc__ or ""]
         yield from ["", *table(model, f"{name}.", own)] if own else []
 
 
 def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
-    """The settings `keys` of one section with those of the sections in it; at the top level, without."""
-    yield "| setting | default | takes | what it is |"
+    """Yield a table of the settings `keys` of a section, including nested sections (except at the top level)."""
+    yield "| setting | default | values | meaning |"
     yield "|---|---|---|---|"
     for key in keys:
-        field = fields(model)[key]
-        inner, items = sections(field), item_sections(field)
+        field = fields_by_key(model)[key]
+        inner = section_types(field)
+        items = item_section_type(field)
         if not inner:
             yield row(model, key, prefix)
         elif prefix and len(inner) > 1:
             default = field.get_default(call_default_factory=True).type
             meaning = " ".join(f"`{tag}`: {part.__doc__}" for tag, part in inner.items())
-            yield cells(f"`{prefix}{key}.type`", f"`{default}`", either(list(inner)), meaning)
-        alike: dict[tuple[str, ...], list[str]] = {}
+            yield cells(f"`{prefix}{key}.type`", f"`{default}`", join_words(list(inner)), meaning)
+        # Types that have the same setting share a row.
+        tags_by_row: dict[tuple[str, ...], list[str]] = {}
         for tag, part in inner.items() if prefix else ():
-            for own in fields(part):
+            for own in fields_by_key(part):
                 if own != "type" or len(inner) == 1:
-                    alike.setdefault(values(part, own, f"{prefix}{key}."), []).append(f"`{tag}`")
-        for (*left, meaning), tags in alike.items():
-            yield cells(*left, f"{either(tags, 'and')}: {meaning}" if len(inner) > 1 else meaning)
+                    tags_by_row.setdefault(values(part, own, f"{prefix}{key}."), []).append(f"`{tag}`")
+        for (*columns, meaning), tags in tags_by_row.items():
+            yield cells(*columns, f"{join_words(tags, 'and')}: {meaning}" if len(inner) > 1 else meaning)
         if items:
-            yield from (row(items, own, f"{prefix}{key}.") for own in fields(items))
+            yield from (row(items, own, f"{prefix}{key}.") for own in fields_by_key(items))
 
 
 def row(model: type[Settings], key: str, prefix: str) -> str:
-    """A line of the table; nothing for a setting that the section does not have."""
-    return cells(*values(model, key, prefix)) if key in fields(model) else ""
+    """Return a row of the table, or an empty text for a setting that the section does not have."""
+    return cells(*values(model, key, prefix)) if key in fields_by_key(model) else ""
 
 
 def values(model: type[Settings], key: str, prefix: str) -> tuple[str, ...]:
-    """What a line of the table says."""
-    field = fields(model)[key]
+    """Return the cells of a row."""
+    field = fields_by_key(model)[key]
     default = field.get_default(call_default_factory=True)
-    shown = default if isinstance(default, str) else json.dumps(default)
-    return f"`{prefix}{key}`", f"`{shown}`", describe(field_kinds(field)), meaning_of(field)
+    default_text = default if isinstance(default, str) else json.dumps(default)
+    return f"`{prefix}{key}`", f"`{default_text}`", describe_types(accepted_types(field)), field_description(field)
 
 
 def cells(*texts: str) -> str:
-    """A line of the table: Markdown would take a bar, also in code, or a line break for its end."""
+    """Return a row of the table. Bars and line breaks are replaced, because they would end a cell, also in code."""
     return "| " + " | ".join(" ".join(text.split()).replace("|", "\\|") for text in texts) + " |"
 
 

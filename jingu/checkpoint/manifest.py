@@ -1,8 +1,8 @@
-"""The manifest: which files a checkpoint is made of, and which bytes of them are which block of which tensor.
+"""The manifest of a checkpoint: its files, and which bytes of them are which block of which tensor.
 
-Nothing here needs torch: the process that writes in the background starts at once.
-The JSON carries a checksum of itself in its first line, so that no byte of a checkpoint is without one.
+It is JSON with a checksum of itself in its first line, so that every byte of a checkpoint is covered by one.
 Checksums are XXH3 with 128 bits, in hexadecimal, as `xxhsum -H2` prints them.
+This module does not import torch, so that the process that writes in the background starts at once.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from jingu.checkpoint.remote import Place
+from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 1
 
-WIDTHS = {
+# Bytes per element, by the names that the safetensors format gives to dtypes.
+DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
 }  # fmt: skip
-"""Bytes an element, by the names that the safetensors format gives to dtypes."""
 
+# The checksum in the first line covers everything but its own digits.
 _OPENING = b'{\n"xxh3_128": "'
 _DIGITS = 32
 
@@ -37,7 +38,7 @@ Shape = tuple[NonNegativeInt, ...]
 
 
 class CheckpointError(JinguError):
-    """A checkpoint that cannot be written or read: what is wrong with it, and where."""
+    """A checkpoint cannot be written or read."""
 
 
 class _Record(BaseModel):
@@ -45,21 +46,25 @@ class _Record(BaseModel):
 
 
 class Piece(_Record):
-    """Some rows of a block of a tensor: where they belong, and the bytes of the file that hold them."""
+    """Contiguous elements of a block of a tensor, and the bytes of a file that hold them.
+
+    Attributes:
+        key: name of the block in the safetensors file.
+        offset: index in the tensor of the first element.
+        bytes: first byte in the file, and the one after the last.
+        xxh3_128: None while the piece is only planned.
+    """
 
     file: FileName
     key: str
-    """Name of the block in the safetensors file."""
     offset: Shape
     shape: Shape
     bytes: tuple[NonNegativeInt, NonNegativeInt]
-    """First byte in the file, and the one after the last."""
     xxh3_128: Checksum | None = None
-    """None while the piece is only planned."""
 
 
-class Stored(_Record):
-    """One logical tensor."""
+class TensorRecord(_Record):
+    """A whole tensor: the pieces that make it up."""
 
     dtype: str
     shape: Shape
@@ -67,24 +72,27 @@ class Stored(_Record):
 
 
 class FileRecord(_Record):
-    """What a file must be."""
+    """Size and checksum of a file."""
 
     bytes: NonNegativeInt
     xxh3_128: Checksum
 
 
 class Manifest(_Record):
-    """A checkpoint, or one rank's part of it."""
+    """Contents of a checkpoint, or of one rank's part of it.
+
+    Attributes:
+        ranks: number of ranks that wrote it; any number can read it.
+    """
 
     format: Literal["jingu checkpoint"] = "jingu checkpoint"
     version: int = VERSION
     ranks: int
-    """Ranks that wrote it; any number can read it."""
     files: dict[FileName, FileRecord]
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorRecord]
 
     def to_bytes(self) -> bytes:
-        """The JSON text, a line for each file and tensor, its own checksum in its first line."""
+        """Return the JSON text, with one line for each file and tensor, and its checksum in the first line."""
         lines = [f'"format": {_json(self.format)},', f'"version": {self.version},', f'"ranks": {self.ranks},']
         for title, records, end in (("files", self.files, ","), ("tensors", self.tensors, "")):
             rows = [f" {_json(name)}: {record.model_dump_json()}" for name, record in records.items()]
@@ -97,11 +105,11 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def read_manifest(path: Place) -> Manifest:
+def read_manifest(path: CheckpointPath) -> Manifest:
     """Read a manifest, or a rank's part of one.
 
     Raises:
-        CheckpointError: it is not there, not the bytes that were written, or of a later version of the format.
+        CheckpointError: the file is missing or damaged, or has another version of the format.
     """
     try:
         raw = path.read_bytes()
@@ -109,50 +117,52 @@ def read_manifest(path: Place) -> Manifest:
         raise CheckpointError(f"{path.name} is missing: the save was never finished.", where=path.parent) from None
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from None
-    digest, body = raw[len(_OPENING) : len(_OPENING) + _DIGITS], raw[: len(_OPENING)] + raw[len(_OPENING) + _DIGITS :]
-    if not raw.startswith(_OPENING) or digest != xxhash.xxh3_128_hexdigest(body).encode():
+    end = len(_OPENING) + _DIGITS
+    digest = raw[len(_OPENING) : end]
+    covered = raw[: len(_OPENING)] + raw[end:]
+    if not raw.startswith(_OPENING) or digest != xxhash.xxh3_128_hexdigest(covered).encode():
         raise CheckpointError(f"{path.name} is damaged: it does not match its checksum.", where=path.parent)
     try:
-        manifest = Manifest.model_validate_json(b"{" + raw[len(_OPENING) + _DIGITS + len('",') :])
+        manifest = Manifest.model_validate_json(b"{" + raw[end + len('",') :])
     except ValidationError as error:
         detail = error.errors()[0]
-        place = ".".join(map(str, detail["loc"]))
-        raise CheckpointError(f"{path.name} is not a manifest: {place}: {detail['msg']}.", where=path.parent) from None
+        field = ".".join(map(str, detail["loc"]))
+        raise CheckpointError(f"{path.name} is not a manifest: {field}: {detail['msg']}.", where=path.parent) from None
     if manifest.version != VERSION:
         raise CheckpointError(
             f"{path.name} has version {manifest.version} of the format, and this jingu reads version {VERSION}.",
             where=path.parent,
-            fix="Use the jingu that wrote it, or a later one.",
+            fix="Use the version of jingu that wrote it, or a later one.",
         )
     return manifest
 
 
 def merge(parts: Iterable[Manifest]) -> Manifest:
-    """One manifest of all ranks' parts, in an order that depends on the names only."""
+    """Merge all ranks' parts into one manifest, sorted by tensor name."""
     files: dict[str, FileRecord] = {}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorRecord] = {}
     ranks = 0
     for part in parts:
         files |= part.files
         ranks = part.ranks
-        for name, stored in part.tensors.items():
-            known = tensors.get(name, Stored(dtype=stored.dtype, shape=stored.shape, pieces=()))
-            if (known.dtype, known.shape) != (stored.dtype, stored.shape):
+        for name, record in part.tensors.items():
+            other = tensors.get(name, TensorRecord(dtype=record.dtype, shape=record.shape, pieces=()))
+            if (other.dtype, other.shape) != (record.dtype, record.shape):
                 raise CheckpointError(
-                    f"ranks do not agree about tensor {name}: {known.dtype} {list(known.shape)} and "
-                    f"{stored.dtype} {list(stored.shape)}."
+                    f"ranks disagree about tensor {name}: {other.dtype} {list(other.shape)} and "
+                    f"{record.dtype} {list(record.shape)}."
                 )
-            tensors[name] = known.model_copy(update={"pieces": known.pieces + stored.pieces})
+            tensors[name] = other.model_copy(update={"pieces": other.pieces + record.pieces})
     return Manifest(ranks=ranks, files=files, tensors={name: tensors[name] for name in sorted(tensors)})
 
 
-def header_of(pieces: Iterable[tuple[str, Piece]]) -> bytes:
-    """A shard file's first bytes, up to the first tensor: they follow from the pieces (with their dtypes) in it."""
+def shard_header(pieces: Iterable[tuple[str, Piece]]) -> bytes:
+    """Return the first bytes of a shard file, up to the first tensor, given the pieces in it and their dtypes."""
     blocks: dict[str, tuple[str, list[Piece]]] = {}
     for dtype, piece in pieces:
         blocks.setdefault(piece.key, (dtype, []))[1].append(piece)
     # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
-    ordered = sorted(blocks.items(), key=lambda item: (-WIDTHS[item[1][0]], item[0]))
+    ordered = sorted(blocks.items(), key=lambda item: (-DTYPE_BYTES[item[1][0]], item[0]))
     return safetensors_header(
         (key, dtype, [sum(piece.shape[0] for piece in rows), *rows[0].shape[1:]] if rows[0].shape else [])
         for key, (dtype, rows) in ordered
@@ -160,58 +170,64 @@ def header_of(pieces: Iterable[tuple[str, Piece]]) -> bytes:
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """What stands before the first of tensors with these names, dtypes and shapes, in the order of the file."""
+    """Return the header of a safetensors file, given name, dtype and shape of its tensors in the order of the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
-        begin, end = end, end + prod(shape) * WIDTHS[dtype]
+        begin, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = _json(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the data that follows is aligned to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def check(manifest: Manifest) -> None:
-    """Refuse a manifest whose pieces do not make up its tensors, each element once.
+    """Check that the pieces of every tensor cover each of its elements once, and lie within their files.
 
     Raises:
-        CheckpointError: naming the first such tensor.
+        CheckpointError: naming the first tensor for which that is not so.
     """
-    for name, stored in manifest.tensors.items():
-        if stored.dtype not in WIDTHS:
-            raise CheckpointError(f"tensor {name} has the unknown dtype {stored.dtype}.")
-        width = WIDTHS[stored.dtype]
-        for piece in stored.pieces:
+    for name, record in manifest.tensors.items():
+        if record.dtype not in DTYPE_BYTES:
+            raise CheckpointError(f"tensor {name} has the unknown dtype {record.dtype}.")
+        width = DTYPE_BYTES[record.dtype]
+        for piece in record.pieces:
             begin, end = piece.bytes
-            inside = len(piece.offset) == len(piece.shape) == len(stored.shape) and all(
+            # The piece lies within the tensor, and its bytes, of the right number, within the file.
+            inside = len(piece.offset) == len(piece.shape) == len(record.shape) and all(
                 first + extent <= whole
-                for first, extent, whole in zip(piece.offset, piece.shape, stored.shape, strict=True)
+                for first, extent, whole in zip(piece.offset, piece.shape, record.shape, strict=True)
             )
-            written = manifest.files.get(piece.file)
-            fits = written is not None and end <= written.bytes and end - begin == prod(piece.shape) * width
+            file = manifest.files.get(piece.file)
+            fits = file is not None and end <= file.bytes and end - begin == prod(piece.shape) * width
             if not (inside and fits and piece.xxh3_128):
                 raise CheckpointError(f"the piece {piece.key} of tensor {name} does not fit where it should be.")
-        held = distinct(stored)
-        if any(piece.xxh3_128 != held[piece.offset].xxh3_128 for piece in stored.pieces if prod(piece.shape)):
-            raise CheckpointError(f"ranks do not agree about the values of tensor {name}.")
-        elements = sum(prod(piece.shape) for piece in held.values())
-        if elements != prod(stored.shape):
+        pieces = unique_pieces(record)
+        if any(piece.xxh3_128 != pieces[piece.offset].xxh3_128 for piece in record.pieces if prod(piece.shape)):
+            raise CheckpointError(f"ranks disagree about the values of tensor {name}.")
+        elements = sum(prod(piece.shape) for piece in pieces.values())
+        if elements != prod(record.shape):
             raise CheckpointError(
-                f"tensor {name} has {prod(stored.shape)} elements and its pieces {elements}: "
-                "some are missing or double."
+                f"tensor {name} has {prod(record.shape)} elements and its pieces {elements}: "
+                "some are missing or appear twice."
             )
 
 
-def distinct(stored: Stored) -> dict[Shape, Piece]:
-    """The pieces of a tensor, once each, by offset. Ranks that do not know of each other may both have written one, as
-    the first and the last stage of a pipeline do where they share a tensor."""
-    return {piece.offset: piece for piece in reversed(stored.pieces) if prod(piece.shape)}
+def unique_pieces(record: TensorRecord) -> dict[Shape, Piece]:
+    """Return the pieces of a tensor by offset, each once.
+
+    Ranks that do not know of each other may both write a piece, as the first and the last stage of a pipeline do with
+    a tied embedding.
+    """
+    return {piece.offset: piece for piece in reversed(record.pieces) if prod(piece.shape)}
 
 
 def pieces_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
-    """What each shard file holds, with dtypes, in the order of the file."""
-    found: dict[str, list[tuple[str, Piece]]] = {}
-    for stored in manifest.tensors.values():
-        for piece in stored.pieces:
-            found.setdefault(piece.file, []).append((stored.dtype, piece))
-    return {file: sorted(pieces, key=lambda item: (item[1].bytes, item[1].key)) for file, pieces in found.items()}
+    """Return the pieces in each shard file, with their dtypes, in the order of the file."""
+    by_file: dict[str, list[tuple[str, Piece]]] = {}
+    for record in manifest.tensors.values():
+        for piece in record.pieces:
+            by_file.setdefault(piece.file, []).append((record.dtype, piece))
+    for pieces in by_file.values():
+        pieces.sort(key=lambda item: (item[1].bytes, item[1].key))
+    return by_file

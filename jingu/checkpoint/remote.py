@@ -1,7 +1,7 @@
-"""Folders of checkpoints at an address: an object store or shared storage, whatever fsspec knows.
+"""Checkpoints at a URL: in an object store or any other storage that fsspec opens.
 
-Such a store need not be able to rename. A file appears there whole, and a checkpoint is complete where its manifest
-is, which is written last and deleted first.
+Such a store need not be able to rename. A file appears there whole, and a checkpoint is complete if it has a manifest,
+which is written last and deleted first.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Literal, cast
 
-from jingu.text.storage import filesystem, is_address
+from jingu.text.corpus_file import is_url, open_filesystem
 
 
 class RemotePath:
-    """A file or a folder at an address: what `pathlib.Path` is on a disk, as far as checkpoints need it.
+    """A file or folder at a URL, with the part of the interface of `pathlib.Path` that checkpoints need.
 
-    Stores fail each in a way of its own: here all of them raise an OSError.
+    Each store has exceptions of its own; here all of them become an OSError. Nothing is cached, as other ranks write
+    to the same store.
     """
 
     def __init__(self, store: Any, path: str) -> None:
-        self._store, self._path = store, path
+        self._store = store
+        self._path = path
 
     @staticmethod
-    def at(address: str) -> RemotePath:
-        """The folder at an address (or at a local path). Raises JinguError where nothing installed knows the way."""
-        store, path = filesystem(address)
+    def at(url: str) -> RemotePath:
+        """Return the folder at a URL (or a local path). Raises JinguError if no installed package opens it."""
+        store, path = open_filesystem(url)
         return RemotePath(store, str(path).rstrip("/"))
 
     @property
@@ -45,55 +47,56 @@ class RemotePath:
         return str(self._store.unstrip_protocol(self._path))
 
     def absolute(self) -> RemotePath:
-        """Itself: an address is never relative."""
+        """Return the path itself: a URL is never relative."""
         return self
 
     def exists(self) -> bool:
-        return bool(self._ask(self._store.exists, self._path))
+        return bool(self._call(self._store.exists, self._path))
 
     def is_file(self) -> bool:
-        return bool(self._ask(self._store.isfile, self._path))
+        return bool(self._call(self._store.isfile, self._path))
 
     def is_dir(self) -> bool:
-        return bool(self._ask(self._store.isdir, self._path))
+        return bool(self._call(self._store.isdir, self._path))
 
     def stat(self) -> SimpleNamespace:
-        """`st_size`, as a local file has it."""
-        return SimpleNamespace(st_size=int(self._ask(self._store.size, self._path)))
+        """Return an object with `st_size`."""
+        return SimpleNamespace(st_size=int(self._call(self._store.size, self._path)))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        paths = [str(path).rstrip("/") for path in self._ask(self._store.ls, self._path, detail=False)]
+        paths = [str(path).rstrip("/") for path in self._call(self._store.ls, self._path, detail=False)]
         return (RemotePath(self._store, path) for path in paths if path != self._path)
 
     def mkdir(self, *, parents: Literal[True], exist_ok: Literal[True]) -> None:
-        """Make the folder, and those above it; one that is there is well, too."""
-        self._ask(self._store.makedirs, self._path, exist_ok=True)
+        """Create the folder and its parents, if they do not exist."""
+        self._call(self._store.makedirs, self._path, exist_ok=True)
 
     def open(self, mode: Literal["wb", "xb"], buffering: Literal[0]) -> IO[bytes]:
-        """A new file, there when it is closed; it takes the place of one that is there."""
-        return cast(IO[bytes], self._ask(self._store.open, self._path, "wb"))
+        """Open a file for writing; it appears when it is closed, and replaces an existing one."""
+        return cast(IO[bytes], self._call(self._store.open, self._path, "wb"))
 
     def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
-        return bytes(self._ask(self._store.cat_file, self._path, start=begin, end=end))
+        return bytes(self._call(self._store.cat_file, self._path, start=begin, end=end))
 
     def upload(self, file: Path) -> None:
-        """Become a copy of a local file."""
-        self._ask(self._store.put_file, str(file), self._path)
+        """Copy a local file here."""
+        self._call(self._store.put_file, str(file), self._path)
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Delete the file, where there is one."""
+        """Delete the file, if there is one."""
         if self.exists():
-            self._ask(self._store.rm_file, self._path)
+            self._call(self._store.rm_file, self._path)
 
     def remove(self) -> None:
-        """Delete the folder with all that is in it, where there is one."""
+        """Delete the folder with everything in it, if there is one."""
         if self.exists():
-            self._ask(self._store.rm, self._path, recursive=True)
+            self._call(self._store.rm, self._path, recursive=True)
 
-    def _ask(self, what: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        self._store.invalidate_cache()  # others write here, too
+    def _call(self, operation: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call an operation of the store; turn its errors into an OSError with a text in `strerror`."""
+        self._store.invalidate_cache()
         try:
-            return what(*arguments, **keywords)
+            return operation(*arguments, **keywords)
         except OSError as error:
             if error.strerror is None:
                 error.strerror = str(error)
@@ -102,10 +105,9 @@ class RemotePath:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(self)) from error
 
 
-Place = Path | RemotePath
-"""A file or a folder of checkpoints."""
+CheckpointPath = Path | RemotePath
 
 
-def place(text: str) -> Place:
-    """A local path, or an address."""
-    return RemotePath.at(text) if is_address(text) else Path(text)
+def checkpoint_path(text: str) -> CheckpointPath:
+    """Return the path for a local path or a URL."""
+    return RemotePath.at(text) if is_url(text) else Path(text)

@@ -1,14 +1,13 @@
-"""Blocks of tensors in shard files: planned from what a rank holds, read back into any other layout.
+"""Shard files: each rank writes its blocks of tensors to one, and reads what it needs from those of any other layout.
 
-A shard file is safetensors: eight bytes with the length of a JSON header, the header, then the bytes of all tensors
-one after another (https://github.com/huggingface/safetensors#format).
+A shard file is a safetensors file: eight bytes with the length of a JSON header, the header, then the bytes of all
+tensors one after another (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -16,78 +15,88 @@ import torch
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.files import Reading, mismatch, shard_name
-from jingu.checkpoint.manifest import WIDTHS, CheckpointError, FileRecord, Manifest, Piece, Stored, header_of
-from jingu.checkpoint.remote import Place
-from jingu.checkpoint.slices import Slice, boxes, cut, overlap
+from jingu.checkpoint.manifest import (
+    DTYPE_BYTES,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    Piece,
+    TensorRecord,
+    shard_header,
+)
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.checkpoint.save_folder import RandomAccessFile, mismatch, shard_name
+from jingu.parallel.block import Extent, TensorBlock, subblock
 
-PIECE = 32 << 20
-"""Rows of a block are checked, and read by a thread, in pieces of about this many bytes."""
-ASIDE = 4 << 20
-"""Bytes that pass through memory of a thread's own, where a block is wanted in part. (With a quarter of it, the disk
-waits for the thread that copies: a tenth slower.)"""
+# A block is stored in pieces of about this many bytes, each with its own checksum and read by one thread.
+PIECE_BYTES = 32 << 20
+# Memory of a reading thread, through which pass the bytes that cannot be read straight into their tensor. With a
+# quarter of it the disk waits for the thread that copies, and loading is a tenth slower.
+STAGING_BYTES = 4 << 20
 
-_KINDS = (
+_TORCH_DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
     torch.bool, torch.complex64,
 )  # fmt: skip
-DTYPES: dict[str, torch.dtype] = dict(zip(WIDTHS, _KINDS, strict=True))
-"""The names that the safetensors format gives to PyTorch's dtypes."""
+# PyTorch's dtypes by their names in the safetensors format, and the reverse.
+DTYPES: dict[str, torch.dtype] = dict(zip(DTYPE_BYTES, _TORCH_DTYPES, strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Held:
-    """A block of a logical tensor in this rank's memory."""
-
-    name: str
-    slice: Slice
-    local: Tensor
+# Writing
 
 
-def deal(blocks: Sequence[Held]) -> list[Held]:
-    """Of the blocks this rank holds, those it writes: equal copies are dealt out, the largest first.
+def blocks_to_write(blocks: Mapping[str, TensorBlock]) -> list[str]:
+    """Return the names of the blocks that this rank writes, of those it has.
 
-    Every rank that holds a copy comes to the same result without asking: it looks at whole tensors only.
+    Ranks that have equal copies of blocks share the work, largest tensors first. They need not communicate: each looks
+    at whole tensors only, and so comes to the same result.
     """
-    weights: dict[object, list[int]] = {}
+    bytes_by_writer: dict[object, list[int]] = {}
     mine = []
-    for block in sorted(blocks, key=lambda block: (-prod(block.slice.shape), block.name)):
-        dealt = weights.setdefault((block.slice.group, block.slice.replicas), [0] * block.slice.replicas)
-        writer = dealt.index(min(dealt))
-        dealt[writer] += max(1, prod(block.slice.shape) * block.local.element_size())
-        if writer == block.slice.replica:
-            mine.append(block)
+    for name, block in sorted(blocks.items(), key=lambda item: (-prod(item[1].shape), item[0])):
+        writers = bytes_by_writer.setdefault((block.group, block.replicas), [0] * block.replicas)
+        writer = writers.index(min(writers))
+        writers[writer] += max(1, prod(block.shape) * block.local.element_size())
+        if writer == block.replica:
+            mine.append(name)
     return mine
 
 
-def plan_part(blocks: Sequence[Held], rank: int, ranks: int) -> tuple[Manifest, list[Held]]:
-    """This rank's part of the manifest, and the blocks to write, in the order of the file. Checksums are left open, and
-    bytes are counted from the first of the first block.
+def plan_part(blocks: Mapping[str, TensorBlock], rank: int, ranks: int) -> tuple[Manifest, dict[str, TensorBlock]]:
+    """Plan this rank's shard file.
+
+    Returns:
+        Its part of the manifest, without checksums, and with positions that count from the first tensor rather than
+        from the header; and the blocks to write, in the order of the file.
 
     Raises:
-        CheckpointError: a dtype without a name in the format, or two blocks of one key.
+        CheckpointError: for a dtype without a name in the format, and for two blocks of one key.
     """
-    written = [block for block in deal(blocks) if block.local.numel() or not prod(block.slice.shape)]
-    written.sort(key=lambda block: (-block.local.element_size(), _key(block)))
-    if double := {_key(block) for block, following in pairwise(written) if _key(block) == _key(following)}:
-        raise CheckpointError(f"two tensors would be stored as {min(double)}.")
-    pieces: dict[str, list[Piece]] = {block.name: [] for block in blocks}
+    # An empty block is written only where the tensor itself has no elements.
+    names = [name for name in blocks_to_write(blocks) if blocks[name].local.numel() or not prod(blocks[name].shape)]
+    keys = {name: _key(name, blocks[name]) for name in names}
+    # Wide dtypes first, so that every tensor is aligned to its elements.
+    names.sort(key=lambda name: (-blocks[name].local.element_size(), keys[name]))
+    for name, following in pairwise(names):
+        if keys[name] == keys[following]:
+            raise CheckpointError(f"two tensors would be stored as {keys[name]}.")
+    pieces: dict[str, list[Piece]] = {name: [] for name in blocks}
+    file = shard_name(rank, ranks)
     end = 0
-    for block in written:
-        size, width = block.slice.size, block.local.element_size()
-        for offset, shape in boxes(block.slice.offset, size, max(PIECE // width, prod(size[1:]))):
-            begin, end = end, end + prod(shape) * width
-            piece = Piece(file=shard_name(rank, ranks), key=_key(block), offset=offset, shape=shape, bytes=(begin, end))
-            pieces[block.name].append(piece)
+    for name in names:
+        block = blocks[name]
+        itemsize = block.local.element_size()
+        elements = max(PIECE_BYTES // itemsize, prod(block.size[1:]))
+        for offset, shape in boxes(block.offset, block.size, elements):
+            begin, end = end, end + prod(shape) * itemsize
+            pieces[name].append(Piece(file=file, key=keys[name], offset=offset, shape=shape, bytes=(begin, end)))
     tensors = {
-        block.name: Stored(
-            dtype=_dtype_name(block.name, block.local.dtype), shape=block.slice.shape, pieces=tuple(pieces[block.name])
-        )
-        for block in blocks
+        name: TensorRecord(dtype=_dtype_name(name, block.local.dtype), shape=block.shape, pieces=tuple(pieces[name]))
+        for name, block in blocks.items()
     }
-    return Manifest(ranks=ranks, files={}, tensors=tensors), written
+    return Manifest(ranks=ranks, files={}, tensors=tensors), {name: blocks[name] for name in names}
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
@@ -96,68 +105,102 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def _key(block: Held) -> str:
-    """Name in the shard file: the logical name, and which block of it this is unless it is all of it."""
-    if block.slice.size == block.slice.shape:
-        return block.name
-    ranges = (f"{first}:{first + n}" for first, n in zip(block.slice.offset, block.slice.size, strict=True))
-    return f"{block.name}[{','.join(ranges)}]"
+def _key(name: str, block: TensorBlock) -> str:
+    """Return the name of a block in its shard file: the tensor's, and the index ranges of a block that is not all."""
+    if block.size == block.shape:
+        return name
+    ranges = (f"{first}:{first + extent}" for first, extent in zip(block.offset, block.size, strict=True))
+    return f"{name}[{','.join(ranges)}]"
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in main memory, in place, writable.
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, writable, without a copy.
 
-    Not through numpy: an array made of a tensor pins the size of its storage for good, and the sharding engine must
-    be able to free and regrow the storages that it gathers parameters into.
+    Not through numpy: an array made from a tensor fixes the size of its storage for good, and FSDP must be able to free
+    and resize the storages that it gathers parameters into.
     """
-    size = tensor.numel() * tensor.element_size()
-    if not size:
+    if not tensor.nbytes:
         return memoryview(bytearray())
-    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
     return memoryview(array).cast("B")
 
 
-def bytes_of(block: Held, piece: Piece) -> memoryview:
-    """The bytes of a piece of a block, row-major; no copy of what lies so in main memory."""
-    return memory_of(cut(block.local, block.slice.offset, piece.offset, piece.shape).contiguous().cpu())
+def piece_bytes(block: TensorBlock, piece: Piece) -> memoryview:
+    """Return the row-major bytes of a piece of a block; without a copy where they are contiguous in main memory."""
+    return tensor_bytes(subblock(block.local, block.offset, piece.offset, piece.shape).contiguous().cpu())
 
 
-def check_header(file: Reading, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: Place) -> None:
-    """Refuse a shard file whose length or whose first bytes are not what its pieces (with their dtypes) ask for."""
-    expected = header_of(pieces)
+# Reading
+
+
+def check_header(
+    file: RandomAccessFile, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: CheckpointPath
+) -> None:
+    """Raise CheckpointError if a shard file has another size or header than its pieces (with their dtypes) require."""
+    expected = shard_header(pieces)
     if file.size != record.bytes:
         raise _damaged(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
-    found = bytearray(len(expected))
-    file.fill(0, memoryview(found))
-    if found != expected:
+    header = bytearray(len(expected))
+    file.fill(0, memoryview(header))
+    if header != expected:
         raise _damaged(f"{path.name} does not match its checksum", path.parent)
 
 
-def _damaged(what: str, folder: Place) -> CheckpointError:
-    fix = "`jingu checkpoint verify` tells which checkpoints of a run are good: an earlier one can be named instead."
+def _damaged(what: str, folder: CheckpointPath) -> CheckpointError:
+    fix = "Name an earlier checkpoint instead; `jingu checkpoint verify` shows which ones of a run are good."
     return CheckpointError(f"{what}.", where=folder, fix=fix)
 
 
-def fill(block: Held, piece: Piece, file: Reading, folder: Place, aside: Tensor) -> None:
-    """Read a stored piece, check it, and copy what it has in common with a block into the block.
+def fill_from_piece(
+    block: TensorBlock, piece: Piece, file: RandomAccessFile, folder: CheckpointPath, staging: Tensor
+) -> None:
+    """Read a stored piece, verify its checksum, and copy into a block the elements that both have.
 
-    All bytes are read, in order, because the checksum is of all of them. What is wanted whole goes straight to its
-    place; the rest passes through memory of `ASIDE` bytes.
+    All bytes of the piece are read, in order, because the checksum covers all of them. A part that the block needs
+    whole is read straight into it; others pass through `staging`, `STAGING_BYTES` of memory.
+
+    Raises:
+        CheckpointError: the checksum does not match. The block then holds damaged values.
     """
-    digest, position, width = xxhash.xxh3_128(), piece.bytes[0], block.local.element_size()
-    for offset, size in boxes(piece.offset, piece.shape, ASIDE // width):
-        shared = overlap(offset, size, block.slice.offset, block.slice.size)
-        place = passed = aside[: prod(size) * width]
+    digest = xxhash.xxh3_128()
+    position = piece.bytes[0]
+    itemsize = block.local.element_size()
+    for offset, size in boxes(piece.offset, piece.shape, STAGING_BYTES // itemsize):
+        buffer = staging[: prod(size) * itemsize]
+        target = None
+        shared = overlap(offset, size, block.offset, block.size)
         if shared is not None:
-            target = cut(block.local, block.slice.offset, *shared)
-            if target.shape == size and target.is_contiguous() and target.is_cpu:
-                place = target
-        view = memory_of(place)
+            target = subblock(block.local, block.offset, *shared)
+        direct = target is not None and target.shape == size and target.is_contiguous() and target.is_cpu
+        view = tensor_bytes(target if target is not None and direct else buffer)
         file.fill(position, view)
         digest.update(view)
         position += len(view)
-        if shared is not None and place is passed:
-            target.copy_(cut(passed.view(target.dtype).view(size), offset, *shared))
+        if shared is not None and target is not None and not direct:
+            values = buffer.view(target.dtype).view(size)
+            target.copy_(subblock(values, offset, *shared))
     if digest.hexdigest() != piece.xxh3_128:
         raise _damaged(mismatch(piece), folder)
+
+
+# Boxes of indices
+
+
+def overlap(offset_a: Extent, size_a: Extent, offset_b: Extent, size_b: Extent) -> tuple[Extent, Extent] | None:
+    """Return offset and size of the elements that two blocks share; None if there are none."""
+    begins = tuple(max(a, b) for a, b in zip(offset_a, offset_b, strict=True))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(offset_a, size_a, offset_b, size_b, strict=True))
+    size = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return (begins, size) if all(extent > 0 for extent in size) else None
+
+
+def boxes(offset: Extent, size: Extent, most: int) -> Iterator[tuple[Extent, Extent]]:
+    """Yield offset and size of parts of a block, of at most `most` elements, that are contiguous in its memory."""
+    if not size or prod(size) <= most:
+        yield offset, size
+        return
+    rows = max(1, most // prod(size[1:]))
+    for first in range(0, size[0], rows):
+        for inner_offset, inner_size in boxes(offset[1:], size[1:], most):
+            yield (offset[0] + first, *inner_offset), (min(rows, size[0] - first), *inner_size)

@@ -1,7 +1,7 @@
-"""Saving and loading of tensors: every rank writes and reads its own bytes.
+"""Save and load checkpoints: every rank writes and reads its own bytes.
 
-`save` writes from the tensors' own memory and returns when all is on disk; `jingu.checkpoint.background` writes a copy
-of them while training goes on. `jingu.checkpoint.files` tells what is on disk.
+`save` writes from the memory of the tensors and returns when all is on disk; `jingu.checkpoint.async_save` writes a
+copy of them while training goes on. `jingu.checkpoint.save_folder` describes the files.
 """
 
 from __future__ import annotations
@@ -15,80 +15,83 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.files import (
-    begin,
-    cause_of,
-    could_not_save,
+from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece, pieces_by_file, unique_pieces
+from jingu.checkpoint.mapped_files import map_tensor
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.checkpoint.save_folder import (
+    create_partial,
+    delete_folder,
+    describe_cause,
+    failure_notes,
     finish_save,
-    leave_note,
-    notes,
     open_checkpoint,
-    partial_name,
-    reading,
-    remove,
+    open_for_reading,
+    partial_path,
+    save_error,
+    write_failure_note,
     write_part,
 )
-from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece, distinct, pieces_by_file
-from jingu.checkpoint.remote import Place
 from jingu.checkpoint.shards import (
-    ASIDE,
     DTYPE_NAMES,
     DTYPES,
-    Held,
-    bytes_of,
+    STAGING_BYTES,
     check_header,
-    fill,
+    fill_from_piece,
+    overlap,
+    piece_bytes,
     plan_part,
 )
-from jingu.checkpoint.slices import cut, overlap, slice_of
-from jingu.checkpoint.stream import read_at
-from jingu.parallel.sharing import local
-from jingu.runtime.device import one_thread
+from jingu.parallel.block import TensorBlock, subblock, whole_block
+from jingu.runtime.device import single_thread
 
 T = TypeVar("T")
 Agree = Callable[[bool], bool]
-READERS, ASKERS = 2, 4
-"""Threads that read files of a disk side by side; and requests to a store that are under way."""
+StateTensors = Mapping[str, Tensor | TensorBlock]
+# Threads that read files from a disk, and requests to an object store that are in flight.
+DISK_THREADS = 2
+URL_THREADS = 4
+# Names that an error message lists before it says how many more there are.
+_LISTED_NAMES = 8
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint that is good, and of other tensors than those to be filled."""
+    """A checkpoint that is intact, but of other tensors than those to fill."""
 
 
 # Saving
 
 
 def save(
-    folder: Place,
-    tensors: Mapping[str, Tensor],
+    folder: CheckpointPath,
+    tensors: StateTensors,
     state: Mapping[str, Any],
     *,
     rank: int = 0,
     ranks: int = 1,
     agree: Agree = bool,
 ) -> None:
-    """Write a checkpoint; every rank calls this, and returns when the whole of it is on disk.
+    """Write a checkpoint, and return when all of it is on disk; every rank calls this.
 
     Args:
-        folder: final name. A checkpoint that is already there is replaced at the end.
-        tensors: by logical name: DTensors in any layout, and plain tensors that are equal on all ranks. A rank outside
-            the mesh of a DTensor need not name it.
-        state: JSON values, equal on all ranks; the first rank's are written.
-        agree: True on every rank if every rank passed True; the one thing that ranks exchange here.
+        folder: final path. A checkpoint that is already there is replaced at the end.
+        tensors: by name: a rank's blocks of sharded tensors, and plain tensors that are equal on all ranks. Ranks may
+            have blocks of different tensors, as the stages of a pipeline do.
+        state: JSON values, equal on all ranks; those of rank 0 are written.
+        agree: returns True on every rank if every rank passed True; the only communication between ranks here.
 
     Raises:
         CheckpointError: on every rank, if some rank could not write its part; says which one and why. Nothing is
-            left behind, and the other checkpoints are untouched.
+            left behind, and other checkpoints are untouched.
     """
-    partial = partial_name(folder)
+    partial = partial_path(folder)
 
     def prepare() -> None:
         if rank == 0:
-            remove(partial)
-            begin(folder, first=True)
+            delete_folder(partial)
+            create_partial(folder, first=True)
 
     def write() -> None:
-        write_blocks(partial, held_blocks(tensors, rank, ranks), rank, ranks)
+        write_blocks(partial, local_blocks(tensors, rank, ranks), rank, ranks)
 
     def finish() -> None:
         if rank == 0:
@@ -100,75 +103,69 @@ def save(
             phase()
         except Exception as caught:
             error = caught
-            leave_note(partial, rank, caught)
+            write_failure_note(partial, rank, caught)
         if agree(error is None):
             continue
-        causes = ({} if error is None else {rank: cause_of(error)}) | notes(partial)
-        agree(True)  # everyone has read the notes
+        # Some rank failed: each collects the causes of all from the folder before rank 0 deletes it.
+        causes = ({} if error is None else {rank: describe_cause(error)}) | failure_notes(partial)
+        agree(True)
         if rank == 0:
-            remove(partial)
+            delete_folder(partial)
         if error is not None and not isinstance(error, OSError | CheckpointError):
-            raise error  # not something that a user can mend
-        raise could_not_save(folder, causes) from error
+            raise error  # a bug, not something that a user can fix
+        raise save_error(folder, causes) from error
 
 
-def write_blocks(partial: Place, blocks: Sequence[Held], rank: int, ranks: int) -> None:
-    """Write one rank's part from the memory of its tensors."""
-    plan, written = plan_part(blocks, rank, ranks)
-    owner = {piece: block for block in written for piece in plan.tensors[block.name].pieces}
-    write_part(partial, plan, lambda piece: bytes_of(owner[piece], piece), rank)
+def write_blocks(partial: CheckpointPath, blocks: Mapping[str, TensorBlock], rank: int, ranks: int) -> None:
+    """Write one rank's part of a checkpoint from the memory of its tensors."""
+    plan, blocks_in_file = plan_part(blocks, rank, ranks)
+    block_of = {piece: block for name, block in blocks_in_file.items() for piece in plan.tensors[name].pieces}
+    write_part(partial, plan, lambda piece: piece_bytes(block_of[piece], piece), rank)
 
 
-def held_blocks(tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> list[Held]:
-    """What this rank holds, in an order that all ranks share."""
-    blocks = []
-    with torch.no_grad():
-        for name in sorted(tensors):
-            tensor = tensors[name]
-            try:
-                found = slice_of(tensor, rank, ranks)
-            except ValueError as error:
-                raise CheckpointError(f"tensor {name} cannot be stored: {error}.") from None
-            if found is not None:
-                blocks.append(Held(name, found, local(tensor).detach()))
-    return blocks
+def local_blocks(tensors: StateTensors, rank: int = 0, ranks: int = 1) -> dict[str, TensorBlock]:
+    """Return this rank's blocks by name, in an order that all ranks share; of a plain tensor all of it."""
+    return {
+        name: tensor if isinstance(tensor, TensorBlock) else whole_block(tensor, rank, ranks)
+        for name, tensor in sorted(tensors.items())
+    }
 
 
 # Loading
 
 
 def load(
-    folder: Place,
-    tensors: Mapping[str, Tensor],
+    folder: CheckpointPath,
+    tensors: StateTensors,
     *,
     prefix: str = "",
     whole: bool = True,
     agree: Agree = bool,
 ) -> None:
-    """Fill tensors from a checkpoint of any layout, in place; each rank reads what it needs, and checks all it reads.
+    """Fill tensors from a checkpoint of any layout, in place; each rank reads what it needs, and verifies it.
 
     Args:
-        tensors: by logical name: plain tensors (filled whole) or DTensors (their local blocks), on any device.
-        prefix: only names that begin with this are expected; the rest of the checkpoint is left alone.
-        whole: False where other ranks hold further tensors, so that none that is stored is one too many.
-        agree: as in `save`; with it no rank goes on alone where another one could not load.
+        tensors: as in `save`, on any device.
+        prefix: load only names that begin with this, and ignore the rest of the checkpoint.
+        whole: whether the checkpoint must have no further tensors; False where other ranks fill those.
+        agree: as in `save`: no rank goes on if another one could not load.
 
     Raises:
-        MismatchError: names that are missing on either side, another shape or dtype (nothing is converted).
-        CheckpointError: bytes that do not match their checksum. The tensors then hold a mixture.
+        MismatchError: names are missing on either side, or shapes or dtypes differ (nothing is converted).
+        CheckpointError: bytes do not match their checksum. The tensors may then hold some of the new values.
     """
 
     def compare() -> Manifest:
         manifest = open_checkpoint(folder)
-        _compare(folder, manifest, tensors, prefix, whole)
+        _compare(folder, manifest, local_blocks(tensors), prefix, whole)
         return manifest
 
-    manifest = together(compare, folder, agree)
-    together(lambda: load_blocks(folder, manifest, held_blocks(tensors)), folder, agree)
+    manifest = run_on_all_ranks(compare, folder, agree)
+    run_on_all_ranks(lambda: load_blocks(folder, manifest, local_blocks(tensors)), folder, agree)
 
 
-def together(work: Callable[[], T], where: Place, agree: Agree) -> T:
-    """Do something that may fail on a rank, and fail on all ranks then: no rank goes on alone."""
+def run_on_all_ranks(work: Callable[[], T], where: CheckpointPath, agree: Agree) -> T:
+    """Call `work` on every rank and return its result; raise on all ranks if it fails on one."""
     error: Exception | None = None
     try:
         result = work()
@@ -177,121 +174,140 @@ def together(work: Callable[[], T], where: Place, agree: Agree) -> T:
     if agree(error is None):
         return result
     if isinstance(error, OSError):
-        raise CheckpointError(f"{cause_of(error)}.", where=where) from error
+        raise CheckpointError(f"{describe_cause(error)}.", where=where) from error
     raise error or CheckpointError("another rank failed here, and its log says why.", where=where)
 
 
-class Reader:
-    """Tensors of a checkpoint, one at a time; its manifest, and the header of each file, are read and checked once."""
+class CheckpointReader:
+    """Reads tensors one at a time; the manifest, and the header of each file, are read and verified once."""
 
-    def __init__(self, folder: Place) -> None:
-        self.folder, self.manifest = folder, open_checkpoint(folder)
-        self._checked: set[str] = set()
+    def __init__(self, folder: CheckpointPath) -> None:
+        self.folder = folder
+        self.manifest = open_checkpoint(folder)
+        self._checked_files: set[str] = set()
 
     def read(self, name: str) -> Tensor:
-        """One whole logical tensor, in main memory."""
+        """Return a whole tensor in main memory. Raises CheckpointError if there is none of that name."""
         if name not in self.manifest.tensors:
             raise CheckpointError(f"there is no tensor {name} in this checkpoint.", where=self.folder)
-        stored = self.manifest.tensors[name]
-        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        load_blocks(self.folder, self.manifest, held_blocks({name: tensor}), self._checked)
+        record = self.manifest.tensors[name]
+        tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+        load_blocks(self.folder, self.manifest, local_blocks({name: tensor}), self._checked_files)
         return tensor
 
-    def read_expert(self, name: str, number: int) -> Tensor:
-        """Matrix `number` of a tensor that has one for each expert, without the rest: mapped where a piece has it
-        whole.
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """Return matrix `expert` of a tensor [E, ...] without reading the others; memory-mapped where one piece has it.
 
-        It is not checked against a checksum: those are of whole pieces.
+        It is not verified: the checksums are those of whole pieces.
         """
         if not isinstance(self.folder, Path):
-            return self.read(name)[number]
-        stored = self.manifest.tensors[name]
-        offset, size = (number, *[0] * len(stored.shape[1:])), torch.Size((1, *stored.shape[1:]))
-        whole = torch.empty(size, dtype=DTYPES[stored.dtype])
-        for piece in distinct(stored).values():
+            return self.read(name)[expert]
+        record = self.manifest.tensors[name]
+        offset = (expert, *[0] * len(record.shape[1:]))
+        size = torch.Size((1, *record.shape[1:]))
+        whole = torch.empty(size, dtype=DTYPES[record.dtype])
+        for piece in unique_pieces(record).values():
             shared = overlap(piece.offset, piece.shape, offset, size)
             if shared is None:
                 continue
             row = torch.Size((1, *piece.shape[1:]))
-            begin = piece.bytes[0] + (number - piece.offset[0]) * prod(row) * whole.itemsize
-            mapped = read_at(self.folder / piece.file, begin, row, whole.dtype)
+            begin = piece.bytes[0] + (expert - piece.offset[0]) * prod(row) * whole.itemsize
+            mapped = map_tensor(self.folder / piece.file, begin, row, whole.dtype)
             if row == size:
                 return mapped[0]
-            cut(whole, offset, *shared).copy_(mapped)
+            # The matrix lies in several pieces: it is put together in memory.
+            subblock(whole, offset, *shared).copy_(mapped)
         return whole[0]
 
 
-def _compare(folder: Place, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str, whole: bool) -> None:
-    here = {name: f"{DTYPE_NAMES.get(each.dtype, each.dtype)} {list(each.shape)}" for name, each in tensors.items()}
-    stored = {
-        name: f"{each.dtype} {list(each.shape)}" for name, each in manifest.tensors.items() if name.startswith(prefix)
+def _compare(
+    folder: CheckpointPath, manifest: Manifest, blocks: Mapping[str, TensorBlock], prefix: str, whole: bool
+) -> None:
+    """Raise MismatchError, with everything that differs, unless a checkpoint has the tensors to fill."""
+    expected = {
+        name: f"{DTYPE_NAMES.get(block.local.dtype, block.local.dtype)} {list(block.shape)}"
+        for name, block in blocks.items()
     }
-    absent, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys() if whole else ())
-    wrong = [
-        f"{name} (here {here[name]}, stored {stored[name]})"
-        for name in sorted(here.keys() & stored.keys())
-        if here[name] != stored[name]
+    stored = {
+        name: f"{record.dtype} {list(record.shape)}"
+        for name, record in manifest.tensors.items()
+        if name.startswith(prefix)
+    }
+    unexpected = stored.keys() - expected.keys() if whole else ()
+    different = [
+        f"{name} (expected {expected[name]}, stored {stored[name]})"
+        for name in sorted(expected.keys() & stored.keys())
+        if expected[name] != stored[name]
     ]
-    complaints = [
-        f"{what}: {', '.join(which[:8])}{f' and {len(which) - 8} more' if len(which) > 8 else ''}"
-        for what, which in (
-            ("tensors that it lacks", absent),
-            ("tensors that have no place here", extra),
-            ("tensors of another shape or dtype (nothing is converted)", wrong),
-        )
-        if which
-    ]
-    if complaints:
-        raise MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(complaints)}.", where=folder)
+    problems = []
+    for what, names in (
+        ("missing tensors", sorted(expected.keys() - stored.keys())),
+        ("unexpected tensors", sorted(unexpected)),
+        ("tensors of another shape or dtype (nothing is converted)", different),
+    ):
+        more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
+        if names:
+            problems.append(f"{what}: {', '.join(names[:_LISTED_NAMES])}{more}")
+    if problems:
+        raise MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(problems)}.", where=folder)
 
 
-def needed_pieces(manifest: Manifest, blocks: Iterable[Held]) -> dict[str, list[tuple[Piece, Held]]]:
-    """The pieces that blocks overlap, by file."""
-    work: dict[str, list[tuple[Piece, Held]]] = {}
-    for block in blocks:
-        for piece in distinct(manifest.tensors[block.name]).values():
-            if overlap(piece.offset, piece.shape, block.slice.offset, block.slice.size):
-                work.setdefault(piece.file, []).append((piece, block))
-    return work
+PieceOfBlock = tuple[Piece, TensorBlock]
+
+
+def overlapping_pieces(manifest: Manifest, blocks: Mapping[str, TensorBlock]) -> dict[str, list[PieceOfBlock]]:
+    """Return the stored pieces that overlap blocks, with those blocks, by file."""
+    by_file: dict[str, list[PieceOfBlock]] = {}
+    for name, block in blocks.items():
+        for piece in unique_pieces(manifest.tensors[name]).values():
+            if overlap(piece.offset, piece.shape, block.offset, block.size):
+                by_file.setdefault(piece.file, []).append((piece, block))
+    return by_file
 
 
 def load_blocks(
-    folder: Place, manifest: Manifest, blocks: Iterable[Held], checked: MutableSet[str] | None = None
+    folder: CheckpointPath,
+    manifest: Manifest,
+    blocks: Mapping[str, TensorBlock],
+    checked_files: MutableSet[str] | None = None,
 ) -> None:
-    """Read every stored piece that a block held here overlaps; a few threads, each from front to back, which is how a
-    disk is fastest.
+    """Read every stored piece that overlaps a block, with a few threads that each read a file from front to back.
 
     Args:
-        checked: files whose header need not be checked; those that were are added.
+        checked_files: files whose header need not be checked again; those that are checked here are added.
     """
-    checked, work = set() if checked is None else checked, needed_pieces(manifest, blocks)
-    unchecked = work.keys() - checked
-    inside = pieces_by_file(manifest) if unchecked else {}
+    if checked_files is None:
+        checked_files = set()
+    work = overlapping_pieces(manifest, blocks)
+    unchecked = work.keys() - checked_files
+    pieces = pieces_by_file(manifest) if unchecked else {}
 
-    def look(name: str) -> None:
-        with reading(folder / name) as file:
-            check_header(file, inside[name], manifest.files[name], folder / name)
+    def check(name: str) -> None:
+        with open_for_reading(folder / name) as file:
+            check_header(file, pieces[name], manifest.files[name], folder / name)
 
-    def read(name: str, pairs: Sequence[tuple[Piece, Held]]) -> None:
-        with reading(folder / name) as file:
-            aside = torch.empty(ASIDE, dtype=torch.uint8)
+    def read(name: str, pairs: Sequence[PieceOfBlock]) -> None:
+        staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        with open_for_reading(folder / name) as file:
             for piece, block in pairs:
-                fill(block, piece, file, folder, aside)
+                fill_from_piece(block, piece, file, folder, staging)
 
-    threads = READERS if isinstance(folder, Path) else ASKERS
-    jobs = [(name, run) for name in sorted(work) for run in _runs(work[name], -(-threads // len(work)))]
-    with one_thread(), ThreadPoolExecutor(threads) as pool:
-        list(pool.map(look, unchecked))
-        checked |= unchecked
+    threads = DISK_THREADS if isinstance(folder, Path) else URL_THREADS
+    # Few files are read by several threads each.
+    jobs = [(name, run) for name in sorted(work) for run in _split_into_runs(work[name], -(-threads // len(work)))]
+    with single_thread(), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check, unchecked))
+        checked_files |= unchecked
         list(pool.map(lambda job: read(*job), jobs))
 
 
-def _runs(pairs: Iterable[tuple[Piece, Held]], count: int) -> list[list[tuple[Piece, Held]]]:
-    """Pieces of a file, in its order, in runs of about as many bytes each."""
+def _split_into_runs(pairs: Iterable[PieceOfBlock], count: int) -> list[list[PieceOfBlock]]:
+    """Split the pieces of a file, in its order, into runs of about equal size in bytes."""
     ordered = sorted(pairs, key=lambda pair: pair[0].bytes)
-    size, begin = sum(piece.bytes[1] - piece.bytes[0] for piece, _ in ordered), 0
-    runs: list[list[tuple[Piece, Held]]] = [[] for _ in range(count)]
+    total = sum(piece.bytes[1] - piece.bytes[0] for piece, _ in ordered)
+    runs: list[list[PieceOfBlock]] = [[] for _ in range(count)]
+    position = 0
     for piece, block in ordered:
-        runs[begin * count // size].append((piece, block))
-        begin += piece.bytes[1] - piece.bytes[0]
+        runs[position * count // total].append((piece, block))
+        position += piece.bytes[1] - piece.bytes[0]
     return [run for run in runs if run]

@@ -1,78 +1,81 @@
-"""Whether a run that was begun with one configuration can go on with another."""
+"""Whether a run that started with one configuration can be resumed with another."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+from jingu.config.introspect import format_value
 from jingu.config.schema import CheckpointSettings, RunConfig
-from jingu.config.sections.train import ConstantSettings, NoamSettings
-from jingu.config.tree import written
+from jingu.config.sections.train import ConstantSettings, InverseSqrtSettings
 
-HARMLESS = frozenset(
+CHANGEABLE_KEYS = frozenset(
     {
-        # Where things lie. The contents of tokenizer and data set are checked by their fingerprints.
+        # Paths. The contents of tokenizer and data set are checked by their fingerprints.
         "name",
-        "runs",
+        "runs_dir",
         "tokenizer.path",
         "data.path",
-        # A run that has begun does not begin again.
+        # Only a new run is initialized.
         "initialize",
-        # How fast the data set is built; the result is the same.
-        "data.workers",
-        "data.reading",
-        "data.local",
-        # What a run has been trained on, its receipt checks.
+        # How data is built and read; the result is the same.
+        "data.num_workers",
+        "data.reader",
+        "data.local_cache",
+        # The data that a run was trained on is checked by its receipt.
         "data.drop",
-        # How a step is divided. Its loss is one sum over the global batch, however that is cut.
-        "batch.micro_size",
+        # How a step is divided. Its loss is one sum over the global batch.
+        "batch.micro_batch_size",
         "parallel",
-        # How the same numbers are computed, and what is told of them.
+        # How the same numbers are computed and logged.
         "train.compile",
         "train.activation_checkpointing",
         "train.log_every",
         "train.tensorboard",
         "device",
-        # What is measured and saved on the way; training does not see it.
+        # Evaluations and checkpoints do not change training.
         "evaluation",
-        # (Elsewhere the run would find no checkpoint, and begin again.)
-        *(f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "address"),
+        # With another URL the run would find no checkpoint, and start again.
+        *(f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "url"),
     }
 )
-"""Keys and whole sections that can change in the middle of a run: it stays the same run, up to rounding."""
+"""Keys and whole sections that may change in the middle of a run. It stays the same run, up to rounding."""
 
 
-def harmful_differences(old: RunConfig, new: RunConfig, allowed: Collection[str] = ()) -> list[str]:
-    """The changes, each as `key: old → new`, that would make a run's later steps belong to another run.
+def breaking_changes(old: RunConfig, new: RunConfig, allowed: Collection[str] = ()) -> list[str]:
+    """Return the changes, each as `key: old → new`, with which resuming would mix two runs.
 
     Args:
         allowed: keys and sections that may change all the same.
     """
-    harmless = HARMLESS | {"train.steps"} if _endless(old) and _endless(new) else HARMLESS
-    fine = tuple(f"{one}." for one in harmless | set(allowed))
-    return [text for key, text in differences(old, new).items() if not f"{key}.".startswith(fine)]
+    changeable = CHANGEABLE_KEYS | set(allowed)
+    if _is_independent_of_length(old) and _is_independent_of_length(new):
+        changeable |= {"train.steps"}
+    prefixes = tuple(f"{key}." for key in changeable)
+    return [text for key, text in changed_settings(old, new).items() if not f"{key}.".startswith(prefixes)]
 
 
-def differences(old: RunConfig, new: RunConfig) -> dict[str, str]:
-    """All changes, each as `key: old → new`, by key."""
-    before, after = flat(old.model_dump()), flat(new.model_dump())
-    # A key that only one type of a section has follows from that section's type.
+def changed_settings(old: RunConfig, new: RunConfig) -> dict[str, str]:
+    """Return all changes, each as `key: old → new`, by key."""
+    before = flatten(old.model_dump())
+    after = flatten(new.model_dump())
+    # A key that exists on one side only follows from the `type:` of its section. 1, 1.0 and true are different values.
     return {
-        key: f"{key}: {written(before[key])} → {written(after[key])}"
+        key: f"{key}: {format_value(before[key])} → {format_value(after[key])}"
         for key in before
         if key in after and (before[key], type(before[key])) != (after[key], type(after[key]))
     }
 
 
-def _endless(config: RunConfig) -> bool:
-    """Whether the learning rate of a step does not depend on how many follow."""
-    whole = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
-    return whole and isinstance(config.schedule, ConstantSettings | NoamSettings)
+def _is_independent_of_length(config: RunConfig) -> bool:
+    """Return whether the learning rate of a step does not depend on the length of the run."""
+    warmup_in_steps = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
+    return warmup_in_steps and isinstance(config.schedule, ConstantSettings | InverseSqrtSettings)
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values."""
-    found: dict[str, Any] = {}
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree by their dotted keys."""
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        values |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values

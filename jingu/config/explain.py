@@ -1,4 +1,4 @@
-"""Mistakes in settings, told so that a newcomer can mend them: what is wrong, where, and what to write instead."""
+"""Error messages for configurations: what is wrong, where, and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,53 +9,51 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jingu.config.introspect import (
+    AcceptedType,
+    accepted_item_types,
+    accepted_types,
+    accepts_text,
+    all_keys,
+    describe_types,
+    field_description,
+    fields_by_key,
+    find_field,
+    format_value,
+    item_section_type,
+    section_types,
+)
+from jingu.config.legacy import CONFIG_VALUES, renamed_key
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
 from jingu.config.strict_yaml import Document, KeyPath
-from jingu.config.tree import (
-    Kind,
-    all_keys,
-    describe,
-    field_kinds,
-    fields,
-    find,
-    item_kinds,
-    item_sections,
-    meaning_of,
-    sections,
-    takes_text,
-    written,
-)
-from jingu.errors import JinguError, either
+from jingu.errors import JinguError, join_words
 
-Told = tuple[str, str | None]
-"""What is wrong, and what to do about it."""
+Message = tuple[str, str | None]
+"""What is wrong, and how to fix it."""
+Mistake = tuple[KeyPath, Message]
 
-# Our settings, and the names that other tools give them.
-_ELSEWHERE = {
-    "batch.global_size": "batch_size global_batch_size train_batch_size",
-    "batch.micro_size": "accumulation gradient_accumulation gradient_accumulation_steps micro_batch_size"
+# Keys, and what other tools call them.
+_OTHER_NAMES = {
+    "batch.global_batch_size": "batch_size train_batch_size",
+    "batch.micro_batch_size": "accumulation gradient_accumulation gradient_accumulation_steps"
     " per_device_train_batch_size",
     "batch.sequence_length": "block_size max_length max_seq_len max_seq_length seq_len seq_length",
     "checkpoint.every": "save_every save_steps",
-    "data.held_out": "test_size valid_fraction",
     "data.input": "corpus files",
+    "data.validation_fraction": "test_size valid_fraction",
     "evaluation.every": "eval_every eval_steps",
-    "model.context": "context_length max_position_embeddings",
     "model.family": "architecture model_type",
-    "model.feed_forward": "ffn_hidden_size intermediate_size",
-    "model.head_size": "head_dim",
-    "model.heads": "attention_heads n_head n_heads num_attention_heads",
-    "model.initial_std": "initializer_range",
-    "model.kv_heads": "num_key_value_heads",
-    "model.layers": "n_layer n_layers num_hidden_layers num_layers",
-    "model.norm_epsilon": "rms_norm_eps",
-    "model.rope_base": "rope_theta",
-    "model.tied_embeddings": "tie_word_embeddings",
-    "model.width": "d_model dim hidden_size n_embd",
+    "model.intermediate_size": "ffn_hidden_size",
+    "model.max_position_embeddings": "context_length",
+    "model.norm_eps": "rms_norm_eps",
+    "model.num_heads": "attention_heads n_head n_heads num_attention_heads",
+    "model.num_kv_heads": "num_key_value_heads",
+    "model.num_layers": "n_layer n_layers num_hidden_layers",
+    "model.hidden_size": "d_model dim n_embd",
     "optimizer.beta1": "beta_1",
     "optimizer.beta2": "beta_2",
-    "optimizer.epsilon": "eps",
+    "optimizer.eps": "epsilon",
     "optimizer.lr": "learning_rate",
     "optimizer.weight_decay": "wd",
     "parallel.context": "context_parallel context_parallel_size cp sequence_parallel",
@@ -64,24 +62,22 @@ _ELSEWHERE = {
     "parallel.replicate": "data_parallel_replicate_degree hybrid_shard",
     "parallel.shard": "data_parallel_shard_degree fsdp",
     "parallel.tensor": "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp",
-    "parallel.zero": "zero_optimization zero_stage",
+    "parallel.zero_stage": "zero_optimization",
     "precision.type": "bf16 dtype fp16",
-    "runs": "output_dir",
+    "runs_dir": "output_dir",
     "schedule": "scheduler",
-    "schedule.minimum": "min_lr",
     "schedule.type": "lr_scheduler_type",
     "schedule.warmup": "warmup_ratio warmup_steps",
     "seed": "random_seed",
     "tokenizer.special_tokens": "bos_token eos_token",
-    "tokenizer.vocabulary": "vocab_size",
     "train.activation_checkpointing": "checkpointing gradient_checkpointing",
-    "train.clip_norm": "grad_clip gradient_clipping max_grad_norm",
     "train.log_every": "logging_steps",
+    "train.max_grad_norm": "grad_clip gradient_clipping",
     "train.steps": "epochs iterations max_iters max_steps num_steps total_steps",
 }
-OUR_KEYS = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
-"""Settings of ours by the names that other tools give them."""
-OUR_VALUES = {
+KEY_ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+"""Keys by the names that other tools have for them."""
+VALUE_ALIASES = {
     "adam": "adamw",
     "bfloat16": "bf16",
     "double": "fp64",
@@ -90,214 +86,255 @@ OUR_VALUES = {
     "float64": "fp64",
     "gpu": "cuda",
     "half": "fp16",
-    "inverse_sqrt": "noam",
-    "wsd": "warmup-stable-decay",
 }
-"""Values of ours by the names that other tools give them."""
+"""Values by the names that other tools have for them."""
 _BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false", "true": "true", "false": "false"}
-_MOST = 12
-"""Mistakes told at once; a file with more of them is more likely another kind of file."""
+# Mistakes to report at once. A file with more of them is most likely no configuration at all.
+_MAX_REPORTED = 12
 
 
-def mistakes_in(document: Document) -> list[JinguError]:
-    """Every mistake in what was read, in its order, told in our own words.
+def find_mistakes(document: Document) -> list[JinguError]:
+    """Return every mistake in a configuration, in the order of the file.
 
-    On the way it is fitted to what settings take, in place: an empty section is one of defaults, and a setting that
-    takes text takes unquoted letters as written, though they would be a number elsewhere (`name: 007`).
+    The document is normalized in place: an empty section becomes one of defaults, and where text is expected, an
+    unquoted number becomes the text as it was written (`name: 007`).
     """
-    places = {path: place for place, path in enumerate(document.origins)}
-    found = sorted(_check(document.value, RunConfig, (), document), key=lambda each: places.get(each[0], len(places)))
-    return [JinguError(what, where=document.origin(path).where, fix=fix) for path, (what, fix) in found]
+    order = {path: index for index, path in enumerate(document.origins)}
+    mistakes = sorted(
+        _check_section(document.value, RunConfig, (), document), key=lambda mistake: order.get(mistake[0], len(order))
+    )
+    return [JinguError(what, where=document.origin(path).where, fix=fix) for path, (what, fix) in mistakes]
 
 
-def combined(mistakes: list[JinguError]) -> JinguError:
-    """One error that tells of all of them: alone as it is, several one a line."""
+def combine_mistakes(mistakes: list[JinguError]) -> JinguError:
+    """Return one error for all mistakes: a single one as it is, several as a list."""
     if len(mistakes) == 1:
         return mistakes[0]
-    lines = [f"- {mistake}" for mistake in mistakes[:_MOST]]
-    if len(mistakes) > _MOST:
-        lines.append(f"- and {len(mistakes) - _MOST} more")
+    lines = [f"- {mistake}" for mistake in mistakes[:_MAX_REPORTED]]
+    if len(mistakes) > _MAX_REPORTED:
+        lines.append(f"- and {len(mistakes) - _MAX_REPORTED} more")
     return JinguError("\n".join([f"there are {len(mistakes)} mistakes in the settings:", *lines]))
 
 
-def nearest(word: str, choices: list[str], cutoff: float = 0.6) -> str | None:
-    """The choice that `word` was most likely meant to be; None where there is none, or two are as near."""
+def closest_match(word: str, choices: list[str], cutoff: float = 0.6) -> str | None:
+    """Return the choice most similar to a misspelled word; None if there is none, or a tie."""
     plain = word.lower().replace("-", "_")
     ratios = [SequenceMatcher(None, plain, choice.lower().replace("-", "_")).ratio() for choice in choices]
     best = max(ratios, default=0.0)
     return choices[ratios.index(best)] if best >= cutoff and ratios.count(best) == 1 else None
 
 
-def _near_value(value: Any, choices: list[str]) -> str | None:
+def _guess_value(value: Any, choices: list[str]) -> str | None:
+    """Return the choice that a wrong value most likely meant."""
     if not isinstance(value, str):
         return None
-    known = OUR_VALUES.get(value.lower().replace("-", "_"))
-    return known if known in choices else nearest(value, choices, cutoff=0.7)
+    plain = value.lower().replace("-", "_")
+    # Other tools' names, and those of older versions, come before similar spellings.
+    for aliases in (VALUE_ALIASES, *CONFIG_VALUES.values()):
+        for alias, choice in aliases.items():
+            if alias.replace("-", "_") == plain and choice in choices:
+                return choice
+    return closest_match(value, choices, cutoff=0.7)
 
 
-def _check(
+def _check_section(
     section: dict[str, Any], model: type[Settings], path: KeyPath, document: Document
-) -> Iterator[tuple[KeyPath, Told]]:
-    """The mistakes in a section, with their paths."""
+) -> Iterator[Mistake]:
+    """Yield the mistakes in a section, with their paths."""
     for key, value in list(section.items()):
-        here, field = (*path, key), fields(model).get(key)
+        key_path = (*path, key)
+        field = fields_by_key(model).get(key)
         if field is None:
-            yield here, _unknown(here, model, section, document)
-        elif variants := sections(field):
-            if value is None:
-                del section[key]
-            elif not isinstance(value, dict):
-                yield here, _not_a_section(here, field, value, document)
-            elif variant := variants.get("") or variants.get(str(value.get("type", _default_type(field)))):
-                yield from _check(value, variant, here, document)
-            else:
-                yield (*here, "type"), _wrong_tag(_dotted(here), value["type"], list(variants))
-        elif (items := item_sections(field)) and isinstance(value, list):
+            yield key_path, _unknown_key(key_path, model, section, document)
+        elif variants := section_types(field):
+            yield from _check_subsection(section, key_path, field, variants, document)
+        elif (item_type := item_section_type(field)) and isinstance(value, list):
             for index, item in enumerate(value):
+                item_path = (*key_path, index)
                 if isinstance(item, dict):
-                    yield from _check(item, items, (*here, index), document)
+                    yield from _check_section(item, item_type, item_path, document)
                 else:
-                    what = f"{_dotted((*here, index))} is a section of settings, not {_given(item)}."
-                    yield (*here, index), (what, f"Its settings are: {', '.join(fields(items))}.")
+                    what = f"{_dotted(item_path)} is a section of settings, not {_describe_value(item)}."
+                    yield item_path, (what, f"Its settings are: {', '.join(fields_by_key(item_type))}.")
         else:
-            section[key] = _as_written(value, field, here, document)
-            yield from _wrong_values(section[key], field, model, here, document)
+            section[key] = _restore_text(value, field, key_path, document)
+            yield from _check_value(section[key], field, model, key_path, document)
 
 
-def _as_written(value: Any, field: FieldInfo, path: KeyPath, document: Document) -> Any:
-    """A value; where text is taken, the letters of what would be a number elsewhere."""
+def _check_subsection(
+    section: dict[str, Any],
+    path: KeyPath,
+    field: FieldInfo,
+    variants: dict[str, type[Settings]],
+    document: Document,
+) -> Iterator[Mistake]:
+    """Yield the mistakes in a section of a section, whose `type:` selects one of several variants."""
+    key = str(path[-1])
+    value = section[key]
+    if value is None:
+        del section[key]
+    elif not isinstance(value, dict):
+        yield path, _not_a_section(path, field, value, document)
+    elif variant := variants.get("") or variants.get(str(value.get("type", _default_type(field)))):
+        yield from _check_section(value, variant, path, document)
+    else:
+        yield (*path, "type"), _wrong_type_tag(_dotted(path), value["type"], list(variants))
 
-    def letters(one: Any, at: KeyPath) -> Any:
-        origin = document.origins.get(at)
-        return origin.written if isinstance(one, bool | int | float) and origin and origin.written is not None else one
 
-    if not isinstance(value, list):
-        return letters(value, path) if takes_text(field_kinds(field)) else value
-    return [letters(one, (*path, n)) for n, one in enumerate(value)] if takes_text(item_kinds(field)) else value
+def _restore_text(value: Any, field: FieldInfo, path: KeyPath, document: Document) -> Any:
+    """Return the value; where text is expected, as it was written instead of as a number."""
+
+    def restore(item: Any, item_path: KeyPath) -> Any:
+        origin = document.origins.get(item_path)
+        if isinstance(item, bool | int | float) and origin and origin.written is not None:
+            return origin.written
+        return item
+
+    if isinstance(value, list):
+        if not accepts_text(accepted_item_types(field)):
+            return value
+        return [restore(item, (*path, index)) for index, item in enumerate(value)]
+    return restore(value, path) if accepts_text(accepted_types(field)) else value
 
 
-def _wrong_values(
+def _check_value(
     value: Any, field: FieldInfo, model: type[Settings], path: KeyPath, document: Document
-) -> Iterator[tuple[KeyPath, Told]]:
-    """The value of a setting, or items of it, where they are of the wrong type or out of range."""
+) -> Iterator[Mistake]:
+    """Yield a mistake if the value, or an item of it, is of the wrong type or out of range."""
     try:
         model.model_validate({path[-1]: value})
     except ValidationError as error:
-        # A list's branch of a union fails too when one of its items does: only the item is told.
-        items = sorted({part for each in error.errors() for part in each["loc"][1:] if isinstance(part, int)})
+        # If an item of a list is wrong, pydantic also reports the list; report only the item.
+        items = sorted({part for detail in error.errors() for part in detail["loc"][1:] if isinstance(part, int)})
         if not items:
-            yield path, _wrong(_dotted(path), value, field_kinds(field), path, field, document)
+            yield path, _wrong_value(_dotted(path), value, accepted_types(field), path, field, document)
         for index in items:
-            name, here = f"item {index + 1} of {_dotted(path)}", (*path, index)
-            yield here, _wrong(name, value[index], item_kinds(field), here, field, document)
+            name = f"item {index + 1} of {_dotted(path)}"
+            item_path = (*path, index)
+            types = accepted_item_types(field)
+            yield item_path, _wrong_value(name, value[index], types, item_path, field, document)
 
 
 def _default_type(field: FieldInfo) -> str:
     return str(field.get_default(call_default_factory=True).type)
 
 
-def _unknown(path: KeyPath, model: type[Settings], section: dict[str, Any], document: Document) -> Told:
-    """A key that no setting has: the nearest that one does have, here or in another section."""
-    parent, key = path[:-1], str(path[-1])
-    field = find(parent)
-    owners = [tag for tag, one in sections(field).items() if key in fields(one)] if field else []
+def _unknown_key(path: KeyPath, model: type[Settings], section: dict[str, Any], document: Document) -> Message:
+    """Describe a key that does not exist, and suggest one that does."""
+    parent = path[:-1]
+    key = str(path[-1])
+    if new := renamed_key(tuple(part for part in path if isinstance(part, str))):
+        return f"{_dotted(path)} was renamed.", f"Write {new}."
+    field = find_field(parent)
+    owners = [tag for tag, variant in section_types(field).items() if key in fields_by_key(variant)] if field else []
     if field and owners:
-        return _of_another_type(path, section.get("type", _default_type(field)), owners, document)
-    if "." in key and find(tuple(key.split("."))):
+        return _key_of_another_type(path, section.get("type", _default_type(field)), owners, document)
+    if "." in key and find_field(tuple(key.split("."))):
         first, rest = key.split(".", 1)
         fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
         return f"{key} is written with a dot, which is for the command line.", fix
-    if guess := _guess(key, [_dotted((*parent, name)) for name in fields(model)]):
+    if guess := _guess_key(key, [_dotted((*parent, name)) for name in fields_by_key(model)]):
         fix = f"Did you mean {guess}?"
     else:
-        fix = f"{f'{_dotted(parent)} has' if parent else 'The top level has'}: {', '.join(fields(model))}."
+        owner = f"{_dotted(parent)} has" if parent else "The top level has"
+        fix = f"{owner}: {', '.join(fields_by_key(model))}."
     return f"{_dotted(path)} is not a setting.", fix
 
 
-def _guess(key: str, here: list[str]) -> str | None:
-    """The dotted key that an unknown one was most likely meant to be."""
+def _guess_key(key: str, siblings: list[str]) -> str | None:
+    """Return the dotted key that an unknown key most likely meant."""
     leaf = key.lower().replace("-", "_")
-    if leaf in OUR_KEYS:
-        return OUR_KEYS[leaf]
-    names = [name.rsplit(".", 1)[-1] for name in here]
-    if near := nearest(leaf, names):
-        return here[names.index(near)]
-    everywhere: dict[str, list[str]] = {}
+    if leaf in KEY_ALIASES:
+        return KEY_ALIASES[leaf]
+    # First look in the same section, then everywhere.
+    names = [name.rsplit(".", 1)[-1] for name in siblings]
+    if match := closest_match(leaf, names):
+        return siblings[names.index(match)]
+    keys_by_leaf: dict[str, list[str]] = {}
     for dotted in all_keys():
-        everywhere.setdefault(dotted.rsplit(".", 1)[-1], []).append(dotted)
-    everywhere.pop("type", None)
-    close = nearest(leaf, list(everywhere), cutoff=0.75)
-    return either(everywhere[close]) if close else None
+        keys_by_leaf.setdefault(dotted.rsplit(".", 1)[-1], []).append(dotted)
+    keys_by_leaf.pop("type", None)
+    match = closest_match(leaf, list(keys_by_leaf), cutoff=0.75)
+    return join_words(keys_by_leaf[match]) if match else None
 
 
-def _of_another_type(path: KeyPath, chosen: str, owners: list[str], document: Document) -> Told:
-    """A key that another type of the section has."""
+def _key_of_another_type(path: KeyPath, chosen_type: str, owners: list[str], document: Document) -> Message:
+    """Describe a key that exists only for other types of the section."""
     section, key = _dotted(path[:-1]), path[-1]
     tag = document.origins.get((*path[:-1], "type"))
-    fix = f"Remove {key}, or choose {section}.type {either(owners)}."
+    fix = f"Remove {key}, or choose {section}.type {join_words(owners)}."
     if tag and not tag.in_file and document.origin(path).in_file:
-        fix += f" To replace the whole section of the file, write '{section}={{type: {chosen}}}'."
-    here = f"the type here is {chosen} ({tag.where if tag else 'the default'})"
-    return f"{section}.{key} is a setting of {section}.type {either(owners)}, and {here}.", fix
+        fix += f" To replace the whole section of the file, write '{section}={{type: {chosen_type}}}'."
+    type_note = f"the type here is {chosen_type} ({tag.where if tag else 'the default'})"
+    return f"{section}.{key} is a setting of {section}.type {join_words(owners)}, and {type_note}.", fix
 
 
-def _wrong_tag(name: str, tag: Any, tags: list[str]) -> Told:
-    """A `type:` that does not exist."""
-    near = _near_value(tag, tags)
-    what = f"{name}.type takes {either(tags)}, {_but(_given(tag, bare=True))}."
-    return what, f"Did you mean {near}?" if near else None
+def _wrong_type_tag(name: str, tag: Any, tags: list[str]) -> Message:
+    """Describe a `type:` that does not exist."""
+    guess = _guess_value(tag, tags)
+    what = f"{name}.type takes {join_words(tags)}, {_contrast(_describe_value(tag, bare=True))}."
+    return what, f"Did you mean {guess}?" if guess else None
 
 
-def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> Told:
-    """One value where a section should be: perhaps its `type:`, or a colon without its space."""
-    name, variants = _dotted(path), sections(field)
-    keys = fields(next(iter(variants.values())))
-    tags = [kind.value for kind in field_kinds(keys["type"])] if "type" in keys else []
-    tags = tags if "" in variants else list(variants)
-    near = _near_value(value, tags)
-    if (near or list(keys) == ["type"]) and document.origin(path).in_file:
-        fix = f"Write `{name}:` and, indented on the next line, `type: {near or either(tags)}`."
-    elif near or list(keys) == ["type"]:
-        fix = f"Write {name}.type={near or either(tags)}."
+def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> Message:
+    """Describe a single value in place of a section: perhaps its `type:`, or a colon without a space after it."""
+    name = _dotted(path)
+    variants = section_types(field)
+    keys = fields_by_key(next(iter(variants.values())))
+    if "" not in variants:
+        tags = list(variants)
+    elif "type" in keys:
+        tags = [accepted.value for accepted in accepted_types(keys["type"])]
+    else:
+        tags = []
+    guess = _guess_value(value, tags)
+    is_type = guess is not None or list(keys) == ["type"]
+    if is_type and document.origin(path).in_file:
+        fix = f"Write `{name}:` and, indented on the next line, `type: {guess or join_words(tags)}`."
+    elif is_type:
+        fix = f"Write {name}.type={guess or join_words(tags)}."
     elif isinstance(value, str) and value.partition(":")[0] in keys:
         fix = f"Put a space after the colon: {value.replace(':', ': ', 1)}."
     else:
         fix = f"Its settings are: {', '.join(keys)}."
-    return f"{name} is a section of settings, not {_given(value)}.", fix
+    return f"{name} is a section of settings, not {_describe_value(value)}.", fix
 
 
-def _wrong(name: str, value: Any, takes: list[Kind], path: KeyPath, field: FieldInfo, document: Document) -> Told:
-    """A value of the wrong type, or out of range."""
-    letters = document.origin(path).written
-    choices = [written(kind.value) for kind in takes if kind.value is not None]
-    bare = bool(choices) and len(choices) == len(takes)
-    given = letters if letters is not None and value is not None else _given(value, bare=bare)
-    meaning = meaning_of(field).split(". ")[0].rstrip(".")
-    hints = [_hint(takes, value, choices, field), f"Meaning: {meaning}." if meaning else None]
-    return f"{name} takes {describe(takes)}, {_but(given)}.", " ".join(filter(None, hints)) or None
+def _wrong_value(
+    name: str, value: Any, types: list[AcceptedType], path: KeyPath, field: FieldInfo, document: Document
+) -> Message:
+    """Describe a value of the wrong type, or out of range."""
+    text = document.origin(path).written
+    choices = [format_value(accepted.value) for accepted in types if accepted.value is not None]
+    only_choices = bool(choices) and len(choices) == len(types)
+    shown = text if text is not None and value is not None else _describe_value(value, bare=only_choices)
+    meaning = field_description(field).split(". ")[0].rstrip(".")
+    hints = [_hint(types, value, choices, field), f"Meaning: {meaning}." if meaning else None]
+    return f"{name} takes {describe_types(types)}, {_contrast(shown)}.", " ".join(filter(None, hints)) or None
 
 
-def _hint(takes: list[Kind], value: Any, choices: list[str], field: FieldInfo) -> str | None:
-    """What to write instead, for the slips that people make most."""
-    types = [kind.type for kind in takes]
-    if isinstance(value, float) and int in types and value.is_integer():
+def _hint(types: list[AcceptedType], value: Any, choices: list[str], field: FieldInfo) -> str | None:
+    """Return what to write instead, for the most common slips."""
+    plain_types = [accepted.type for accepted in types]
+    is_number = int in plain_types or float in plain_types
+    if isinstance(value, float) and int in plain_types and value.is_integer():
         return f"Write {int(value)}."
-    if value is None and types != [str]:
+    if value is None and plain_types != [str]:
         default = field.get_default(call_default_factory=True)
-        return None if default is None else f"Leave the key out to take the default, {written(default)}."
+        return None if default is None else f"Leave the key out to take the default, {format_value(default)}."
     if not isinstance(value, str):
         return None
-    if value.lower() in _BOOLEANS and bool in types:
+    if value.lower() in _BOOLEANS and bool in plain_types:
         return f"Write {_BOOLEANS[value.lower()]}."
-    if value.lower() in ("none", "nil") and type(None) in types:
+    if value.lower() in ("none", "nil") and type(None) in plain_types:
         return "Write null."
     digits = value.replace("_", "").replace(",", "").strip()
-    if (int in types or float in types) and _is_number(digits):
+    if is_number and _is_number(digits):
         return "Write it without quotes." if digits == value else f"Write {digits}."
-    if any(get_origin(each) is list for each in types):
+    if any(get_origin(plain_type) is list for plain_type in plain_types):
         return f"Write [{value}]."
-    near = _near_value(value, choices)
-    return f"Did you mean {near}?" if near else None
+    guess = _guess_value(value, choices)
+    return f"Did you mean {guess}?" if guess else None
 
 
 def _is_number(text: str) -> bool:
@@ -308,25 +345,29 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _given(value: Any, *, bare: bool = False) -> str:
-    """A value in words: `the text "many"`, `a list`, `3.5`; nothing for null."""
-    if isinstance(value, dict | list):
-        return "a section" if isinstance(value, dict) else "a list"
+def _describe_value(value: Any, *, bare: bool = False) -> str:
+    """Return a value in words: `the text "many"`, `a list`, `3.5`; empty for null."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    if value == "":
+        return "an empty text"
     if isinstance(value, str):
-        short = _short(value)
-        return (short if bare and short.strip() else f'the text "{short}"') if value else "an empty text"
-    return "" if value is None else written(value)
+        text = _shorten(value)
+        return text if bare and text.strip() else f'the text "{text}"'
+    return "" if value is None else format_value(value)
 
 
-def _but(given: str) -> str:
-    return f"not {given}" if given else "and here it is empty (null)"
+def _contrast(description: str) -> str:
+    return f"not {description}" if description else "and here it is empty (null)"
 
 
 def _dotted(path: KeyPath) -> str:
-    return ".".join(_short(str(part)) for part in path)
+    return ".".join(_shorten(str(part)) for part in path)
 
 
-def _short(text: str) -> str:
-    """Text of others inside a message: one line, no control characters, not too long."""
+def _shorten(text: str) -> str:
+    """Return text for use in a message: on one line, without control characters, and not too long."""
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,58 +1,79 @@
-"""From one YAML file and the words after it on the command line to a checked tree of settings, and back."""
+"""Load a configuration from a YAML file and overrides, and write it back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from jingu.config.explain import combined, mistakes_in
+from jingu.config.explain import combine_mistakes, find_mistakes
+from jingu.config.introspect import accepted_item_types, accepted_types, accepts_text, find_field, section_types
+from jingu.config.legacy import migrate_config
 from jingu.config.schema import RunConfig
-from jingu.config.strict_yaml import Document, Origin, dump, parse
-from jingu.config.tree import field_kinds, find, item_kinds, sections, takes_text
+from jingu.config.strict_yaml import Document, Origin, dump, parse_yaml
 from jingu.errors import JinguError
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's file, apply dotted overrides such as `optimizer.lr=3e-4` in order, and check the whole.
+    """Load a YAML file, apply dotted overrides such as `optimizer.lr=3e-4` in order, and validate the result.
 
-    Raises JinguError that tells of every mistake found, each with its file and line or its override.
+    Raises:
+        JinguError: one or more mistakes, each with its file and line, or its override.
     """
-    document = parse(_read(path), str(path))
+    document = parse_yaml(_read(path), str(path))
     if document.value is None and not document.problems:
         raise JinguError("the file is empty.", where=path, fix="A first line could be `name: my-run`.")
     if not isinstance(document.value, dict):
         what = "the file does not hold settings (lines of `key: value`, with a space after the colon)."
         raise JinguError(what, where=path)
+    return _validate(document, overrides)
+
+
+def config_from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Make a configuration from plain values, as `load_config` does from a file."""
+    return _validate(Document(deepcopy(dict(tree))), overrides)
+
+
+def load_stored_config(path: Path) -> RunConfig:
+    """Load the `config.yaml` of a run, which an older version may have written."""
+    document = parse_yaml(_read(path), str(path))
+    if isinstance(document.value, dict):
+        document.value = migrate_config(document.value)
+    return _validate(document)
+
+
+def _validate(document: Document, overrides: Sequence[str] = ()) -> RunConfig:
     mistakes = list(document.problems)
     for override in overrides:
         try:
             _apply(override, document)
         except JinguError as mistake:
             mistakes.append(mistake)
-    if mistakes := mistakes + mistakes_in(document):
-        raise combined(mistakes)
+    if mistakes := mistakes + find_mistakes(document):
+        raise combine_mistakes(mistakes)
     return RunConfig.model_validate(document.value)
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The whole tree, defaults too, as a file that `load_config` reads back as the same settings."""
+    """Return a configuration, with all defaults, as YAML that `load_config` reads back as the same settings."""
     return dump(config.model_dump())
 
 
 def _read(path: Path) -> str:
-    """The text of a file; JinguError says what is there instead, if it is not one."""
+    """Return the text of a file. Raises JinguError if it cannot be read, or is not UTF-8."""
     try:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise JinguError("there is no such file.", where=path, fix=_beside(path)) from None
+        raise JinguError("there is no such file.", where=path, fix=_suggest_file(path)) from None
     except IsADirectoryError:
-        inside = path / "config.yaml"
-        fix = f"Give the file in it: {inside}." if inside.exists() else _beside(path / "config.yaml")
+        inner = path / "config.yaml"
+        fix = f"Give the file in it: {inner}." if inner.exists() else _suggest_file(inner)
         raise JinguError("this is a folder, and a run is a YAML file.", where=path, fix=fix) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -67,27 +88,27 @@ def _read(path: Path) -> str:
         raise JinguError(what, where=f"{path}:{line}", fix="Save it again as UTF-8.") from None
 
 
-def _beside(path: Path) -> str:
-    """What lies where `path` was looked for."""
+def _suggest_file(path: Path) -> str:
+    """Return a suggestion for a missing file: a similar name, or the YAML files of its folder."""
     folder = path.parent
     if "=" in path.name:
         return "The run's file comes first, then the settings to change."
     if not folder.is_dir():
         return f"There is no folder {folder} either."
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
-    here = "this folder" if folder == Path() else str(folder)
+    place = "this folder" if folder == Path() else str(folder)
     if not names:
-        return f"There are no YAML files in {here}."
+        return f"There are no YAML files in {place}."
     if close := get_close_matches(path.name, names, n=1, cutoff=0.7):
         return f"Did you mean {folder / close[0]}?"
-    return f"In {here} there {'is' if len(names) == 1 else 'are'} {', '.join(names[:5])}."
+    return f"In {place} there {'is' if len(names) == 1 else 'are'} {', '.join(names[:5])}."
 
 
 def _apply(override: str, document: Document) -> None:
-    """Set one `key=value` in the document, in place of what was there."""
+    """Set one `key=value` in the document, replacing any old value."""
     key, sign, text = override.partition("=")
     if not sign:
-        fix = f"Write {key if find(tuple(key.split('.'))) else 'key'}=value, without spaces."
+        fix = f"Write {key if find_field(tuple(key.split('.'))) else 'key'}=value, without spaces."
         raise JinguError("a setting is changed with an =, which is missing.", where=override, fix=fix)
     path = tuple(key.split("."))
     if not all(re.fullmatch(r"\w[\w-]*", part) for part in path):
@@ -99,24 +120,26 @@ def _apply(override: str, document: Document) -> None:
             parent[part] = {}
             document.origins[path[:depth]] = Origin(override)
         if not isinstance(parent[part], dict):
-            field = find(path[:depth])
-            if field and not sections(field):
+            field = find_field(path[:depth])
+            if field and not section_types(field):
                 what = f"{'.'.join(path[:depth])} is a single value, with no settings under it."
                 raise JinguError(what, where=override)
-            return  # The file's own mistake, which the check tells.
+            return  # The file is wrong here, which validation reports.
         parent = parent[part]
-    given = _parse_value(text, override, find(path))
-    kept = {old: origin for old, origin in document.origins.items() if old[: len(path)] != path}
-    document.origins = kept | {(*path, *inner): origin for inner, origin in given.origins.items()}
-    parent[path[-1]] = given.value
-    if given.problems:
-        raise given.problems[0]
+    parsed = _parse_value(text, override, find_field(path))
+    # The override replaces the whole subtree, and so its origins.
+    other_origins = {old: origin for old, origin in document.origins.items() if old[: len(path)] != path}
+    document.origins = other_origins | {(*path, *inner): origin for inner, origin in parsed.origins.items()}
+    parent[path[-1]] = parsed.value
+    if parsed.problems:
+        raise parsed.problems[0]
 
 
 def _parse_value(text: str, override: str, field: FieldInfo | None) -> Document:
-    """The value of an override. A setting that takes text takes the letters as they are, unless quoted or a list."""
-    takes, items = (field_kinds(field), item_kinds(field)) if field else ([], [])
+    """Parse the value of an override. Where text is expected, it is taken literally unless it is quoted or a list."""
+    types = accepted_types(field) if field else []
+    items = accepted_item_types(field) if field else []
     quoted = text[:1] in ("'", '"') or (text[:1] == "[" and items)
-    if quoted or not takes_text(takes) or (text == "null" and any(kind.type is NoneType for kind in takes)):
-        return parse(text, override, lines=False)
+    if quoted or not accepts_text(types) or (text == "null" and any(accepted.type is NoneType for accepted in types)):
+        return parse_yaml(text, override, lines=False)
     return Document(text, {(): Origin(override)})

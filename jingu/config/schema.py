@@ -1,6 +1,6 @@
-"""The tree of settings. One YAML file is one run; every section is a frozen model that refuses unknown keys.
+"""The tree of settings. One YAML file is one run; every section is a frozen model that rejects unknown keys.
 
-The docstring under a field is its documentation: it reaches `jingu config schema`, and so editors.
+The docstring under a field is its documentation: `jingu config schema` and the configuration guide show it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jingu.config.sections.base import NotNegative, Place, Positive, Settings, Words
+from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings
 from jingu.config.sections.data import DataSettings, TokenizerSettings
 from jingu.config.sections.model import InitializeSettings, ModelSettings
 from jingu.config.sections.parallel import DeviceSettings, ParallelSettings
@@ -27,71 +27,73 @@ from jingu.config.sections.tune import FullSettings, Tune
 
 
 class EvaluationSettings(Settings):
-    """Measuring on held-out text."""
+    """Evaluation on the validation split."""
 
-    every: NotNegative = 100
-    """Steps between evaluations (also at the end); 0: none."""
-    sequences: Positive | Literal["all"] = 64
-    """Held-out sequences an evaluation reads; all: every one."""
-    sequences_at_end: Positive | Literal["all"] | None = None
-    """Held-out sequences the evaluation at the run's end reads; null: as many as the others."""
-    prompts: list[str] = []
-    """Texts continued at each evaluation, to see how the model writes."""
-    prompt_tokens: Positive = 48
-    """Tokens generated for a prompt."""
+    every: NonNegative = 100
+    """Steps between evaluations (there is also one at the end); 0: none."""
+    num_sequences: Positive | Literal["all"] = 64
+    """Validation sequences in an evaluation; all: the whole split."""
+    num_sequences_at_end: Positive | Literal["all"] | None = None
+    """Validation sequences in the evaluation at the end of the run; null: `num_sequences`."""
+    sample_prompts: list[str] = []
+    """Prompts to continue at each evaluation, as samples of the model's text."""
+    max_new_tokens: Positive = 48
+    """Tokens to generate for a prompt."""
 
 
 class MemorySettings(Settings):
-    """Copies of the newest state in main memory, of each rank's node and of a neighbour."""
+    """In-memory checkpoints: copies of the newest state on each rank's own node and on a neighbor node."""
 
-    every: NotNegative = 0
-    """Steps between copies, for which training waits; 0: none."""
-    folder: Place = "/dev/shm"
-    """Folder of a file system that is in main memory, on every node."""
+    every: NonNegative = 0
+    """Steps between copies, during which training waits; 0: none."""
+    folder: PathText = "/dev/shm"
+    """Folder on a file system in memory, on every node."""
 
 
 class CheckpointSettings(Settings):
-    """Saving, and finding the way back."""
+    """Saving checkpoints, and resuming from them."""
 
-    every: NotNegative = 200
-    """Steps between checkpoints (also at the end); 0: only at the end."""
-    minutes: Annotated[float, Field(ge=0)] = 0.0
-    """Also save when the last checkpoint is so many minutes old; 0: steps alone decide."""
-    background: bool = True
-    """Write from a copy in main memory while training goes on; false, or with offload to disk: training waits."""
+    every: NonNegative = 200
+    """Steps between checkpoints (there is also one at the end); 0: only at the end."""
+    every_minutes: Annotated[float, Field(ge=0)] = 0.0
+    """Also save when the last checkpoint is this many minutes old; 0: never."""
+    async_save: bool = True
+    """Write from a copy in host memory while training continues; if false, or with offload to disk, training waits."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """When a save is due while the one before is still being written: wait for that, or save no checkpoint."""
-    keep: Positive = 2
-    """Newest checkpoints kept; older ones are deleted."""
-    keep_every: NotNegative = 0
-    """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
-    keep_best: NotNegative = 0
-    """So many checkpoints are kept whose last evaluation was best; 0: none."""
-    best_by: Literal["loss", "bits_per_byte"] = "loss"
-    """What of an evaluation decides which is best; lower is better."""
-    address: Annotated[str, Field(min_length=1)] | None = None
-    """Address (s3://bucket/runs, any of fsspec's) where the checkpoints lie in place of the run's own folder."""
+    """If a save is due while the previous one is still being written: wait for it, or skip the save."""
+    keep_last: Positive = 2
+    """Number of newest checkpoints to keep; older ones are deleted."""
+    keep_every: NonNegative = 0
+    """Keep checkpoints whose step is a multiple of this; 0: none."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints to keep whose last evaluation was best; 0: none."""
+    best_metric: Literal["loss", "bits_per_byte"] = "loss"
+    """Metric of an evaluation that decides which checkpoint is best; lower is better."""
+    url: Annotated[str, Field(min_length=1)] | None = None
+    """URL (s3://bucket/runs, or any that fsspec supports) where checkpoints are stored instead of in the run's
+    folder."""
     copy_to: Annotated[str, Field(min_length=1)] | None = None
-    """Address that fsspec knows (s3://bucket/runs, or a folder) where each checkpoint is copied once it is here."""
-    memory: MemorySettings = MemorySettings()
-    grace: Positive = 120
-    """Seconds that saving may take when the run is asked to stop; then it leaves with the last checkpoint before."""
+    """URL that fsspec supports (s3://bucket/runs, or a folder) to which each checkpoint is copied once it is
+    complete."""
+    in_memory: MemorySettings = MemorySettings()
+    grace_seconds: Positive = 120
+    """Seconds that saving may take when the run is asked to stop; after that it exits with the previous checkpoint."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest complete checkpoint of the run; never: refuse if there is one."""
+    """auto: resume from the newest complete checkpoint of the run; never: refuse to start if there is one."""
 
 
 class RunConfig(Settings):
-    """A run: everything that `jingu` needs to go from raw text to a trained model."""
+    """A run: all settings from raw text to a trained model."""
 
     name: Annotated[
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200),
-        Words("up to 200 letters, digits, dots, dashes and underscores, beginning with a letter or digit"),
+        Description("up to 200 letters, digits, dots, dashes and underscores, beginning with a letter or digit"),
     ] = "run"
-    """Name of the run; it lives in RUNS/NAME."""
-    runs: Place = "runs"
-    """Folder that holds the runs."""
-    seed: Annotated[int, Field(ge=0, lt=2**63), Words("a whole number (from 0 to 2^63 - 1)")] = 0
+    """Name of the run; its folder is RUNS_DIR/NAME."""
+    runs_dir: PathText = "runs"
+    """Folder that holds all runs."""
+    seed: Annotated[int, Field(ge=0, lt=2**63), Description("a whole number (from 0 to 2^63 - 1)")] = 0
     """Seed of the initial weights and of the order of the data."""
     tokenizer: TokenizerSettings = TokenizerSettings()
     data: DataSettings = DataSettings()

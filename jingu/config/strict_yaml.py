@@ -1,6 +1,6 @@
-"""YAML with few surprises: numbers and booleans as YAML 1.2 has them, no repeated keys, no references, no tags.
+"""Strict YAML: numbers and booleans of YAML 1.2; no duplicate keys, references, merge keys or tags.
 
-`parse` gives plain Python values and, for each of them, where it was written and in which letters.
+`parse_yaml` returns plain Python values, and for each of them its line and its original text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
 
 _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    # kind: letters a plain scalar of it can begin with, its form, and how it is read
+    # type: first characters of its plain scalars, their pattern, and the conversion
     "null": ("~nN", r"~|null|", lambda _: None),
     "bool": ("tf", r"true|false", lambda text: text == "true"),
     "int": (
@@ -33,8 +33,8 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     ),
 }
 _TAG = "tag:yaml.org,2002:"
-# What PyYAML says, and what it means to someone who has never read YAML's grammar.
-_PLAIN_WORDS = {
+# PyYAML's messages, and plain explanations of them.
+_EXPLANATIONS = {
     "mapping values are not allowed here": "a second colon on one line, or a line indented further than it should be."
     ' Put text that holds ": " in quotes, and align keys of one section.',
     "could not find expected ':'": "a key without its colon. Write `key: value`, with a space after the colon.",
@@ -57,7 +57,7 @@ _PLAIN_WORDS = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was given: `run.yaml:3` or the words of an override; `written` holds a plain scalar's letters."""
+    """Where a value comes from: `run.yaml:3` or the text of an override; `written` is the text of a plain scalar."""
 
     where: str
     in_file: bool = False
@@ -73,20 +73,20 @@ class Document:
     problems: list[JinguError] = field(default_factory=list)
 
     def origin(self, path: KeyPath) -> Origin:
-        """The origin of the value at `path`, or of the nearest one that holds it."""
+        """Return the origin of the value at a path, or of the innermost section around it."""
         while path not in self.origins and path:
             path = path[:-1]
         return self.origins.get(path, Origin("the settings"))
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's reader with the scalars above in place of YAML 1.1's."""
+    """PyYAML's loader with the scalars above instead of YAML 1.1's."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML 1.1 or this module would read as something else than text."""
+    """Quotes text that YAML 1.1 or this module would read as another type."""
 
 
 for _kind, (_first, _form, _) in _SCALARS.items():
@@ -96,17 +96,24 @@ for _kind, (_first, _form, _) in _SCALARS.items():
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Line breaks and the like as escapes: PyYAML loses some of them otherwise."""
+    """Write line breaks and control characters as escapes; PyYAML would lose some of them."""
     return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _represent_text)
 
 
-def parse(text: str, name: str, *, lines: bool = True) -> Document:
-    """Read one YAML document; `name` (with the line, if `lines`) is the origin of its values.
+def parse_yaml(text: str, name: str, *, lines: bool = True) -> Document:
+    """Parse one YAML document.
 
-    Raises JinguError for text that is not YAML. Repeated keys, references and tags go to `problems`.
+    Duplicate keys, references and tags are reported in `problems`.
+
+    Args:
+        name: origin of the values.
+        lines: whether to add line numbers to the origin.
+
+    Raises:
+        JinguError: the text is not YAML.
     """
     reader = _Reader(name, lines)
     try:
@@ -115,8 +122,9 @@ def parse(text: str, name: str, *, lines: bool = True) -> Document:
             value = reader.value(node, ())
             reader.document.value = None if value is reader.nothing else value
     except yaml.MarkedYAMLError as error:
-        begun = error.context in ("while scanning a simple key", "while scanning a quoted scalar")
-        mark = error.context_mark if begun else error.problem_mark
+        # What is never closed is best shown where it starts.
+        is_unclosed = error.context in ("while scanning a simple key", "while scanning a quoted scalar")
+        mark = error.context_mark if is_unclosed else error.problem_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark and lines else name
         raise JinguError(_explain(error), where=where) from None
     except yaml.reader.ReaderError as error:
@@ -130,20 +138,20 @@ def parse(text: str, name: str, *, lines: bool = True) -> Document:
 
 
 def dump(value: Any) -> str:
-    """Write plain values as YAML that `parse`, and readers of YAML 1.1, read back as the same values."""
+    """Return plain values as YAML that `parse_yaml`, and YAML 1.1 parsers, read back as the same values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
 
 
 def _explain(error: yaml.MarkedYAMLError) -> str:
-    said = f"{error.context or ''} {error.problem or ''}".strip()
-    if "expected a single document" in said:
+    message = f"{error.context or ''} {error.problem or ''}".strip()
+    if "expected a single document" in message:
         return "a second document begins here (---). One file is one run."
-    meaning = next((meaning for words, meaning in _PLAIN_WORDS.items() if words in said), f"{said}.")
-    return f"this is not YAML: {meaning}"
+    matches = (explanation for part, explanation in _EXPLANATIONS.items() if part in message)
+    return f"this is not YAML: {next(matches, f'{message}.')}"
 
 
 class _Reader:
-    """Turns nodes into values, noting origins and problems as it goes."""
+    """Converts YAML nodes to values, and records origins and problems."""
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name = name
@@ -160,7 +168,7 @@ class _Reader:
         return self.nothing
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """The value of a node; a node met twice is a reference (`*name`), which is refused."""
+        """Return the value of a node. A node that occurs twice is a reference (`*name`), which is not allowed."""
         if id(node) in self.seen:
             what = "a value marked with & is used again with *."
             return self.problem(node, what, "Write the value out in both places.")

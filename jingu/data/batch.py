@@ -1,4 +1,7 @@
-"""What a step of training or evaluation sees."""
+"""Batches: the token ids and labels that one training or evaluation step takes.
+
+Shape legend: B rows (sequences), T tokens of a row, S tokens of an encoder's row.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +12,64 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""Label of a place that is not trained."""
+# The label of a token that the loss ignores, as in torch.nn.functional.cross_entropy.
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class Source:
-    """What an encoder reads, all [rows, source sequence] int64."""
+class EncoderInputs:
+    """What the encoder of an encoder-decoder reads. All tensors are [B, S] int64."""
 
     tokens: Tensor
+    # Document id of each token; the decoder's tokens attend to those of their own id. -1: padding. None: no padding.
     documents: Tensor | None = None
-    """As those of the batch, which the decoder's tokens see by their own number; -1 where the row is padded."""
-    keys: Tensor | None = None
-    """As those of the batch."""
+    # A seed for each token, from which adapters draw their dropout. None: no dropout.
+    dropout_seeds: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids with what they must predict, all [rows, sequence] int64."""
+    """Rows of token ids with their labels. All tensors are [B, T] int64 unless noted."""
 
     tokens: Tensor
+    # The next token at each position (already shifted); IGNORE_INDEX where the loss ignores it.
     labels: Tensor
-    """The id to predict at each place, that is, the next token (already shifted); -100 where not trained."""
+    # Position of each token in its document. None: 0 to T - 1.
     positions: Tensor | None = None
-    """Position of each token; None: 0 … sequence - 1."""
+    # Document id of each token; attention stays within equal ids. None: each row is one document.
     documents: Tensor | None = None
-    """Attention stays within equal numbers; None: each row is one document."""
-    reach: Tensor | None = None
-    """Tokens of the row, from its first on, that each one sees where these are more than those up to itself; 0: no
-    more. None: nowhere."""
+    # For prefix LM: how many tokens of the row, from its start, each token attends to in both directions.
+    # 0: causal attention only. None: causal attention everywhere.
+    prefix_lengths: Tensor | None = None
+    # Floating-point factor on the loss of each token. None: 1.
     weights: Tensor | None = None
-    """Factor on the loss at each place, floating; None: 1."""
+    # [2, B, T] float: seed and scale of the NEFTune noise on each embedded token.
     noise: Tensor | None = None
-    """[2, rows, sequence] keys and scales of noise on the embedded tokens."""
-    keys: Tensor | None = None
-    """A whole number for each place of the run, by which adapters drop some of their inputs; None: none does."""
-    source: Source | None = None
-    """For encoder-decoders; the fields above are then the decoder's side."""
+    # A seed for each token, from which adapters draw their dropout. None: no dropout.
+    dropout_seeds: Tensor | None = None
+    # For encoder-decoders; the fields above then describe the decoder's side.
+    source: EncoderInputs | None = None
 
 
-def written(source: Source, labels_BT: Tensor, start_id: int) -> Batch:
-    """What a decoder writes of a source: each token is the label before it, the first one `start_id`."""
+def make_seq2seq_batch(source: EncoderInputs, labels_BT: Tensor, start_id: int) -> Batch:
+    """Return a batch whose decoder inputs are the labels shifted right, beginning with `start_id`."""
     starts_B1 = labels_BT.new_full((len(labels_BT), 1), start_id)
-    before_BT = torch.cat([starts_B1, labels_BT[:, :-1]], dim=1)
-    return Batch(before_BT.where(before_BT >= 0, start_id), labels_BT, source=source)
+    shifted_BT = torch.cat([starts_B1, labels_BT[:, :-1]], dim=1)
+    # IGNORE_INDEX is no token id: after an ignored label the decoder reads the start token.
+    tokens_BT = shifted_BT.where(shifted_BT >= 0, start_id)
+    return Batch(tokens_BT, labels_BT, source=source)
 
 
-Part = TypeVar("Part", Batch, Source)
+Part = TypeVar("Part", Batch, EncoderInputs)
 
 
-def changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with each of its tensors changed, those of its source too."""
-    source = None if batch.source is None else _changed(batch.source, change)
-    return replace(_changed(batch, change), source=source)
-
-
-def _changed(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
-    held = {field.name: getattr(part, field.name) for field in fields(part)}
-    new: dict[str, Any] = {name: change(it) for name, it in held.items() if isinstance(it, Tensor)}
-    return replace(part, **new)
+def map_tensors(batch: Part, function: Callable[[Tensor], Tensor]) -> Part:
+    """Return the batch with `function` applied to each of its tensors, those of its encoder inputs included."""
+    changes: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = function(value)
+        elif isinstance(value, EncoderInputs):
+            changes[field.name] = map_tensors(value, function)
+    return replace(batch, **changes)

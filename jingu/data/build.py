@@ -1,7 +1,7 @@
-"""`jingu data build`: the corpus to shards of ids.
+"""`jingu data build`: turn the corpus into shards of token ids.
 
-Units of work are fixed by the corpus and written in its order, so that the number of workers changes nothing
-but the time, nor does it matter how often a build is killed or how many jobs divide it.
+The corpus is divided into units of work, which depend on the corpus alone and are written in its order. So the number
+of workers changes nothing but the time, and neither do interruptions or the number of jobs that share the work.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.indexed import best_dtype
-from jingu.data.manifest import FILES, Manifest, check_sizes, print_summary
-from jingu.data.workers import Executor, spread
-from jingu.data.writing import Encode, Encoded, UnitFile, assemble, encode_unit
-from jingu.errors import JinguError, counted
-from jingu.runtime.devices import usable_cores
-from jingu.runtime.files import cannot_write, new_folder, replace_text
-from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
-from jingu.text.readers import Document, Span, Tally, read_documents
-from jingu.text.record import refuse_changes
+from jingu.data.dataset_manifest import CORPUS_FILES_NAME, DatasetManifest, check_sizes, print_summary
+from jingu.data.indexed_dataset import best_dtype
+from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, UnitFile, encode_unit, write_splits
+from jingu.data.task_pool import Executor, map_tasks
+from jingu.errors import JinguError, pluralize
+from jingu.runtime.files import create_folder_atomically, write_error, write_text_atomically
+from jingu.runtime.gpus import num_usable_cores
+from jingu.text.build_record import refuse_changes
+from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
+from jingu.text.document_reader import CorpusDocument, ReadCounts, Span, read_documents
 from jingu.text.tokenizer import Tokenizer
 
-_OTHER = (
-    "path workers on_error beginning sources stages temperature order reading local objective packing within_documents"
-    " drop"
+_NEUTRAL = (
+    "path num_workers on_error add_bos_token sources stages temperature order reader local_cache objective packing "
+    "document_mask drop"
 )
-NOT_OF_THE_BUILD = set(_OTHER.split())
-"""Settings of `data` that do not change a data set's content."""
-PART_IDS = 1 << 22
-"""Ids that are held in memory at a time, but for a document's."""
-PROGRESS, UNITS, SKIPPED = "progress.json", "units", "skipped.txt"
-KEPT_SECONDS = 10.0
-"""What a build has done is kept, should it fail, when it has taken so long."""
+# Settings of `data` that do not change the content of a data set.
+CONTENT_NEUTRAL_SETTINGS = set(_NEUTRAL.split())
+# A worker passes documents on as soon as it has this many ids: only a longer document takes more memory.
+MAX_BUFFERED_IDS = 1 << 22
+PROGRESS_NAME = "progress.json"
+UNITS_NAME = "units"
+SKIPPED_NAME = "skipped.txt"
+# A build that fails after this time keeps its finished units, so that the next one can resume.
+RESUMABLE_AFTER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Work:
-    """A data set to make in `data.path`, and what decides its content."""
+class BuildJob:
+    """A data set to build in `data.path`, and what determines its content."""
 
     data: DataSettings
     tokenizer: Tokenizer
+    # What the manifest stores of the settings.
     settings: dict[str, Any]
-    """What the manifest tells of it."""
-    encode: Encode
+    encode: UnitEncoder
     units: Sequence[Any]
+    # Bytes of each unit.
     sizes: Sequence[int]
-    """Bytes of each unit."""
+    # Processes of this machine.
     workers: int
-    """Processes, of this machine."""
+    # Names of the corpus files, if the sidecars refer to them by number.
     files: tuple[str, ...] = ()
-    """Names, where documents tell the file that they come from by its number."""
     executor: Executor = "processes"
 
     @property
@@ -79,22 +81,23 @@ def build(
     on_error: str | None = None,
     executor: Executor = "processes",
 ) -> None:
-    """Build the data set of each source of the run in its `path`, unless the very same is there already.
+    """Build the data set of each source of the run in its `path`, unless the same one is already there.
 
     Args:
-        part: (i, n) encodes the i-th of n parts (from 1), as a job of its own; the last to be done makes the data set.
-        on_error: in place of `data.on_error`.
+        part: (i, n) encodes the i-th of n parts (from 1), each a job of its own; the last job to finish joins them.
+        on_error: replaces `data.on_error`.
         executor: processes of this machine, or tasks on a Ray cluster.
     """
     if isinstance(config.data.objective, SupervisedSettings):
         raise JinguError(
-            "supervised data is made by another verb.", where="data.objective", fix="Run `jingu tune prepare`."
+            "another verb builds supervised data.", where="data.objective", fix="Run `jingu tune prepare`."
         )
     data = config.data if on_error is None else config.data.model_copy(update={"on_error": on_error})
-    corpora = checked_corpora(data)
-    for source in corpora:
-        if source.input or len(corpora) == 1:
-            build_source(data.of(source), Path(config.tokenizer.path), part, executor)
+    sources = validate_sources(data)
+    for source in sources:
+        # One of several sources without `input` is a data set that exists already.
+        if source.input or len(sources) == 1:
+            build_source(data.for_source(source), Path(config.tokenizer.path), part, executor)
 
 
 def build_source(
@@ -103,108 +106,125 @@ def build_source(
     """Build one data set, or a part of it."""
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
-    settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
+    settings = data.model_dump(mode="json", exclude=CONTENT_NEUTRAL_SETTINGS)
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
-    if beginning := tokenizer.beginning if data.beginning else []:
-        settings["beginning"] = beginning
-    if already_made(Path(data.path), settings):
+    if data.add_bos_token and tokenizer.prompt_prefix_ids:
+        settings["bos_ids"] = tokenizer.prompt_prefix_ids
+    if is_already_built(Path(data.path), settings):
         return
     units = plan_units(files)
-    work = Work(
+    max_workers = num_usable_cores() if data.num_workers == "auto" else data.num_workers
+    job = BuildJob(
         data,
         tokenizer,
         settings,
-        partial(_encode, tokenizer_path.absolute(), tokenizer.fingerprint(), data),
+        partial(_encode_documents, tokenizer_path.absolute(), tokenizer.fingerprint(), data),
         units,
-        [sum(span.end - span.start for span in unit) for unit in units],
-        min(usable_cores() if data.workers == "auto" else data.workers, max(len(units), 1)),
-        tuple(file.path for file in files),
-        executor,
+        sizes=[sum(span.end - span.start for span in unit) for unit in units],
+        workers=min(max_workers, max(len(units), 1)),
+        files=tuple(file.path for file in files),
+        executor=executor,
     )
-    began = time.monotonic()
+    start = time.monotonic()
     try:
-        made = make(work) if part is None else _make_part(work, *part)
-    except OSError as error:  # of a part: else `new_folder` tells
-        raise cannot_write(error, work.path, "run the command again (it goes on with what is done)") from error
-    if made is not None:
-        by = "a Ray cluster" if executor == "ray" else counted(work.workers, "process")
-        print(f"data: built in {data.path} in {time.monotonic() - began:.1f} s by {by}.")
-        print_summary(made[0])
+        result = run_build(job) if part is None else _build_part(job, *part)
+    except OSError as error:
+        # Only of a part: otherwise create_folder_atomically has turned it into a JinguError.
+        raise write_error(error, job.path, "run the command again (it resumes)") from error
+    if result is not None:
+        builder = "a Ray cluster" if executor == "ray" else pluralize(job.workers, "process")
+        print(f"data: built in {data.path} in {time.monotonic() - start:.1f} s by {builder}.")
+        print_summary(result[0])
 
 
-def already_made(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether the very data set that the settings would make is in `path`, which is told. JinguError where what is
-    there is another one, or not whole."""
-    if (old := Manifest.load(path)) is None:
+def is_already_built(path: Path, settings: dict[str, Any]) -> bool:
+    """Return whether `path` contains the data set that the settings describe, and print its summary if so.
+
+    Raises:
+        JinguError: `path` contains another data set, or an incomplete one.
+    """
+    manifest = DatasetManifest.load(path)
+    if manifest is None:
         return False
-    fix = "Delete the folder to build it anew, or set data.path to another folder."
-    refuse_changes(old.settings, settings, "the data set here was built", path, fix)
-    check_sizes(path, old.train, old.held_out)
+    fix = "Delete the folder to build it again, or set data.path to another folder."
+    refuse_changes(manifest.settings, settings, "the data set here was built", path, fix)
+    check_sizes(path, manifest.train, manifest.validation)
     print(f"data: already built in {path}.")
-    print_summary(old)
+    print_summary(manifest)
     return True
 
 
-def make(work: Work) -> tuple[Manifest, Tally]:
-    """Make a data set, going on with what an earlier process did with the same settings; its manifest, and what became
-    of the documents."""
-    with new_folder(work.path, PROGRESS) as place:
-        progress, units = place / PROGRESS, place / UNITS
-        if progress.is_file() and json.loads(progress.read_text(encoding="utf-8")) != work.settings:
+def run_build(job: BuildJob) -> tuple[DatasetManifest, ReadCounts]:
+    """Build a data set, and return its manifest and what became of the documents.
+
+    Resumes from the units that an earlier process encoded with the same settings.
+    """
+    with create_folder_atomically(job.path, PROGRESS_NAME) as folder:
+        progress = folder / PROGRESS_NAME
+        units = folder / UNITS_NAME
+        # Units of other settings are useless.
+        if progress.is_file() and json.loads(progress.read_text(encoding="utf-8")) != job.settings:
             progress.unlink()
             shutil.rmtree(units, ignore_errors=True)
         units.mkdir(exist_ok=True)
-        began = time.monotonic()
-        for _ in _encoded(work, units, range(len(work.units))):
-            if time.monotonic() - began >= KEPT_SECONDS and not progress.is_file():
-                replace_text(progress, json.dumps(work.settings))
-        for left in {*place.iterdir()} - {progress, units}:
-            left.unlink()  # of a process that was killed as it wrote them
-        made = _assembled(work, units, place)
+        start = time.monotonic()
+        for _ in _encode_units(job, units, range(len(job.units))):
+            # With a progress file, create_folder_atomically keeps the folder when the build fails.
+            if time.monotonic() - start >= RESUMABLE_AFTER_SECONDS and not progress.is_file():
+                write_text_atomically(progress, json.dumps(job.settings))
+        # Shards that a killed process left unfinished.
+        for path in {*folder.iterdir()} - {progress, units}:
+            path.unlink()
+        result = _write_dataset(job, units, folder)
         shutil.rmtree(units)
         progress.unlink(missing_ok=True)
-    return made
+    return result
 
 
-def _make_part(work: Work, number: int, parts: int) -> tuple[Manifest, Tally] | None:
-    """Encode one of the parts; where that was the last to be done, make the data set."""
-    units = work.path.with_name(f"{work.path.name}.parts")
+def _build_part(job: BuildJob, number: int, parts: int) -> tuple[DatasetManifest, ReadCounts] | None:
+    """Encode one of the parts, and join all parts if this one finished last."""
+    units = job.path.with_name(f"{job.path.name}.parts")
     units.mkdir(parents=True, exist_ok=True)
-    progress, count = units / PROGRESS, len(work.units)
+    progress = units / PROGRESS_NAME
     with _locked(units):
         if progress.is_file():
-            what, fix = "other parts here were built", "Delete the folder, and build all parts anew."
-            refuse_changes(json.loads(progress.read_text(encoding="utf-8")), work.settings, what, units, fix)
+            settings = json.loads(progress.read_text(encoding="utf-8"))
+            fix = "Delete the folder, and build all parts again."
+            refuse_changes(settings, job.settings, "other parts here were built", units, fix)
         else:
-            replace_text(progress, json.dumps(work.settings))
-    for _ in _encoded(work, units, range(count * (number - 1) // parts, count * number // parts)):
+            write_text_atomically(progress, json.dumps(job.settings))
+    count = len(job.units)
+    for _ in _encode_units(job, units, range(count * (number - 1) // parts, count * number // parts)):
         pass
     try:
-        return _join_parts(work, units, number, parts)
-    except FileNotFoundError:  # of the lock: a job that found all there first has made the data set of it
-        if not already_made(work.path, work.settings):
+        return _join_parts(job, units, number, parts)
+    except FileNotFoundError:
+        # Another job joined the parts and deleted their folder before this one could lock it.
+        if not is_already_built(job.path, job.settings):
             raise
         return None
 
 
-def _join_parts(work: Work, units: Path, number: int, parts: int) -> tuple[Manifest, Tally] | None:
-    """Make the data set, where all units are there."""
-    count = len(work.units)
-    with _locked(units):  # another job may find all there at the same time
-        if already_made(work.path, work.settings):
+def _join_parts(job: BuildJob, units: Path, number: int, parts: int) -> tuple[DatasetManifest, ReadCounts] | None:
+    """Write the data set if all units are encoded."""
+    # Two jobs can finish at the same time.
+    with _locked(units):
+        if is_already_built(job.path, job.settings):
             return None
-        if missing := sum(not UnitFile.place(units, each).is_file() for each in range(count)):
-            print(f"data: part {number} of {parts} is encoded; {missing:,} of {count:,} units of work are left.")
+        count = len(job.units)
+        missing = sum(not UnitFile.path(units, index).is_file() for index in range(count))
+        if missing:
+            print(f"data: part {number} of {parts} is encoded; {missing:,} of {count:,} units of work remain.")
             return None
-        with new_folder(work.path) as place:
-            made = _assembled(work, units, place)
+        with create_folder_atomically(job.path) as folder:
+            result = _write_dataset(job, units, folder)
         shutil.rmtree(units)
-    return made
+    return result
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other job holds the folder, and hold it."""
+    """Wait until no other job holds the lock of the folder, and hold it."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -213,88 +233,94 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _encoded(work: Work, folder: Path, numbers: range) -> Iterator[None]:
-    """Encode those of these units that are not in the folder, with a progress bar; a moment after each."""
-    left = [number for number in numbers if not UnitFile.place(folder, number).is_file()]
-    if len(left) < len(numbers):
-        done = len(numbers) - len(left)
-        print(f"data: going on in {work.path} after {done:,} of {len(numbers):,} units of work.")
-    tasks = [(number, work.units[number]) for number in left]
-    results = spread(partial(encode_unit, folder, work.encode), tasks, work.workers, work.executor)
-    total, rest = (sum(work.sizes[number] for number in some) for some in (numbers, left))
-    bar = tqdm(total=total, initial=total - rest, unit="B", unit_scale=True, desc="data", disable=None)
+def _encode_units(job: BuildJob, folder: Path, numbers: range) -> Iterator[None]:
+    """Encode the units that `folder` lacks, with a progress bar, and yield after each of them."""
+    missing = [number for number in numbers if not UnitFile.path(folder, number).is_file()]
+    if len(missing) < len(numbers):
+        done = len(numbers) - len(missing)
+        print(f"data: resuming in {job.path} after {done:,} of {len(numbers):,} units of work.")
+    tasks = [(number, job.units[number]) for number in missing]
+    results = map_tasks(partial(encode_unit, folder, job.encode), tasks, job.workers, job.executor)
+    total = sum(job.sizes[number] for number in numbers)
+    remaining = sum(job.sizes[number] for number in missing)
+    bar = tqdm(total=total, initial=total - remaining, unit="B", unit_scale=True, desc="data", disable=None)
     with bar, closing(results):
-        for number, _ in zip(left, results, strict=True):
-            bar.update(work.sizes[number])
+        for number, _ in zip(missing, results, strict=True):
+            bar.update(job.sizes[number])
             yield
 
 
-def _assembled(work: Work, units: Path, place: Path) -> tuple[Manifest, Tally]:
-    """Everything of the data set, in `place`."""
-    found = [UnitFile(UnitFile.place(units, number)) for number in range(len(work.units))]
-    dtype, tokenizer = best_dtype(work.tokenizer.vocabulary), work.tokenizer
-    train, held_out, tally = assemble(found, place, dtype, work.data)
-    manifest = Manifest(
-        tokenizer=tokenizer.fingerprint(),
-        vocabulary=tokenizer.vocabulary,
-        end_id=tokenizer.end_id,
+def _write_dataset(job: BuildJob, units: Path, folder: Path) -> tuple[DatasetManifest, ReadCounts]:
+    """Write all files of the data set into `folder`."""
+    unit_files = [UnitFile(UnitFile.path(units, number)) for number in range(len(job.units))]
+    dtype = best_dtype(job.tokenizer.vocab_size)
+    train, validation, counts = write_splits(unit_files, folder, dtype, job.data)
+    manifest = DatasetManifest(
+        tokenizer=job.tokenizer.fingerprint(),
+        vocab_size=job.tokenizer.vocab_size,
+        eos_token_id=job.tokenizer.eos_token_id,
         dtype=dtype,
-        settings=work.settings,
+        settings=job.settings,
         train=train,
-        held_out=held_out,
-        empty=tally.empty,
-        invalid=tally.invalid,
-        replaced=tally.replaced,
-        skipped=len(tally.skipped),
-        duplicates=tally.copies if work.data.duplicates == "drop" else 0,
+        validation=validation,
+        empty=counts.empty,
+        invalid=counts.invalid,
+        replaced=counts.replaced,
+        skipped=len(counts.skipped),
+        duplicates=counts.copies if job.data.duplicates == "drop" else 0,
     )
-    if tally.skipped:
-        (place / SKIPPED).write_text("".join(f"{line}\n" for line in tally.skipped), encoding="utf-8")
-    if work.files:
-        (place / FILES).write_text(json.dumps(work.files, ensure_ascii=False), encoding="utf-8")
-    manifest.save(place)
-    return manifest, tally
+    if counts.skipped:
+        (folder / SKIPPED_NAME).write_text("".join(f"{line}\n" for line in counts.skipped), encoding="utf-8")
+    if job.files:
+        (folder / CORPUS_FILES_NAME).write_text(json.dumps(job.files, ensure_ascii=False), encoding="utf-8")
+    manifest.save(folder)
+    return manifest, counts
 
 
 @lru_cache(maxsize=1)
-def load_once(path: Path, fingerprint: str) -> Tokenizer:
-    """A process's tokenizer, read at its first unit."""
+def load_worker_tokenizer(path: Path, fingerprint: str) -> Tokenizer:
+    """Return this process's tokenizer, which its first unit loads."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint() != fingerprint:
-        raise JinguError("the tokenizer changed during the build.", where=path, fix="Run it again.")
+        raise JinguError("the tokenizer changed during the build.", where=path, fix="Run the build again.")
     return tokenizer
 
 
-def _encode(
-    path: Path, fingerprint: str, data: DataSettings, unit: tuple[Span, ...], tally: Tally
-) -> Iterator[Encoded]:
-    """The documents of a unit, with the tokenizer in `path`."""
-    return _parts(read_documents(unit, data, tally), load_once(path, fingerprint), begins=data.beginning)
+def _encode_documents(
+    path: Path, fingerprint: str, data: DataSettings, unit: tuple[Span, ...], counts: ReadCounts
+) -> Iterator[EncodedDocuments]:
+    """Encode the documents of a unit with the tokenizer in `path`, about `MAX_BUFFERED_IDS` ids at a time."""
+    tokenizer = load_worker_tokenizer(path, fingerprint)
+    dtype = np.dtype(best_dtype(tokenizer.vocab_size))
+    bos = np.array(tokenizer.prompt_prefix_ids if data.add_bos_token else [], dtype)
+    eos = np.array([tokenizer.eos_token_id], dtype)
+    batch: list[tuple[CorpusDocument, npt.NDArray[Any]]] = []
+    buffered_ids = 0
+    for document in read_documents(unit, data, counts):
+        # A long document is encoded in parts.
+        ids = np.concatenate([bos, *tokenizer.encode_parts(document.text, dtype), eos])
+        batch.append((document, ids))
+        buffered_ids += len(ids)
+        if buffered_ids >= MAX_BUFFERED_IDS:
+            yield _pack_documents(batch)
+            batch = []
+            buffered_ids = 0
+    if batch:
+        yield _pack_documents(batch)
 
 
-def _parts(documents: Iterator[Document], tokenizer: Tokenizer, *, begins: bool) -> Iterator[Encoded]:
-    """The documents, as many at a time as have about `PART_IDS` ids; each ends with the end token."""
-    dtype = np.dtype(best_dtype(tokenizer.vocabulary))
-    first, end = np.array(tokenizer.beginning if begins else [], dtype), np.array([tokenizer.end_id], dtype)
-    more = True
-    while more:
-        ids: list[npt.NDArray[Any]] = []
-        rows: list[tuple[int, int, int, int, int]] = []
-        waiting, more = 0, False
-        for document in documents:
-            begun = len(ids)
-            ids += [first, *tokenizer.encode_parts(document.text, dtype), end]
-            length = sum(map(len, ids[begun:]))
-            rows.append((length, document.bytes, hash_of(document.text.encode()), document.file.number, document.place))
-            waiting += length
-            if more := waiting >= PART_IDS:
-                break
-        if rows:
-            lengths, text_bytes, hashes, files, places = zip(*rows, strict=True)
-            counts = (np.array(lengths), np.array(text_bytes), np.array(hashes, dtype=np.uint64))
-            yield Encoded(np.concatenate(ids), *counts, np.array([files, places]).T)
+def _pack_documents(batch: list[tuple[CorpusDocument, npt.NDArray[Any]]]) -> EncodedDocuments:
+    """Return documents and their ids as arrays."""
+    return EncodedDocuments(
+        ids=np.concatenate([ids for _, ids in batch]),
+        lengths=np.array([len(ids) for _, ids in batch]),
+        text_bytes=np.array([document.bytes for document, _ in batch]),
+        hashes=np.array([hash_document(document.text.encode()) for document, _ in batch], dtype=np.uint64),
+        sidecar=np.array([(document.file.number, document.position) for document, _ in batch]),
+    )
 
 
-def hash_of(content: bytes) -> int:
-    """64 bits that decide the split: of the content alone, so that copies fall on one side."""
+def hash_document(content: bytes) -> int:
+    """Return 64 bits that decide the split: they depend on the content alone, so that copies are in one split."""
+    # The key must never change: it determines which documents are for validation.
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=b"jingu held out").digest(), "little")

@@ -10,174 +10,207 @@ from pathlib import Path
 
 import numpy as np
 
-from jingu.data.indexed import IndexedReader
-from jingu.data.manifest import FILES, Manifest, Shard, Split, SplitName, check_sizes, damaged
-from jingu.data.order import Numbers
-from jingu.data.reading import Reading, Stored
+from jingu.data.array_reader import ArrayReader, ReaderType
+from jingu.data.dataset_manifest import (
+    CORPUS_FILES_NAME,
+    DatasetManifest,
+    ShardEntry,
+    SplitEntry,
+    SplitName,
+    check_sizes,
+    damaged_dataset_error,
+)
+from jingu.data.indexed_dataset import IndexedReader
+from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError
-from jingu.text.readers import place_in_words
+from jingu.text.document_reader import format_location
 from jingu.text.tokenizer import Tokenizer
 
-UNKNOWN = "unknown"
-"""In place of a tokenizer's fingerprint, for data sets that others wrote."""
+# Stands for the tokenizer's fingerprint in data sets that other tools wrote.
+UNKNOWN_TOKENIZER = "unknown"
 
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """One split of a data set: the ids of all its documents, each ended by `end_id`."""
+    """One split of a data set: the ids of all its documents in a row, an EOS token after each.
+
+    An offset is the index of a token in this row. A document is a shard and its number in the shard.
+    """
 
     path: Path
     split: SplitName
-    manifest: Manifest
-    shards: list[Stored]
-    """The ids of each shard."""
-    starts: Numbers
-    """[shards + 1] place of each shard's first token in the whole, and the total."""
+    manifest: DatasetManifest
+    # The ids of each shard.
+    shards: list[ArrayReader]
+    # [shards + 1] offset of each shard's first token, and the total.
+    shard_starts: Int64Array
+    # The index of each shard.
     readers: list[IndexedReader]
-    """The index of each shard."""
 
     @property
     def tokens(self) -> int:
-        """Ids in the split."""
-        return int(self.starts[-1])
-
-    def document_lengths(self) -> Numbers:
-        """[documents] tokens of each, its end included. Reads the whole index."""
-        return np.concatenate([reader.lengths.astype(np.int64) for reader in self.readers])
-
-    def document(self, shard: int, number: int) -> tuple[int, int]:
-        """Place of the first token, and tokens, of a document of a shard."""
-        start, length = self.readers[shard].place(number)
-        return int(self.starts[shard]) + start, length
-
-    def find(self, place: int) -> tuple[int, int]:
-        """The shard, and the number in it, of the document that a place is in; reads a few entries of the index."""
-        shard = int(np.searchsorted(self.starts, place, side="right")) - 1
-        numbers = range(1, len(self.readers[shard]))
-        return shard, bisect_right(numbers, place, key=lambda number: self.document(shard, number)[0])
-
-    def name(self, shard: int, number: int) -> str:
-        """A document as people name it: SOURCE/SHARD:NUMBER."""
-        return f"{self.path.name}/{self.manifest.split(self.split).shards[shard].name}:{number}"
-
-    def origin(self, shard: int, number: int) -> str:
-        """The file of the corpus that a document comes from, and its place there; empty where that is not known."""
-        beside = self.manifest.split(self.split).beside
-        if not beside or not (self.path / FILES).is_file():
-            return ""
-        numbers = IndexedReader(self.path / beside[shard].name).storage.read(2 * number, 2 * number + 2)
-        file, place = numbers.tolist()
-        return place_in_words(_names(self.path / FILES)[file], place)
+        """Number of ids in the split."""
+        return int(self.shard_starts[-1])
 
     @property
-    def end_id(self) -> int:
+    def eos_token_id(self) -> int:
         """The id after every document."""
-        return self.manifest.end_id
+        return self.manifest.eos_token_id
 
-    def gather(self, starts: Numbers, length: int) -> Numbers:
-        """[len(starts), length] ids from each start on; rows run over shards, and past the end to the beginning."""
-        out = np.empty((len(starts), length), dtype=np.int64)
-        firsts = np.searchsorted(self.starts, starts, side="right") - 1
-        for row, start, shard in zip(out, starts.tolist(), firsts.tolist(), strict=True):
-            done, place = 0, start - int(self.starts[shard])
-            while done < length:
-                part = self.shards[shard].read(place, place + length - done)
-                row[done : done + len(part)] = part
-                done, place = done + len(part), 0
+    def document_lengths(self) -> Int64Array:
+        """Return [documents] the tokens of each document, EOS included. Reads the whole index."""
+        return np.concatenate([reader.lengths.astype(np.int64) for reader in self.readers])
+
+    def document_range(self, shard: int, number: int) -> tuple[int, int]:
+        """Return the offset and the length of a document."""
+        start, length = self.readers[shard].sequence_range(number)
+        return int(self.shard_starts[shard]) + start, length
+
+    def find_document(self, offset: int) -> tuple[int, int]:
+        """Return the document that contains an offset. Reads only a few entries of the index."""
+        shard = int(np.searchsorted(self.shard_starts, offset, side="right")) - 1
+        later_documents = range(1, len(self.readers[shard]))
+        return shard, bisect_right(later_documents, offset, key=lambda number: self.document_range(shard, number)[0])
+
+    def document_name(self, shard: int, number: int) -> str:
+        """Return the name of a document for users: SOURCE/SHARD:NUMBER."""
+        return f"{self.path.name}/{self.manifest.split(self.split).shards[shard].name}:{number}"
+
+    def document_origin(self, shard: int, number: int) -> str:
+        """Return the corpus file of a document and the position in it; empty if they are unknown."""
+        sidecars = self.manifest.split(self.split).sidecars
+        names = self.path / CORPUS_FILES_NAME
+        if not sidecars or not names.is_file():
+            return ""
+        # The sidecar holds two numbers a document.
+        origins = IndexedReader(self.path / sidecars[shard].name).storage
+        file_number, position = origins.read(2 * number, 2 * number + 2).tolist()
+        return format_location(_read_file_names(names)[file_number], position)
+
+    def gather(self, starts: Int64Array, length: int) -> Int64Array:
+        """Return [len(starts), length] the ids from each offset on.
+
+        Rows continue in the next shard, and after the last shard at the beginning of the data.
+        """
+        rows = np.empty((len(starts), length), dtype=np.int64)
+        first_shards = np.searchsorted(self.shard_starts, starts, side="right") - 1
+        for row, start, shard in zip(rows, starts.tolist(), first_shards.tolist(), strict=True):
+            offset = start - int(self.shard_starts[shard])
+            filled = 0
+            while filled < length:
+                # A reader returns fewer ids at the end of its shard.
+                ids = self.shards[shard].read(offset, offset + length - filled)
+                row[filled : filled + len(ids)] = ids
+                filled += len(ids)
+                offset = 0
                 shard = (shard + 1) % len(self.shards)
-        return out
+        return rows
 
 
 @lru_cache(maxsize=4)
-def _names(path: Path) -> list[str]:
-    """The names of a corpus' files."""
-    found: list[str] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+def _read_file_names(path: Path) -> list[str]:
+    names: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    return names
 
 
 def open_dataset(
-    path: Path, split: SplitName, reading: Reading = "mmap", end_id: int = 0, made_by: str = "data build"
+    path: Path,
+    split: SplitName,
+    reader_type: ReaderType = "mmap",
+    eos_token_id: int = 0,
+    build_command: str = "data build",
 ) -> TokenDataset:
-    """Open a split of the data set that a verb made in `path`, or files of Megatron's format (a prefix),
-    which do not say that `end_id` ends their documents.
+    """Open a split of a data set.
 
-    Raises JinguError where there is none, where nothing was held out, and where a file is missing or cut.
+    Args:
+        path: the folder that `jingu data build` or `tune prepare` made, or the prefix of files in Megatron's format.
+        eos_token_id: the id after each document of files in Megatron's format, which do not store it.
+        build_command: the command that builds such data sets, for error messages.
+
+    Raises:
+        JinguError: there is no data set, it has no validation split, or a file is missing or damaged.
     """
-    foreign = path.with_name(f"{path.name}.idx").is_file()
-    manifest = _manifest_of(path, end_id) if foreign else Manifest.load(path)
+    is_prefix = path.with_name(f"{path.name}.idx").is_file()
+    if is_prefix:
+        folder = path.parent
+        manifest: DatasetManifest | None = _describe_prefix(path, eos_token_id)
+    else:
+        folder = path
+        manifest = DatasetManifest.load(path)
     if manifest is None:
-        raise JinguError("there is no data set here.", where=path, fix=f"Run `jingu {made_by}` first.")
-    content, folder = manifest.split(split), path.parent if foreign else path
-    if not content.shards:
+        raise JinguError("there is no data set here.", where=path, fix=f"Run `jingu {build_command}` first.")
+    entry = manifest.split(split)
+    if not entry.shards:
         raise JinguError(
-            "the data set holds nothing out for evaluation.",
+            "the data set has no validation split.",
             where=path,
-            fix="Build it with data.held_out above 0, or set evaluation.every to 0.",
+            fix="Build it with data.validation_fraction above 0, or set evaluation.every to 0.",
         )
-    check_sizes(folder, content)
+    check_sizes(folder, entry)
     readers = []
-    for shard in content.shards:
-        reader = IndexedReader(folder / shard.name, reading)
+    for shard in entry.shards:
+        reader = IndexedReader(folder / shard.name, reader_type)
         if reader.dtype != manifest.dtype or reader.tokens != shard.tokens:
-            raise damaged(reader.path, "the index is of another data set than the manifest.")
+            raise damaged_dataset_error(reader.path, "the index is of another data set than the manifest.")
         readers.append(reader)
     starts = np.cumsum([0, *(reader.tokens for reader in readers)], dtype=np.int64)
     return TokenDataset(path, split, manifest, [reader.storage for reader in readers], starts, readers)
 
 
-def _manifest_of(prefix: Path, end_id: int) -> Manifest:
-    """What is known of files of Megatron's format that others wrote, PREFIX.bin and PREFIX.idx; all is for training."""
+def _describe_prefix(prefix: Path, eos_token_id: int) -> DatasetManifest:
+    """Return a manifest for files of Megatron's format, PREFIX.bin and PREFIX.idx; all documents are for training."""
     reader = IndexedReader(prefix, "lazy")
-    shard = Shard(
+    shard = ShardEntry(
         name=prefix.name,
         documents=len(reader),
         tokens=reader.tokens,
         text_bytes=0,
         bin_bytes=prefix.with_name(f"{prefix.name}.bin").stat().st_size,
         idx_bytes=reader.path.stat().st_size,
+        # No checksum is known. A run compares this to notice that its data changed.
         bin_xxh3=f"{reader.tokens * np.dtype(reader.dtype).itemsize} bytes of {reader.dtype}",
         idx_xxh3="",
     )
-    return Manifest(
-        tokenizer=UNKNOWN,
-        vocabulary=0,
-        end_id=end_id,
+    return DatasetManifest(
+        tokenizer=UNKNOWN_TOKENIZER,
+        vocab_size=0,
+        eos_token_id=eos_token_id,
         dtype=reader.dtype,
         settings={},
-        train=Split(shards=[shard]),
-        held_out=Split(),
+        train=SplitEntry(shards=[shard]),
+        validation=SplitEntry(),
     )
 
 
-def joined(datasets: list[TokenDataset]) -> TokenDataset:
-    """Splits of several data sets of one tokenizer, one after another."""
-    shards = [ids for dataset in datasets for ids in dataset.shards]
-    starts = np.cumsum([0, *(len(ids) for ids in shards)], dtype=np.int64)
+def concatenate_datasets(datasets: list[TokenDataset]) -> TokenDataset:
+    """Return splits of several data sets of one tokenizer, one after another."""
+    shards = [shard for dataset in datasets for shard in dataset.shards]
     readers = [reader for dataset in datasets for reader in dataset.readers]
-    return replace(datasets[0], shards=shards, starts=starts, readers=readers)
+    starts = np.cumsum([0, *map(len, shards)], dtype=np.int64)
+    return replace(datasets[0], shards=shards, shard_starts=starts, readers=readers)
 
 
 def check_tokenizer(dataset: TokenDataset, tokenizer: Tokenizer) -> None:
-    """JinguError where the data set was built with another tokenizer: its ids would mean other text."""
-    if dataset.manifest.tokenizer == UNKNOWN:
-        _check_ids(dataset, tokenizer.vocabulary)
-    elif dataset.manifest.tokenizer != tokenizer.fingerprint():
+    """Raise JinguError if the data set was built with another tokenizer: its ids would mean other text."""
+    manifest = dataset.manifest
+    if manifest.tokenizer == UNKNOWN_TOKENIZER:
+        _check_ids(dataset, tokenizer.vocab_size)
+    elif manifest.tokenizer != tokenizer.fingerprint():
         raise JinguError(
-            f"the data set was built with another tokenizer ({dataset.manifest.tokenizer[:12]}, "
-            f"{dataset.manifest.vocabulary:,} entries) than the run's ({tokenizer.fingerprint()[:12]}, "
-            f"{tokenizer.vocabulary:,} entries).",
+            f"the data set was built with another tokenizer ({manifest.tokenizer[:12]}, {manifest.vocab_size:,} "
+            f"entries) than the run's ({tokenizer.fingerprint()[:12]}, {tokenizer.vocab_size:,} entries).",
             where=dataset.path,
             fix="Set tokenizer.path to the tokenizer it was built with, or build a data set with this one.",
         )
 
 
-def _check_ids(dataset: TokenDataset, vocabulary: int) -> None:
-    """JinguError where the first ids of a data set that others wrote are not the tokenizer's."""
-    first = dataset.shards[0].read(0, 1 << 20)
-    if len(first) and not 0 <= int(first.min()) <= int(first.max()) < vocabulary:
+def _check_ids(dataset: TokenDataset, vocab_size: int) -> None:
+    """Raise JinguError if the first ids of a data set that another tool wrote are outside the vocabulary."""
+    ids = dataset.shards[0].read(0, 1 << 20)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise JinguError(
-            f"the data set has ids from {int(first.min())} to {int(first.max()):,}, but the tokenizer has only "
-            f"{vocabulary:,} entries.",
+            f"the data set has ids from {int(ids.min())} to {int(ids.max()):,}, but the tokenizer has only "
+            f"{vocab_size:,} entries.",
             where=dataset.path,
             fix="Set tokenizer.path to the tokenizer it was built with.",
         )

@@ -1,8 +1,9 @@
 """Which source each sample of a run comes from: exact shares, as a pure function of the sample's number.
 
-Within a stage the sources take turns in a pattern of at most `LARGEST_PERIOD` samples that repeats. The pattern is the
-one of R. Tijdeman ("The chairman assignment problem", 1980): after any number of samples, each source has had its
-share to within one sample. A source that reaches its cap of epochs ends a stage, and the others share on.
+Within a stage the sources alternate in a pattern of at most `MAX_PERIOD` samples that repeats. The pattern is that of
+R. Tijdeman ("The chairman assignment problem", 1980): after any number of samples, each source has contributed its
+share to within one sample. A source that reaches its maximum of epochs ends a segment, and the others continue in
+their ratio.
 """
 
 from __future__ import annotations
@@ -17,145 +18,148 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from jingu.data.order import Numbers, groups
+from jingu.data.permutation import Int64Array, masks_by_value
 
-LARGEST_PERIOD = 1 << 16
-"""Shares are exact where whole numbers up to this sum have their ratio, else to the nearest such numbers."""
+# Shares are exact if integers up to this sum have their ratio, and otherwise rounded to the nearest such integers.
+MAX_PERIOD = 1 << 16
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the run with fixed shares."""
+    """A part of the run with fixed shares."""
 
+    # The number of its first sample in the run.
     start: int
-    """Its first sample, numbered over the run."""
+    # Samples of each source before the segment.
     before: tuple[int, ...]
-    """Samples that each source has given before it."""
+    # Turns of each source in a period; their sum is the period.
     shares: tuple[int, ...]
-    """Turns of each source a period; their sum is the period."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sources of all samples in [0, end)."""
+    """The sources of the samples [0, end)."""
 
     segments: tuple[Segment, ...]
+    # Samples until every source with a weight has reached its maximum. None: the mixture has no end.
     end: int | None
-    """Samples until every source that has a weight has reached its cap; None: there is no end."""
 
-    def locate(self, samples: Numbers) -> tuple[Numbers, Numbers]:
-        """The source of each sample, and the sample's number among those of its source.
+    def locate(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the source of each sample, and the sample's number among those of its source.
 
-        Raises ValueError for samples past the end.
+        Raises:
+            ValueError: a sample is past the end.
         """
         if self.end is not None and len(samples) and int(samples.max()) >= self.end:
             raise ValueError(f"sample {int(samples.max())} of a mixture that ends after {self.end}")
-        sources, numbers = np.zeros_like(samples), np.empty_like(samples)
-        segments = np.searchsorted([segment.start for segment in self.segments], samples, side="right") - 1
-        for index, inside in groups(segments):
+        source_ids = np.zeros_like(samples)
+        numbers = np.empty_like(samples)
+        indices = np.searchsorted([segment.start for segment in self.segments], samples, side="right") - 1
+        for index, mask in masks_by_value(indices):
             segment = self.segments[index]
-            turns, ranks = pattern(segment.shares)
-            rounds, places = np.divmod(samples[inside] - segment.start, len(turns))
-            which = turns[places].astype(np.int64)
-            sources[inside] = which
-            numbers[inside] = np.array(segment.before)[which] + rounds * np.array(segment.shares)[which] + ranks[places]
-        return sources, numbers
+            turns, ranks = interleaving_pattern(segment.shares)
+            periods, positions = np.divmod(samples[mask] - segment.start, len(turns))
+            ids = turns[positions].astype(np.int64)
+            source_ids[mask] = ids
+            # Samples of the source before the segment, in the full periods, and in the current period.
+            numbers[mask] = np.array(segment.before)[ids] + periods * np.array(segment.shares)[ids] + ranks[positions]
+        return source_ids, numbers
 
     def counts(self, samples: int) -> list[int]:
-        """Samples that each source has given after so many samples of the run."""
+        """Return how many of the first `samples` samples of the run come from each source."""
         starts = [segment.start for segment in self.segments]
-        return _counts_after(self.segments[bisect.bisect_right(starts, samples) - 1], samples)
+        return _counts_before(self.segments[bisect.bisect_right(starts, samples) - 1], samples)
 
 
-def plan_mixture(stages: Sequence[tuple[int, Sequence[float]]], caps: Sequence[int | None]) -> Mixture:
-    """The mixture of `stages`, (first sample, a weight for each source), with at most `caps` samples of each source.
+def plan_mixture(stages: Sequence[tuple[int, Sequence[float]]], max_samples: Sequence[int | None]) -> Mixture:
+    """Divide the run into segments of fixed shares.
 
-    A stage whose every source has reached its cap ends the run there.
+    Args:
+        stages: the first sample of each stage, and a weight for each source.
+        max_samples: the most samples of each source; None for no limit. If all sources of a stage have reached
+            theirs, the mixture ends.
     """
     segments: list[Segment] = []
-    before = tuple(0 for _ in caps)
-    for number, (start, weights) in enumerate(stages):
+    before = tuple(0 for _ in max_samples)
+    for number, (start, stage_weights) in enumerate(stages):
         stage_end = stages[number + 1][0] if number + 1 < len(stages) else None
-        while True:
-            left = [
-                0.0 if cap is not None and cap <= count else w
-                for w, cap, count in zip(weights, caps, before, strict=True)
+        while start != stage_end:
+            # Sources that have reached their maximum take no further part.
+            weights = [
+                0.0 if limit is not None and count >= limit else weight
+                for weight, limit, count in zip(stage_weights, max_samples, before, strict=True)
             ]
-            if not any(left):
+            if not any(weights):
                 return Mixture(tuple(segments), start)
-            segment = Segment(start, before, whole_shares(left))
+            segment = Segment(start, before, integer_shares(weights))
             segments.append(segment)
-            ends = [
-                _sample_after(segment, source, cap)
-                for source, cap in enumerate(caps)
-                if cap is not None and left[source]
-            ]
-            end = min((end for end in [*ends, stage_end] if end is not None), default=None)
-            if end is None:
+            # The segment ends with the stage, or as soon as another source reaches its maximum.
+            ends = [] if stage_end is None else [stage_end]
+            for source_id, limit in enumerate(max_samples):
+                if limit is not None and weights[source_id]:
+                    ends.append(_sample_after(segment, source_id, limit))
+            if not ends:
                 return Mixture(tuple(segments), None)
-            before, start = tuple(_counts_after(segment, end)), end
-            if end == stage_end:
-                break
+            start = min(ends)
+            before = tuple(_counts_before(segment, start))
     return Mixture(tuple(segments), None)
 
 
-def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in the ratio of the weights, with the smallest sum; where that sum would be above
+def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest integers in the ratio of the weights.
 
-    `LARGEST_PERIOD`, those of that sum that come nearest (at least 1 for a weight above 0).
+    If their sum exceeds `MAX_PERIOD`, return the nearest integers of that sum, at least 1 for each weight above 0.
     """
-    # The shortest decimal that reads back as the number is what a person wrote.
+    # str() gives the shortest decimal that reads back as the number: what the user wrote.
     exact = [Fraction(str(weight)) for weight in weights]
-    scale = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    whole = [share // math.gcd(*whole) for share in whole]
-    if sum(whole) <= LARGEST_PERIOD:
-        return tuple(whole)
+    denominator = math.lcm(*(weight.denominator for weight in exact))
+    shares = [int(weight * denominator) for weight in exact]
+    divisor = math.gcd(*shares)
+    shares = [share // divisor for share in shares]
+    if sum(shares) <= MAX_PERIOD:
+        return tuple(shares)
     total = sum(exact)
-    ideal = [weight * LARGEST_PERIOD / total for weight in exact]
+    ideal = [weight * MAX_PERIOD / total for weight in exact]
     rounded = [max(math.floor(share), 1 if share else 0) for share in ideal]
-    while (missing := LARGEST_PERIOD - sum(rounded)) != 0:
-        # Too many only where shares near 0 were made 1: the largest shares give those turns.
-        sign = 1 if missing > 0 else -1
-        furthest = max(
-            range(len(ideal)),
-            key=lambda source: (
-                (ideal[source] - rounded[source]) * sign if rounded[source] > 1 or sign > 0 else -math.inf
-            ),
-        )
-        rounded[furthest] += sign
+    # Rounding down leaves turns to hand out; raising tiny shares to 1 can take too many.
+    while sum(rounded) != MAX_PERIOD:
+        change = 1 if sum(rounded) < MAX_PERIOD else -1
+        errors = [(share - count) * change for share, count in zip(ideal, rounded, strict=True)]
+        candidates = [source_id for source_id, count in enumerate(rounded) if change > 0 or count > 1]
+        rounded[max(candidates, key=errors.__getitem__)] += change
     return tuple(rounded)
 
 
 @lru_cache(maxsize=64)
-def pattern(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32]]:
-    """[period] the source whose turn it is, and how many turns that source had before it in the period."""
-    period, sources = sum(shares), [source for source, share in enumerate(shares) if share]
-    slack = max(2 * len(sources) - 2, 1)
-    turns, ranks = np.empty(period, dtype=np.int16), np.empty(period, dtype=np.int32)
+def interleaving_pattern(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32]]:
+    """Return [period] the source of each turn, and [period] how many earlier turns of the period that source had."""
+    period = sum(shares)
+    source_ids = [source_id for source_id, share in enumerate(shares) if share]
+    slack = max(2 * len(source_ids) - 2, 1)
+    turns = np.empty(period, dtype=np.int16)
+    ranks = np.empty(period, dtype=np.int32)
     counts = [0] * len(shares)
-    for place in range(period):
-        # Of the sources that are far enough behind their share, the one that would soonest be too far behind.
-        behind = [s for s in sources if ((place + 1) * shares[s] - counts[s] * period) * slack >= period]
-        source = min(behind or sources, key=lambda s: ((counts[s] + 1) * slack - 1) / shares[s])
-        turns[place], ranks[place] = source, counts[source]
-        counts[source] += 1
+    for position in range(period):
+        # Of the sources that are far enough behind their share, take the one that would soonest be too far behind.
+        behind = [s for s in source_ids if ((position + 1) * shares[s] - counts[s] * period) * slack >= period]
+        source_id = min(behind or source_ids, key=lambda s: ((counts[s] + 1) * slack - 1) / shares[s])
+        turns[position] = source_id
+        ranks[position] = counts[source_id]
+        counts[source_id] += 1
     return turns, ranks
 
 
-def _counts_after(segment: Segment, end: int) -> list[int]:
-    rounds, place = divmod(end - segment.start, sum(segment.shares))
-    turns, _ = pattern(segment.shares)
-    inside = np.bincount(turns[:place], minlength=len(segment.shares)).tolist()
-    return [
-        before + rounds * share + more
-        for before, share, more in zip(segment.before, segment.shares, inside, strict=True)
-    ]
+def _counts_before(segment: Segment, end: int) -> list[int]:
+    """Return the samples of each source before sample `end`, which is in or right after the segment."""
+    periods, position = divmod(end - segment.start, sum(segment.shares))
+    turns, _ = interleaving_pattern(segment.shares)
+    in_last_period = np.bincount(turns[:position], minlength=len(segment.shares))
+    counts = np.array(segment.before) + periods * np.array(segment.shares) + in_last_period
+    return [int(count) for count in counts]
 
 
-def _sample_after(segment: Segment, source: int, count: int) -> int:
-    """The sample after the one with which the source has given `count` samples in all."""
-    share = segment.shares[source]
-    rounds, rank = divmod(count - segment.before[source] - 1, share)
-    turns, _ = pattern(segment.shares)
-    return segment.start + rounds * len(turns) + int(np.flatnonzero(turns == source)[rank]) + 1
+def _sample_after(segment: Segment, source_id: int, count: int) -> int:
+    """Return the sample after the one with which the source has contributed `count` samples in all."""
+    periods, rank = divmod(count - segment.before[source_id] - 1, segment.shares[source_id])
+    turns, _ = interleaving_pattern(segment.shares)
+    return segment.start + periods * len(turns) + int(np.flatnonzero(turns == source_id)[rank]) + 1

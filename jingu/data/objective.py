@@ -1,4 +1,9 @@
-"""What a run is trained to predict of its rows: a batch of text made into another, a pure function of the samples."""
+"""Objectives: what a model is trained to predict of a row of text.
+
+An objective turns a batch of text into another batch, as a pure function of the samples' numbers.
+
+Shape legend: B rows, T tokens of the decoder, S tokens of the encoder, L tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -10,230 +15,251 @@ import numpy as np
 import torch
 
 from jingu.config.schema import RunConfig
-from jingu.config.sections.data import ContinuationSettings, PrefixSettings, SpanCorruptionSettings, TargetFilesSettings
-from jingu.data.batch import IGNORED, Batch, Source, written
-from jingu.data.batches import BatchSource
-from jingu.data.order import Numbers, Permutation, drawn
-from jingu.data.target_files import plan_restoring
+from jingu.config.sections.data import (
+    ContinuationSettings,
+    PrefixLmSettings,
+    SpanCorruptionSettings,
+    TargetFilesSettings,
+)
+from jingu.data.batch import IGNORE_INDEX, Batch, EncoderInputs, make_seq2seq_batch
+from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.permutation import Int64Array, Permutation, random_uint64
+from jingu.data.target_files import build_target_files_objective
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, sentinels
+from jingu.text.tokenizer import Tokenizer, sentinel_tokens
 
 
 class Objective(Protocol):
-    """How rows of text are trained on."""
+    """How rows of text become training samples."""
 
     @property
     def source_length(self) -> int:
-        """Tokens that an encoder reads of a row; 0: there is none."""
+        """Tokens of a row that the encoder reads; 0 without an encoder."""
 
     @property
     def target_length(self) -> int:
-        """Tokens of a row for the decoder."""
+        """Tokens of a row that the decoder reads and predicts."""
 
-    def of(self, batch: Batch, first: int) -> Batch:
-        """What becomes of rows that are the samples `first`, `first` + 1 and so on. Where they have no label, none is
-        trained."""
+    def apply(self, batch: Batch, first: int) -> Batch:
+        """Transform rows that are the samples `first`, `first` + 1 and so on. Ignored labels stay ignored."""
 
 
-def batches(source: BatchSource, objective: Objective | None) -> Callable[[int, int, int], Batch]:
-    """`BatchSource.batch`, and what becomes of it."""
+def batch_function(source: MixtureDataset, objective: Objective | None) -> Callable[[int, int, int], Batch]:
+    """Return `MixtureDataset.batch` with the objective applied."""
     if objective is None:
         return source.batch
-    return lambda step, first, count: objective.of(source.batch(step, first, count), step * source.global_size + first)
+    return lambda step, first, count: objective.apply(
+        source.batch(step, first, count), step * source.global_batch_size + first
+    )
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where a text is cut in two: evenly distributed between two shares of it, both parts not empty."""
+class SplitPoint:
+    """Where a text is split in two: uniformly random between two shares of its length; neither part is empty."""
 
-    shortest: float
-    longest: float
+    min_prefix: float
+    max_prefix: float
     seed: int
 
-    def bounds(self, tokens: int) -> tuple[int, int]:
-        """The shortest and the longest beginning of a text of so many tokens."""
-        low, high = (min(max(round(tokens * share), 1), tokens - 1) for share in (self.shortest, self.longest))
+    def bounds(self, length: int) -> tuple[int, int]:
+        """Return the smallest and the largest prefix, in tokens, of a text of `length` tokens."""
+        low, high = (min(max(round(length * share), 1), length - 1) for share in (self.min_prefix, self.max_prefix))
         return low, high
 
-    def at(self, tokens: int, sample: int, part: int = 0) -> int:
-        """Tokens of the beginning of a sample's n-th part."""
-        low, high = self.bounds(tokens)
-        return low + int(drawn("prefix", 1, self.seed, sample, part)[0]) % (high - low + 1)
+    def draw(self, length: int, sample: int, document: int = 0) -> int:
+        """Return the tokens of the prefix of the sample's n-th document."""
+        low, high = self.bounds(length)
+        return low + int(random_uint64("prefix", 1, self.seed, sample, document)[0]) % (high - low + 1)
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The beginning of each row, or of each document in it, is seen by all its own tokens; the rest is predicted."""
+class PrefixLM:
+    """Attention is bidirectional within a prefix of each row, or of each document in it; the rest is predicted."""
 
-    cut: Cut
+    split_point: SplitPoint
     target_length: int
     source_length: int = 0
 
-    def of(self, batch: Batch, first: int) -> Batch:
-        labels, reach = batch.labels.clone(), torch.zeros_like(batch.tokens)
-        for row in range(len(labels)):
-            for part, (start, tokens) in enumerate(_documents(batch, row)):
-                if tokens > 1:
-                    end = start + self.cut.at(tokens, first + row, part)
-                    labels[row, start : end - 1] = IGNORED
-                    reach[row, start:end] = end
-        return replace(batch, labels=labels, reach=reach)
+    def apply(self, batch: Batch, first: int) -> Batch:
+        labels_BT = batch.labels.clone()
+        prefix_lengths_BT = torch.zeros_like(batch.tokens)
+        for row in range(len(labels_BT)):
+            for number, (start, length) in enumerate(_row_documents(batch, row)):
+                if length > 1:
+                    end = start + self.split_point.draw(length, first + row, number)
+                    # The last token of the prefix predicts the first token after it.
+                    labels_BT[row, start : end - 1] = IGNORE_INDEX
+                    prefix_lengths_BT[row, start:end] = end
+        return replace(batch, labels=labels_BT, prefix_lengths=prefix_lengths_BT)
 
 
-def _documents(batch: Batch, row: int) -> Iterator[tuple[int, int]]:
-    """First token, and tokens, of each document of a row; all of it where they are not kept apart."""
+def _row_documents(batch: Batch, row: int) -> Iterator[tuple[int, int]]:
+    """Yield the first column and the length of each document of a row; the whole row without document ids."""
     if batch.documents is None:
         yield 0, batch.tokens.shape[1]
         return
-    numbers = batch.documents[row].numpy()
-    starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 0).tolist()
-    for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True):
-        if numbers[start] >= 0:
+    ids_T = batch.documents[row].numpy()
+    starts = np.flatnonzero(np.diff(ids_T, prepend=-2) != 0).tolist()
+    for start, end in zip(starts, [*starts[1:], len(ids_T)], strict=True):
+        if ids_T[start] >= 0:
             yield start, end - start
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """An encoder reads the beginning of each row, and the end token; the decoder writes the rest. Both are filled up to
-    their longest."""
+    """The encoder reads the beginning of each row and the EOS token; the decoder predicts the rest.
 
-    cut: Cut
+    Both sides are padded to their longest possible length.
+    """
+
+    split_point: SplitPoint
     length: int
     start_id: int
-    end_id: int
+    eos_token_id: int
 
     @property
     def source_length(self) -> int:
-        return self.cut.bounds(self.length)[1] + 1
+        return self.split_point.bounds(self.length)[1] + 1
 
     @property
     def target_length(self) -> int:
-        return self.length - self.cut.bounds(self.length)[0]
+        return self.length - self.split_point.bounds(self.length)[0]
 
-    def of(self, batch: Batch, first: int) -> Batch:
+    def apply(self, batch: Batch, first: int) -> Batch:
         rows = len(batch.tokens)
-        source_BS = torch.full((rows, self.source_length), self.end_id)
+        source_BS = torch.full((rows, self.source_length), self.eos_token_id)
         documents_BS = torch.full_like(source_BS, -1)
-        labels_BT = torch.full((rows, self.target_length), IGNORED)
+        labels_BT = torch.full((rows, self.target_length), IGNORE_INDEX)
         for row, text_L in enumerate(batch.tokens):
-            cut = self.cut.at(self.length, first + row)
-            source_BS[row, :cut] = text_L[:cut]
-            documents_BS[row, : cut + 1] = 0
+            prefix = self.split_point.draw(self.length, first + row)
+            source_BS[row, :prefix] = text_L[:prefix]
+            documents_BS[row, : prefix + 1] = 0
+            # If a part of the row is dropped, the row is not trained on.
             if not (batch.labels[row] < 0).any():
-                labels_BT[row, : self.length - cut] = text_L[cut:]
-        low, high = self.cut.bounds(self.length)
-        return written(Source(source_BS, None if low == high else documents_BS), labels_BT, self.start_id)
+                labels_BT[row, : self.length - prefix] = text_L[prefix:]
+        low, high = self.split_point.bounds(self.length)
+        # If all prefixes have one length, nothing is padded and no mask is needed.
+        source = EncoderInputs(source_BS, None if low == high else documents_BS)
+        return make_seq2seq_batch(source, labels_BT, self.start_id)
 
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """An encoder reads a text in which spans are replaced, each by a sentinel of its own; the decoder says what they
-    were (Raffel et al., 2020, section 3.1.4).
+    """Spans of a text are replaced, each by its own sentinel; the decoder predicts them (Raffel et al., 2020, 3.1.4).
 
-    As many tokens and spans of every text are removed, so that sources and targets all have the same length and nothing
-    is padded or lost.
+    The number of removed tokens and of spans is the same for every text. So all sources have one length, all targets
+    too, and nothing is padded or lost.
     """
 
+    # Tokens of a text (L).
     length: int
-    """Tokens of a text (L)."""
-    removed: int
-    """Of these, how many are in spans."""
+    # Tokens of a text that are in spans.
+    num_removed: int
+    # One sentinel a span, in the order of the text.
     sentinel_ids: tuple[int, ...]
-    """One a span, in the order of the text."""
+    # The first token that the decoder reads.
     start_id: int
-    """The decoder's first token."""
-    end_id: int
-    """Ends sources and targets."""
+    # The last token of sources and targets.
+    eos_token_id: int
     seed: int
 
     @property
     def source_length(self) -> int:
-        """What is left of the text, the sentinels, and the end (S)."""
-        return self.length - self.removed + len(self.sentinel_ids) + 1
+        """S: the remaining text, the sentinels and the EOS token."""
+        return self.length - self.num_removed + len(self.sentinel_ids) + 1
 
     @property
     def target_length(self) -> int:
-        """What was removed, each span after its sentinel, and the end (T)."""
-        return self.removed + len(self.sentinel_ids) + 1
+        """T: the spans, each after its sentinel, and the EOS token."""
+        return self.num_removed + len(self.sentinel_ids) + 1
 
-    def of(self, batch: Batch, first: int) -> Batch:
-        rows = [self.corrupted(text, first + number) for number, text in enumerate(batch.tokens.numpy())]
-        sources_BS, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-        made = written(Source(sources_BS), labels_BT, self.start_id)
-        made.labels[(batch.labels < 0).any(1)] = IGNORED  # a part of the text is left out
-        return made
+    def apply(self, batch: Batch, first: int) -> Batch:
+        rows = [self.corrupt(text_L, first + row) for row, text_L in enumerate(batch.tokens.numpy())]
+        source_BS, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        corrupted = make_seq2seq_batch(EncoderInputs(source_BS), labels_BT, self.start_id)
+        corrupted.labels[(batch.labels < 0).any(1)] = IGNORE_INDEX
+        return corrupted
 
-    def corrupted(self, text_L: Numbers, sample: int) -> tuple[Numbers, Numbers]:
-        """Source [S] and target [T] of one text."""
-        spans, gaps = self._lengths(self.removed, sample, 0), self._lengths(self.length - self.removed, sample, 1)
-        # A gap, a span, a gap, a span: the text begins with what stays and ends with what goes.
-        inside_L = np.repeat(np.tile([False, True], len(spans)), np.stack([gaps, spans], axis=1).ravel())
-        marks = np.array(self.sentinel_ids)
-        source = np.insert(text_L[~inside_L], np.cumsum(gaps), marks)
-        target = np.insert(text_L[inside_L], np.cumsum(spans) - spans, marks)
-        return np.append(source, self.end_id), np.append(target, self.end_id)
+    def corrupt(self, text_L: Int64Array, sample: int) -> tuple[Int64Array, Int64Array]:
+        """Return the source [S] and the target [T] of one text."""
+        spans = self._draw_lengths(self.num_removed, sample, 0)
+        gaps = self._draw_lengths(self.length - self.num_removed, sample, 1)
+        # A gap, a span, a gap, a span: a text begins with what stays and ends with what is removed.
+        is_span = np.tile([False, True], len(spans))
+        is_removed_L = np.repeat(is_span, np.stack([gaps, spans], axis=1).ravel())
+        sentinels = np.array(self.sentinel_ids)
+        # In the source a sentinel follows each gap, in the target it precedes each span.
+        source = np.insert(text_L[~is_removed_L], np.cumsum(gaps), sentinels)
+        target = np.insert(text_L[is_removed_L], np.cumsum(spans) - spans, sentinels)
+        return np.append(source, self.eos_token_id), np.append(target, self.eos_token_id)
 
-    def _lengths(self, tokens: int, sample: int, which: int) -> Numbers:
-        """Lengths of as many pieces as there are sentinels, 1 or more each, that make so many tokens: every such cut
-        is equally likely."""
+    def _draw_lengths(self, tokens: int, sample: int, purpose: int) -> Int64Array:
+        """Draw as many lengths as there are sentinels, 1 or more each, that sum to `tokens`, uniformly."""
         pieces = len(self.sentinel_ids)
         if pieces == 1:
             return np.array([tokens])
-        # Numbers below zero, so that no epoch's order is cut with its own key.
-        cut = Permutation(tokens - 1, self.seed, -1 - 2 * sample - which)
-        places = np.sort(cut(np.arange(pieces - 1, dtype=np.int64))) + 1
-        return np.diff(places, prepend=0, append=tokens)
+        # Epochs are numbered from 0. Negative numbers keep these keys apart from those of an epoch's order.
+        permutation = Permutation(tokens - 1, self.seed, -1 - 2 * sample - purpose)
+        cuts = np.sort(permutation(np.arange(pieces - 1, dtype=np.int64))) + 1
+        return np.diff(cuts, prepend=0, append=tokens)
 
 
-def plan_objective(config: RunConfig, source: BatchSource, tokenizer: Tokenizer) -> Objective | None:
-    """How the rows of the run's source are trained on; None: as they come.
+def build_objective(config: RunConfig, source: MixtureDataset, tokenizer: Tokenizer) -> Objective | None:
+    """Build the objective of a run; None for plain next-token prediction.
 
     Raises:
-        JinguError: the objective does not fit the rows, the packing or the tokenizer.
+        JinguError: the objective does not fit the sequence length or the tokenizer.
     """
-    settings, length = config.data.objective, config.batch.sequence_length
+    settings = config.data.objective
+    length = config.batch.sequence_length
     if isinstance(settings, TargetFilesSettings):
-        return plan_restoring(settings, source, tokenizer)
-    if not isinstance(settings, PrefixSettings | ContinuationSettings | SpanCorruptionSettings):
+        return build_target_files_objective(settings, source, tokenizer)
+    if not isinstance(settings, PrefixLmSettings | ContinuationSettings | SpanCorruptionSettings):
         return None
     if length < 2:
-        what = "a text of one token cannot be divided."
-        raise JinguError(what, where="batch.sequence_length", fix="Take 2 or more; 512 is usual.")
+        what = "a text of one token cannot be split."
+        raise JinguError(what, where="batch.sequence_length", fix="Set it to 2 or more; 512 is usual.")
     if isinstance(settings, SpanCorruptionSettings):
-        return plan_corruption(settings, length, tokenizer, config.seed)
-    if settings.shortest > settings.longest:
-        what = f"the shortest beginning ({settings.shortest}) is longer than the longest ({settings.longest})."
-        raise JinguError(what, where="data.objective", fix="Exchange the two.")
-    cut = Cut(settings.shortest, settings.longest, config.seed)
-    if isinstance(settings, PrefixSettings):
-        return Prefix(cut, length)
-    return Continuation(cut, length, tokenizer.start_id, tokenizer.end_id)
+        return build_span_corruption(settings, length, tokenizer, config.seed)
+    if settings.min_prefix > settings.max_prefix:
+        what = f"min_prefix ({settings.min_prefix}) is larger than max_prefix ({settings.max_prefix})."
+        raise JinguError(what, where="data.objective", fix="Swap the two.")
+    split_point = SplitPoint(settings.min_prefix, settings.max_prefix, config.seed)
+    if isinstance(settings, PrefixLmSettings):
+        return PrefixLM(split_point, length)
+    return Continuation(split_point, length, tokenizer.decoder_start_token_id, tokenizer.eos_token_id)
 
 
-def plan_corruption(settings: SpanCorruptionSettings, length: int, tokenizer: Tokenizer, seed: int) -> SpanCorruption:
-    """How texts of `length` tokens are corrupted.
+def build_span_corruption(
+    settings: SpanCorruptionSettings, length: int, tokenizer: Tokenizer, seed: int
+) -> SpanCorruption:
+    """Build span corruption of texts of `length` tokens.
 
     Raises:
-        JinguError: the texts need more sentinels than there are.
+        JinguError: the texts need more sentinels than the settings allow or the tokenizer has.
     """
-    removed = min(max(round(length * settings.rate), 1), length - 1)
-    spans = min(max(round(removed / settings.mean_length), 1), removed, length - removed)
-    if spans > settings.sentinels:
+    num_removed = min(max(round(length * settings.noise_density), 1), length - 1)
+    num_spans = min(max(round(num_removed / settings.mean_span_length), 1), num_removed, length - num_removed)
+    if num_spans > settings.num_sentinels:
         raise JinguError(
-            f"a text of {length:,} tokens has {spans:,} spans, which need a sentinel each, and there are "
-            f"{settings.sentinels:,}.",
-            where="data.objective.sentinels",
-            fix=f"Take {spans:,}, shorter sequences, a lower rate or a larger mean_length.",
+            f"a text of {length:,} tokens has {num_spans:,} spans, each of which needs a sentinel, and there are "
+            f"{settings.num_sentinels:,}.",
+            where="data.objective.num_sentinels",
+            fix=f"Set it to {num_spans:,}, or use shorter sequences, a lower noise_density or a larger "
+            "mean_span_length.",
         )
-    known, names = tokenizer.special_tokens, sentinels(spans)
-    if missing := [name for name in names if name not in known]:
+    special_tokens = tokenizer.special_tokens
+    names = sentinel_tokens(num_spans)
+    missing = [name for name in names if name not in special_tokens]
+    if missing:
         raise JinguError(
-            f"the tokenizer lacks {len(missing):,} of the {spans:,} sentinels that span corruption needs, such as "
+            f"the tokenizer lacks {len(missing):,} of the {num_spans:,} sentinels that span corruption needs, such as "
             f"{missing[0]}.",
             where="tokenizer.path",
-            fix="Train one with this file (`jingu tokenizer train` adds data.objective.sentinels of them), or take "
-            "one of a T5.",
+            fix="Train one with this file (`jingu tokenizer train` adds data.objective.num_sentinels of them), or use "
+            "a T5 tokenizer.",
         )
+    sentinel_ids = tuple(special_tokens[name] for name in names)
     return SpanCorruption(
-        length, removed, tuple(known[name] for name in names), tokenizer.start_id, tokenizer.end_id, seed
+        length, num_removed, sentinel_ids, tokenizer.decoder_start_token_id, tokenizer.eos_token_id, seed
     )

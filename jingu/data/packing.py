@@ -1,8 +1,8 @@
-"""Rows of whole documents, packed so that few places stay empty, in place of windows that cut them.
+"""Sequences packed from whole documents so that little padding remains, in place of windows that cut documents.
 
-A row takes the documents that fill it best (best-fit decreasing, as in Ding et al., "Fewer Truncations Improve Language
-Modeling", 2024). Only a document longer than a row is cut, into rows and a rest. The table of it, two numbers a
-document, is made from the lengths alone when the data set is opened.
+Each sequence takes the documents that fill it best (best-fit decreasing, as in Ding et al., "Fewer Truncations Improve
+Language Modeling", 2024). Only a document longer than a sequence is cut. The table of the packing, two numbers a piece,
+is computed from the document lengths when the data set is opened.
 """
 
 from __future__ import annotations
@@ -14,136 +14,160 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jingu.data.batch import IGNORED, Batch
+from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset
-from jingu.data.order import Numbers, Permutation, groups
+from jingu.data.permutation import Int64Array, Permutation, masks_by_value
 from jingu.errors import JinguError
 
 
 @dataclass(frozen=True)
-class Rows:
-    """All [rows, sequence]."""
+class RowArrays:
+    """Rows of a batch as NumPy arrays, all [rows, sequence]."""
 
-    tokens: Numbers
-    labels: Numbers
-    documents: Numbers | None = None
-    """Counted from 0; -1 where a row is empty. None: not told apart yet."""
+    tokens: Int64Array
+    labels: Int64Array
+    # Document ids, counted from 0 in each row; -1: padding. None: attention crosses documents.
+    documents: Int64Array | None = None
+    # Loss weights of the labels. None: 1.
     weights: npt.NDArray[np.float32] | None = None
-    """Of the labels; None: 1."""
+
+    def to_batch(self) -> Batch:
+        """Return the rows as a batch; with document ids, positions restart at each document."""
+        tokens = torch.from_numpy(self.tokens)
+        labels = torch.from_numpy(self.labels)
+        if self.documents is None:
+            return Batch(tokens, labels)
+        return Batch(
+            tokens,
+            labels,
+            positions=torch.from_numpy(document_positions(self.documents)),
+            documents=torch.from_numpy(self.documents),
+            weights=None if self.weights is None else torch.from_numpy(self.weights),
+        )
 
 
-def apart(rows: Rows) -> Batch:
-    """A batch whose attention stays inside documents, with which positions begin anew."""
-    assert rows.documents is not None
-    return Batch(
-        torch.from_numpy(rows.tokens),
-        torch.from_numpy(rows.labels),
-        torch.from_numpy(restarted(rows.documents)),
-        torch.from_numpy(rows.documents),
-        weights=None if rows.weights is None else torch.from_numpy(rows.weights),
-    )
+def document_ids(tokens_BT: Int64Array, eos_token_id: int) -> Int64Array:
+    """Return [B, T] the document of each token, counted from 0 in each row; an EOS ends its own document."""
+    is_eos = tokens_BT == eos_token_id
+    return np.cumsum(is_eos, axis=1) - is_eos
 
 
-def restarted(documents_BT: Numbers) -> Numbers:
-    """[rows, sequence] positions that begin anew with each document."""
-    places = np.broadcast_to(np.arange(documents_BT.shape[1]), documents_BT.shape)
-    begins = np.diff(documents_BT, axis=1, prepend=-2) != 0
-    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+def document_positions(documents_BT: Int64Array) -> Int64Array:
+    """Return [B, T] positions that restart at 0 with each document."""
+    columns = np.broadcast_to(np.arange(documents_BT.shape[1]), documents_BT.shape)
+    is_first = np.diff(documents_BT, axis=1, prepend=-2) != 0
+    return columns - np.maximum.accumulate(np.where(is_first, columns, 0), axis=1)
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """A data set as rows of whole documents, in a new order each epoch."""
+class PackedDataset:
+    """A data set as packed sequences, in a new order each epoch."""
 
     dataset: TokenDataset
     sequence_length: int
     seed: int
-    pieces: Numbers = field(init=False, repr=False)
-    """[pieces, 2] place of the first token and number of predictions, row by row."""
-    ends: Numbers = field(init=False, repr=False)
-    """[rows] how many pieces the rows up to each one have."""
+    # [pieces, 2] offset of each piece's first token in the data set, and its number of predictions; row by row.
+    pieces: Int64Array = field(init=False, repr=False)
+    # [rows] the number of pieces up to and including each row.
+    row_ends: Int64Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        pieces = cut_documents(self.dataset.document_lengths(), self.sequence_length)
+        pieces = split_long_documents(self.dataset.document_lengths(), self.sequence_length)
         if not len(pieces):
-            raise JinguError("the data set has no document of two tokens.", where=self.dataset.path)
-        rows = self.fill(pieces[:, 1])
-        order = np.argsort(rows, kind="stable")
-        object.__setattr__(self, "pieces", pieces[order])
-        object.__setattr__(self, "ends", np.cumsum(np.bincount(rows)))
+            raise JinguError("the data set has no document of at least two tokens.", where=self.dataset.path)
+        rows = self.assign_rows(pieces[:, 1])
+        # The dataclass is frozen, so that a data set never changes after it is opened.
+        object.__setattr__(self, "pieces", pieces[np.argsort(rows, kind="stable")])
+        object.__setattr__(self, "row_ends", np.cumsum(np.bincount(rows)))
 
-    def fill(self, sizes: Numbers) -> Numbers:
-        """The row of each piece."""
-        return pack(sizes, self.sequence_length)
+    def assign_rows(self, sizes: Int64Array) -> Int64Array:
+        """Return the row of each piece."""
+        return pack_best_fit(sizes, self.sequence_length)
 
     def __len__(self) -> int:
-        """Rows an epoch."""
-        return len(self.ends)
+        """Return the number of sequences of an epoch."""
+        return len(self.row_ends)
 
-    def starts(self, samples: Numbers) -> Numbers:
-        """The row that each sample is; samples are numbered over all epochs."""
-        epochs, places = np.divmod(samples, len(self))
-        rows = np.empty_like(places)
-        for epoch, inside in groups(epochs):
-            rows[inside] = Permutation(len(self), self.seed, epoch)(places[inside])
+    def locate(self, samples: Int64Array) -> Int64Array:
+        """Return the row number of each sample; samples are numbered across epochs."""
+        epochs, positions = np.divmod(samples, len(self))
+        rows = np.empty_like(positions)
+        for epoch, mask in masks_by_value(epochs):
+            rows[mask] = Permutation(len(self), self.seed, epoch)(positions[mask])
         return rows
 
-    def read(self, rows: Numbers) -> Rows:
-        """Rows by their number."""
+    def read(self, rows: Int64Array) -> RowArrays:
+        """Read rows by their numbers."""
         shape = len(rows), self.sequence_length
-        tokens, labels = np.full(shape, self.dataset.end_id), np.full(shape, IGNORED)
+        tokens = np.full(shape, self.dataset.eos_token_id)
+        labels = np.full(shape, IGNORE_INDEX)
         documents = np.full(shape, -1)
-        for there, start, number in self.parts(rows):
-            size = there[1].stop - there[1].start
-            ids = self.dataset.gather(np.array([start]), size + 1)[0]
-            tokens[there], labels[there], documents[there] = ids[:-1], ids[1:], number
-        return Rows(tokens, labels, documents)
+        for row, columns, offset, number in self.row_pieces(rows):
+            size = columns.stop - columns.start
+            # One more token than predictions: the last token is only a label.
+            ids = self.dataset.gather(np.array([offset]), size + 1)[0]
+            tokens[row, columns] = ids[:-1]
+            labels[row, columns] = ids[1:]
+            documents[row, columns] = number
+        return RowArrays(tokens, labels, documents)
 
-    def places(self, rows: Numbers) -> Numbers:
-        """[rows, sequence] the place of each token in the data set; -2 where a row is empty."""
-        places = np.full((len(rows), self.sequence_length), -2)
-        for there, start, _ in self.parts(rows):
-            places[there] = np.arange(start, start + there[1].stop - there[1].start)
-        return places
+    def token_offsets(self, rows: Int64Array) -> Int64Array:
+        """Return [rows, sequence] the offset of each token in the data set; -2 for padding."""
+        offsets = np.full((len(rows), self.sequence_length), -2)
+        for row, columns, offset, _ in self.row_pieces(rows):
+            offsets[row, columns] = np.arange(offset, offset + columns.stop - columns.start)
+        return offsets
 
-    def parts(self, rows: Numbers) -> Iterator[tuple[tuple[int, slice], int, int]]:
-        """Of every piece in these rows its row and places there, where it begins in the data set, and its number."""
-        for row, which in enumerate(rows.tolist()):
-            at = 0
-            pieces = self.pieces[self.ends[which - 1] if which else 0 : self.ends[which]]
-            for number, (start, size) in enumerate(pieces.tolist()):
-                yield (row, slice(at, at + size)), start, number
-                at += size
+    def row_pieces(self, rows: Int64Array) -> Iterator[tuple[int, slice, int, int]]:
+        """Yield for each piece of these rows: index into `rows`, columns, offset in the data set, number in its row."""
+        for index, row in enumerate(rows.tolist()):
+            first_piece = self.row_ends[row - 1] if row else 0
+            column = 0
+            for number, (offset, size) in enumerate(self.pieces[first_piece : self.row_ends[row]].tolist()):
+                yield index, slice(column, column + size), offset, number
+                column += size
 
 
-def cut_documents(lengths: Numbers, sequence_length: int) -> Numbers:
-    """[pieces, 2] the first token and the predictions of each document, or of its parts where it is too long.
+def split_long_documents(lengths: Int64Array, sequence_length: int) -> Int64Array:
+    """Return [pieces, 2] the offset and the number of predictions of each document, or of its parts if it is too long.
 
-    A document of n tokens has n - 1 predictions; parts share a token, so that each prediction is in one of them.
+    A document of n tokens has n - 1 predictions. Parts share a token, so that each prediction is in exactly one.
     """
-    starts, predictions = np.cumsum(lengths) - lengths, np.maximum(lengths - 1, 0)
-    parts = -(-predictions // sequence_length)
-    first = np.repeat(np.cumsum(parts) - parts, parts)
-    skipped = (np.arange(len(first)) - first) * sequence_length
-    sizes = np.minimum(np.repeat(predictions, parts) - skipped, sequence_length)
-    return np.stack([np.repeat(starts, parts) + skipped, sizes], axis=1).astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    predictions = np.maximum(lengths - 1, 0)
+    num_parts = -(-predictions // sequence_length)
+    # Within each document, count its parts from 0 and skip the predictions of the earlier ones.
+    first_parts = np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    skipped = (np.arange(len(first_parts)) - first_parts) * sequence_length
+    sizes = np.minimum(np.repeat(predictions, num_parts) - skipped, sequence_length)
+    return np.stack([np.repeat(starts, num_parts) + skipped, sizes], axis=1).astype(np.int64)
 
 
-def pack(sizes: Numbers, capacity: int) -> Numbers:
-    """The row of each piece: the largest first, each into the row with the least room that it fits, else a new one."""
+def pack_best_fit(sizes: Int64Array, capacity: int) -> Int64Array:
+    """Return the row of each piece by best-fit decreasing.
+
+    The largest piece comes first; each goes into the row with the least room that fits it, or else into a new row.
+    """
     rows = np.empty(len(sizes), dtype=np.int64)
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms, count = 0, 0  # a bit for every room that some row has
+    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit r is set where some row has exactly r places left: the lowest bit of enough room is found at once.
+    room_bits = 0
+    num_rows = 0
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
-        if enough := rooms >> size:
-            room = size + (enough & -enough).bit_length() - 1
-            row = with_room[room].pop()
-            rooms ^= 0 if with_room[room] else 1 << room
+        fitting_bits = room_bits >> size
+        if fitting_bits:
+            room = size + (fitting_bits & -fitting_bits).bit_length() - 1
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                room_bits ^= 1 << room
         else:
-            room, row, count = capacity, count, count + 1
+            room = capacity
+            row = num_rows
+            num_rows += 1
         rows[piece] = row
-        if left := room - size:
-            with_room[left].append(row)
-            rooms |= 1 << left
+        remaining = room - size
+        if remaining:
+            rows_by_room[remaining].append(row)
+            room_bits |= 1 << remaining
     return rows

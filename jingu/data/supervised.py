@@ -1,4 +1,4 @@
-"""Rows of supervised data: packed like documents or one a sequence, and trained as the weights in a second file say."""
+"""Supervised data: rows of token ids with loss weights, packed into sequences or one row a sequence."""
 
 from __future__ import annotations
 
@@ -10,93 +10,111 @@ import numpy as np
 
 from jingu.config.sections.data import SupervisedSettings
 from jingu.config.sections.train import BatchSettings
-from jingu.data.batch import IGNORED, Batch
-from jingu.data.dataset import TokenDataset, joined, open_dataset
-from jingu.data.indexed import IndexedReader
-from jingu.data.manifest import SplitName
-from jingu.data.order import Numbers, Permutation
-from jingu.data.packing import PackedRows, Rows, apart, pack
-from jingu.text.record import refuse_changes
+from jingu.data.batch import IGNORE_INDEX, Batch
+from jingu.data.dataset import TokenDataset, concatenate_datasets, open_dataset
+from jingu.data.dataset_manifest import SplitName
+from jingu.data.indexed_dataset import IndexedReader
+from jingu.data.packing import PackedDataset, RowArrays, pack_best_fit
+from jingu.data.permutation import Int64Array, Permutation
+from jingu.text.build_record import refuse_changes
 
-NOT_MADE = {"sequences"}
-"""What of the objective does not change a data set's content."""
-WHOLE = 100
-"""A weight of 1, as it is stored."""
+# Settings of the objective that do not change the content of a data set.
+BATCHING_SETTINGS = {"packing"}
+# How a weight of 1 is stored: weights are integers.
+WEIGHT_SCALE = 100
 
 
 @dataclass(frozen=True)
-class SupervisedRows(PackedRows):
+class SupervisedDataset(PackedDataset):
     """A data set as sequences of whole rows, in a new order each epoch."""
 
+    # The stored weight of each id, at the offset of the id; 0 where it is not trained.
     weights: TokenDataset
-    """The weight of each id in hundredths, in the places of the ids; 0 where it is not trained."""
-    packs: bool = True
-    """Whether a sequence holds several rows."""
-    together: int | None = None
-    """So many samples that follow each other are rows of similar length; None: they are as it comes."""
-    _orders: dict[int, Numbers] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Whether a sequence holds several rows.
+    is_packed: bool = True
+    # Group rows by length: this many consecutive samples have similar lengths. None: no grouping.
+    group_size: int | None = None
+    # The grouped order of one epoch, computed when it is first needed.
+    _epoch_orders: dict[int, Int64Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def fill(self, sizes: Numbers) -> Numbers:
-        return pack(sizes, self.sequence_length) if self.packs else np.arange(len(sizes))
+    def assign_rows(self, sizes: Int64Array) -> Int64Array:
+        if self.is_packed:
+            return pack_best_fit(sizes, self.sequence_length)
+        return np.arange(len(sizes))
 
     def __len__(self) -> int:
-        """Sequences an epoch; where they go together, whole groups of them."""
-        rows, size = len(self.ends), self.together or 1
-        return rows // size * size or rows
+        """Return the number of sequences of an epoch: only whole groups, if there is at least one."""
+        rows = len(self.row_ends)
+        group_size = self.group_size or 1
+        return rows // group_size * group_size or rows
 
-    def starts(self, samples: Numbers) -> Numbers:
-        if self.together is None:
-            return super().starts(samples)
-        epochs, places = np.divmod(samples, len(self))
-        return np.array([self._by_length(epoch)[place] for epoch, place in zip(epochs.tolist(), places, strict=True)])
+    def locate(self, samples: Int64Array) -> Int64Array:
+        if self.group_size is None:
+            return super().locate(samples)
+        epochs, positions = np.divmod(samples, len(self))
+        pairs = zip(epochs.tolist(), positions.tolist(), strict=True)
+        return np.array([self._grouped_order(epoch)[position] for epoch, position in pairs])
 
-    def _by_length(self, epoch: int) -> Numbers:
-        """The rows of an epoch in the order of their samples: groups in random order, a group's rows of similar length.
+    def _grouped_order(self, epoch: int) -> Int64Array:
+        """Return the rows of an epoch in sample order: groups in random order, rows of similar length in each.
 
-        A few rows that make no whole group are left out, others in each epoch.
+        The few rows that do not fill a group are left out, different ones in each epoch.
         """
-        if epoch not in self._orders:
-            order = Permutation(len(self.ends), self.seed, epoch)(np.arange(len(self)))
-            order = order[np.argsort(self.pieces[order, 1], kind="stable")]
-            groups = order.reshape(-1, min(self.together or 1, len(self)))
-            mixed = Permutation(len(groups), self.seed + 1, epoch)(np.arange(len(groups)))
-            self._orders.clear()
-            self._orders[epoch] = groups[mixed].reshape(-1)
-        return self._orders[epoch]
+        if epoch not in self._epoch_orders:
+            rows = Permutation(len(self.row_ends), self.seed, epoch)(np.arange(len(self)))
+            rows = rows[np.argsort(self.pieces[rows, 1], kind="stable")]
+            groups = rows.reshape(-1, min(self.group_size or 1, len(self)))
+            group_order = Permutation(len(groups), self.seed + 1, epoch)(np.arange(len(groups)))
+            self._epoch_orders.clear()
+            self._epoch_orders[epoch] = groups[group_order].reshape(-1)
+        return self._epoch_orders[epoch]
 
-    def read(self, rows: Numbers) -> Rows:
-        """Rows by their number; what has no weight has no label."""
-        found = super().read(rows)
-        weights = np.zeros(found.labels.shape, np.float32)
-        for there, start, _ in self.parts(rows):
-            size = there[1].stop - there[1].start
-            weights[there] = self.weights.gather(np.array([start + 1]), size)[0] / np.float32(WHOLE)
-        return replace(found, labels=np.where(weights > 0, found.labels, IGNORED), weights=weights)
+    def read(self, rows: Int64Array) -> RowArrays:
+        """Read rows by their numbers; labels of weight 0 are ignored."""
+        arrays = super().read(rows)
+        weights = np.zeros(arrays.labels.shape, np.float32)
+        for row, columns, offset, _ in self.row_pieces(rows):
+            # The weights belong to the labels, which begin one id after the tokens.
+            stored = self.weights.gather(np.array([offset + 1]), columns.stop - columns.start)[0]
+            weights[row, columns] = stored / np.float32(WEIGHT_SCALE)
+        return replace(arrays, labels=np.where(weights > 0, arrays.labels, IGNORE_INDEX), weights=weights)
 
     def batch(self, first: int, count: int) -> Batch:
-        """Sequences [first, first + count) in their own order; those past the last have no labels."""
-        rows = self.read(np.minimum(np.arange(first, first + count), len(self.ends) - 1))
-        rows.labels[max(0, len(self.ends) - first) :] = IGNORED
-        return apart(rows)
+        """Return sequences [first, first + count) in their own order; all labels past the last are ignored."""
+        rows = self.read(np.minimum(np.arange(first, first + count), len(self.row_ends) - 1))
+        rows.labels[max(0, len(self.row_ends) - first) :] = IGNORE_INDEX
+        return rows.to_batch()
 
 
 def open_supervised(
     path: Path, split: SplitName, objective: SupervisedSettings, batch: BatchSettings, seed: int
-) -> SupervisedRows:
-    """Open what `jingu tune prepare` made in `path`. Raises JinguError where it is missing or made otherwise."""
-    dataset = open_dataset(path, split, made_by="tune prepare")
-    made = dataset.manifest.settings
-    now = {**objective.model_dump(mode="json", exclude=NOT_MADE), "sequence_length": batch.sequence_length}
-    then = {**made.get("objective", {"type": "causal"}), "sequence_length": made.get("sequence_length")}
+) -> SupervisedDataset:
+    """Open a data set that `jingu tune prepare` made in `path`.
+
+    Raises:
+        JinguError: it is missing, or was made with other settings.
+    """
+    dataset = open_dataset(path, split, build_command="tune prepare")
+    stored = dataset.manifest.settings
+    old = {**stored.get("objective", {"type": "causal"}), "sequence_length": stored.get("sequence_length")}
+    new = {**objective.model_dump(mode="json", exclude=BATCHING_SETTINGS), "sequence_length": batch.sequence_length}
     fix = "Delete the folder and run `jingu tune prepare`, or set data.path to another folder."
-    refuse_changes(then, now, "the data set here was made", path, fix)
-    beside = [IndexedReader(path / shard.name).storage for shard in dataset.manifest.split(split).beside]
-    packs = objective.sequences == "packed" or split == "held_out"
-    together = batch.global_size if objective.sequences == "by_length" and not packs else None
-    return SupervisedRows(dataset, batch.sequence_length, seed, replace(dataset, shards=beside), packs, together)
+    refuse_changes(old, new, "the data set here was made", path, fix)
+    weights = [IndexedReader(path / entry.name).storage for entry in dataset.manifest.split(split).sidecars]
+    # Validation counts every row once, in any order: packing is the quickest.
+    is_packed = objective.packing == "packed" or split == "validation"
+    group_size = None
+    if objective.packing == "group_by_length" and not is_packed:
+        group_size = batch.global_batch_size
+    return SupervisedDataset(
+        dataset, batch.sequence_length, seed, replace(dataset, shards=weights), is_packed, group_size
+    )
 
 
-def join_rows(rows: Sequence[SupervisedRows]) -> SupervisedRows:
-    """Rows of several data sets, packed together."""
-    datasets, weights = (joined([getattr(each, name) for each in rows]) for name in ("dataset", "weights"))
-    return replace(rows[0], dataset=datasets, weights=weights)
+def concatenate_supervised(parts: Sequence[SupervisedDataset]) -> SupervisedDataset:
+    """Return the rows of several data sets, packed together."""
+    return replace(
+        parts[0],
+        dataset=concatenate_datasets([part.dataset for part in parts]),
+        weights=concatenate_datasets([part.weights for part in parts]),
+    )

@@ -1,1 +1,1 @@
-"""From a model to text: the key-value cache, sampling, and generation."""
+"""Inference: the engine with its scheduler, KV cache and samplers; loading models for it; `jingu generate`."""

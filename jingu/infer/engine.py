@@ -1,40 +1,44 @@
-"""The engine: requests in, events out, a step at a time. It knows nothing of threads or of how requests arrive.
+"""The engine: requests in, events out, one step at a time. It knows nothing of threads or of how requests arrive.
 
-A step computes the next token of every choice that has read its prompt, and a part of the prompts of those that have
-not, in one forward. Choices join and leave between steps. Their keys and values lie in pages (`jingu.infer.cache`);
-where a prompt begins as an earlier one did, with the same adapter, it takes its pages. Where pages run short, the
-choice that began last gives its own back and waits; later it is computed anew, to the same numbers.
+A step is one forward pass over tokens of many sequences (continuous batching). The scheduler says which tokens
+(`jingu.infer.scheduler`), a speculator proposes draft tokens (`jingu.infer.speculation`), the model runner computes
+logits over the paged KV cache (`jingu.infer.model_runner`), and each sequence samples its next token
+(`jingu.infer.sequence`).
 
-Every rank of a model that is laid out over several makes the same calls, and takes the same steps.
+Every rank of a model that several ranks share has an engine, makes the same calls and takes the same steps.
 
-Shapes: B 1, T tokens, S of a source, N rows of scores, K beams, V vocabulary.
+Shapes: B 1, T tokens of a step, S of a source, N rows of logits, K beams, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import abc
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
-from jingu.infer.beams import extend, hypotheses
-from jingu.infer.cache import SPAN, Held, Part, page_bytes
-from jingu.infer.choice import Choice, Job, likeliest, told
-from jingu.infer.constrain import Grammars
-from jingu.infer.draft import Draft
-from jingu.infer.forward import cache_of, prepare_recording, scores
-from jingu.infer.graphs import Graphs
-from jingu.infer.load import Loaded
-from jingu.infer.pages import Pages, name_of
-from jingu.infer.request import Event, Request, Token, check_fit
-from jingu.infer.residency import ResidencyStats
-from jingu.infer.sampling import check_ids
-from jingu.model.spec import ModelSpec
-from jingu.runtime.device import total_memory
+from jingu.infer.attention_backend import KV_SPAN, BackendName
+from jingu.infer.beam_search import advance_beams, hypothesis_events
+from jingu.infer.block_manager import BlockManager
+from jingu.infer.cuda_graphs import CudaGraphRunner
+from jingu.infer.expert_offload import ExpertOffloadStats
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.kv_cache import SequenceChunk, block_bytes
+from jingu.infer.model_runner import ModelRunner
+from jingu.infer.request import Event, Request, Score, Token, check_request_fits, check_token_ids
+from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingParams, check_logit_bias, top_logprobs
+from jingu.infer.scheduler import ScheduledSequence, Scheduler
+from jingu.infer.sequence import Sequence, SequenceGroup, select_best_events
+from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
+from jingu.infer.structured_output import GrammarCompiler
+from jingu.model.inputs import Inputs
+from jingu.runtime.device import force_eager, total_memory
 
 
 @dataclass(frozen=True)
@@ -42,452 +46,509 @@ class EngineSettings:
     """How much the engine does at once.
 
     Attributes:
-        max_batch: most choices that are made at a time.
-        page_tokens: tokens of a page of the key-value cache; a divisor of 128.
-        cache_bytes: size of the cache; None: what `max_batch` choices as long as the context need, or a quarter of the
-            memory, whichever is less. On CPUs memory is taken as pages are first used.
-        prefill_chunk: most tokens of prompts in a step.
-        guesses: tokens that are guessed to follow in a step: by a smaller model where there is one, else by what
-            followed the last two or three where they stood before (Saxena, 2023). Those that the model would not have
-            chosen itself go, so that answers are the same, and only come sooner where guesses are right. 0: none;
-            None: 4 with a smaller model, else none.
+        max_num_seqs: the most sequences that run at a time.
+        block_size: tokens of a KV cache block; a divisor of 128.
+        kv_cache_bytes: size of the KV cache; None: what `max_num_seqs` sequences as long as the context need, or a
+            quarter of the memory, whichever is less. On CPUs memory is only used as blocks are first written.
+        prefill_chunk_size: the most prompt tokens in a step.
+        num_speculative_tokens: draft tokens in a step, proposed by a draft model, or else by prompt lookup. Outputs
+            stay the same. 0: none; None: 4 with a draft model, else none.
+        attention_backend: gather on every device; flash with FlashAttention-3 on CUDA.
     """
 
-    max_batch: int = 64
-    page_tokens: int = 8
-    cache_bytes: int | None = None
-    prefill_chunk: int = 512
-    guesses: int | None = None
+    max_num_seqs: int = 64
+    block_size: int = 8
+    kv_cache_bytes: int | None = None
+    prefill_chunk_size: int = 512
+    num_speculative_tokens: int | None = None
+    attention_backend: BackendName = "gather"
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "page_tokens", "prefill_chunk"):
-            refuse(getattr(self, name) < 1, name, getattr(self, name), "1 or more")
-        refuse(self.guesses is not None and self.guesses < 0, "guesses", self.guesses, "0 or more")
-        refuse(SPAN % self.page_tokens > 0, "page_tokens", self.page_tokens, f"a divisor of {SPAN}")
+        refuse(self.max_num_seqs < 1, "max_num_seqs", self.max_num_seqs, "1 or more")
+        refuse(self.block_size < 1, "block_size", self.block_size, "1 or more")
+        refuse(KV_SPAN % self.block_size > 0, "block_size", self.block_size, f"a divisor of {KV_SPAN}")
+        refuse(self.prefill_chunk_size < 1, "prefill_chunk_size", self.prefill_chunk_size, "1 or more")
+        count = self.num_speculative_tokens
+        refuse(count is not None and count < 0, "num_speculative_tokens", count, "0 or more")
+
+    def draft_tokens(self, draft_model: InferenceModel | None) -> int:
+        """Return the number of draft tokens in a step."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return 0 if draft_model is None else 4
+
+    def num_blocks(self, model: InferenceModel) -> int:
+        """Return the number of KV cache blocks, with the two that no sequence owns."""
+        size = block_bytes(model.spec, self.block_size, model.parameter.itemsize)
+        budget = self.kv_cache_bytes
+        if budget is None:
+            blocks_per_seq = -(-model.spec.max_position_embeddings // self.block_size)
+            budget = min(self.max_num_seqs * blocks_per_seq * size, total_memory(model.parameter.device) // 4)
+        return max(budget // size, 1) + 2
 
 
 @dataclass
 class EngineStats:
-    """What the engine does and has done.
+    """What the engine is doing, and totals since its start.
 
     Attributes:
-        running: choices being made.
-        waiting: choices that wait to begin.
-        pages_used: pages of the cache that running choices hold.
-        pages_total: all of them.
-        cached_tokens: tokens in these pages; what is left of the pages is waste.
-        generated_tokens: since the start.
-        prompt_tokens: since the start, of all requests.
-        prefix_hits: tokens of these that were in the cache already.
-        guessed_tokens: since the start, tokens that were guessed to follow.
-        right_guesses: of these, those that the model chose.
-        steps: since the start, those that computed something.
-        step_seconds: since the start, in steps.
-        model_seconds: of these, in the model's forward.
-        experts: where only some of the model's are in memory, what has been needed and read.
+        running: sequences that run.
+        waiting: sequences that wait.
+        used_blocks: KV cache blocks of running sequences.
+        total_blocks: all of them.
+        cached_tokens: tokens in the used blocks; the rest of these blocks is waste.
+        generated_tokens: total.
+        prompt_tokens: total, of all requests.
+        prefix_cache_hits: how many of these were found in the prefix cache.
+        draft_tokens: total, proposed.
+        accepted_tokens: how many of these were accepted.
+        steps: total, of steps with a forward pass.
+        step_seconds: total, in steps.
+        forward_seconds: how many of these in forward passes.
+        experts: of expert offload; None: all experts are in memory.
     """
 
     running: int = 0
     waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
-    prefix_hits: int = 0
-    guessed_tokens: int = 0
-    right_guesses: int = 0
+    prefix_cache_hits: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    model_seconds: float = 0.0
-    experts: ResidencyStats | None = None
+    forward_seconds: float = 0.0
+    experts: ExpertOffloadStats | None = None
 
     @property
-    def other_seconds(self) -> float:
-        """Since the start, in steps but outside of the model."""
-        return self.step_seconds - self.model_seconds
+    def overhead_seconds(self) -> float:
+        """Total in steps outside of forward passes."""
+        return self.step_seconds - self.forward_seconds
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a choice computes in a step: so many of its tokens, and those that are guessed to follow."""
+class BaseEngine(ABC):
+    """What the engine of one process and that of several have in common.
 
-    choice: Choice
-    count: int
-    guesses: list[int]
+    Attributes:
+        model: that generates.
+        settings: of the engine.
+    """
+
+    model: InferenceModel
+    settings: EngineSettings
+
+    @abstractmethod
+    def submit(self, request: Request) -> int:
+        """Accept a request and return its id. Raise JinguError if it can never be served."""
+
+    @abstractmethod
+    def cancel(self, request_id: int) -> None:
+        """End a request. The next step yields an event for each of its unfinished choices. Unknown ids are ignored."""
+
+    @abstractmethod
+    def step(self) -> list[Event]:
+        """Compute the next tokens of the sequences that the scheduler selects; return all new events."""
+
+    @abstractmethod
+    def defer(self, events: list[Event]) -> None:
+        """Return events with the next step."""
+
+    @abstractmethod
+    def is_finished(self, request_id: int) -> bool:
+        """Return whether a request has no more events, except those of the present step."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether a step has anything to compute or to return."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Return what the engine is doing, and totals since its start."""
+
+    def generate(self, requests: abc.Sequence[Request]) -> list[str]:
+        """Serve requests together; return the text of each one's first choice."""
+        texts = {self.submit(request): "" for request in requests}
+        for event in self._run(list(texts)):
+            if event.choice == 0 and event.token is not None:
+                texts[event.request_id] += event.token.text
+        return list(texts.values())
+
+    def score(
+        self, context: abc.Sequence[int], continuations: abc.Sequence[abc.Sequence[int]], adapter: str | None = None
+    ) -> list[Score]:
+        """Return the log-probabilities of continuations after a context.
+
+        The context is computed once for all of them, and the scores do not depend on what else the engine computes. It
+        may have the virtual tokens of prompt tuning, see itself in both directions (prefix LM), or be the source of an
+        encoder-decoder, whose decoder then scores the continuations.
+
+        Args:
+            context: token ids, as a request's prompt; see `InferenceModel.encode`.
+            continuations: token ids of each, at least one.
+            adapter: name of the LoRA adapter to use; None: the base model.
+
+        Raises:
+            JinguError: they do not fit the model, or its logits are not finite.
+        """
+        # As many as can run at a time share one computation of the context.
+        block_size = self.settings.block_size
+        longest = max(map(len, continuations), default=0)
+        num_free = self.stats().total_blocks - (len(context) + self.model.spec.prompts[0]) // block_size
+        num_forks = max(1, min(self.settings.max_num_seqs, num_free // (1 + -(-longest // block_size))))
+        request_ids = []
+        for first in range(0, len(continuations), num_forks):
+            targets = tuple(tuple(ids) for ids in continuations[first : first + num_forks])
+            request = Request(tuple(context), SamplingParams(), longest, adapter=adapter, continuations=targets)
+            request_ids.append(self.submit(request))
+        scores = {}
+        for event in self._run(request_ids):
+            if event.score is None:
+                raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
+            scores[event.request_id, event.choice] = event.score
+        return [scores[key] for key in sorted(scores)]
+
+    def embed(self, prompt: abc.Sequence[int], pooling: Literal["mean", "last"] = "mean") -> list[float]:
+        """Return the embedding [D] of a prompt: final hidden states, pooled over its tokens, of length 1. It has NaN
+        where the states are not finite.
+
+        Raises:
+            JinguError: the model has no embeddings, or the prompt does not fit it.
+        """
+        spec = self.model.spec
+        if spec.num_encoder_layers is not None or any(spec.prompts) or self.model.world_size > 1:
+            raise JinguError("embeddings support only single-process decoders without prompt tuning.", where="model")
+        refuse(not prompt, "prompt", "empty", "1 token or more")
+        check_request_fits(spec, prompt, max_tokens=0)
+        # Without the blocks that are compiled for steps with a cache: they would be compiled again.
+        with torch.inference_mode(), force_eager():
+            tokens_BT = torch.tensor([prompt], device=self.model.parameter.device)
+            prefix_lengths = torch.full_like(tokens_BT, len(prompt)) if self.model.is_prefix_lm else None
+            hidden_TD = self.model.module(Inputs(tokens_BT, prefix_lengths=prefix_lengths))[0].float()
+            pooled_D = hidden_TD.mean(0) if pooling == "mean" else hidden_TD[-1]
+            embedding: list[float] = torch.nn.functional.normalize(pooled_D, dim=0).tolist()
+        return embedding
+
+    def _run(self, request_ids: list[int]) -> list[Event]:
+        """Take steps until these requests are finished; return their events, and leave others for the next step."""
+        events: list[Event] = []
+        others: list[Event] = []
+        unfinished = set(request_ids)
+        while unfinished and self.busy:
+            for event in self.step():
+                (events if event.request_id in request_ids else others).append(event)
+            unfinished = {request_id for request_id in unfinished if not self.is_finished(request_id)}
+        self.defer(others)
+        return events
 
 
-class Engine:
-    """Generates for many requests at once.
+class Engine(BaseEngine):
+    """The engine of one process.
 
     Args:
-        draft: a smaller model that guesses the tokens to follow, `settings.guesses` in a step.
-        graphs: by which steps are launched.
+        draft_model: proposes draft tokens.
+        graphs: captures and replays steps as CUDA graphs.
 
     Raises:
-        JinguError: the draft does not fit the model, or the model's steps are nothing for graphs.
+        JinguError: the model does not support the draft model, CUDA graphs or the attention backend.
     """
 
     def __init__(
         self,
-        loaded: Loaded,
+        model: InferenceModel,
         settings: EngineSettings | None = None,
-        draft: Loaded | None = None,
-        graphs: Graphs | None = None,
+        draft_model: InferenceModel | None = None,
+        graphs: CudaGraphRunner | None = None,
     ) -> None:
-        self.loaded, self.settings = loaded, settings or EngineSettings()
-        parameter = next(each for each in loaded.model.parameters() if each.is_floating_point())
-        self._device = parameter.device
-        count, tokens = _pages(loaded.spec, self.settings, parameter), self.settings.page_tokens
-        self._pages = Pages(count, tokens)
-        self._cache, self._graphs = cache_of(loaded, count, tokens), graphs
-        if graphs is not None:
-            prepare_recording(loaded, self._cache)
-        self._guesses = self.settings.guesses if self.settings.guesses is not None else 4 if draft else 0
-        self._draft: Draft | None = None
-        if draft is not None:
-            self._draft = Draft(draft, loaded, count, tokens, self.settings.prefill_chunk)
-        self._grammars = Grammars(loaded.tokenizer, loaded.spec.vocabulary, loaded.end_ids[0])
-        self._jobs: dict[int, Job] = {}
-        self._waiting: deque[Choice] = deque()
-        self._running: list[Choice] = []
+        self.model = model
+        self.settings = settings or EngineSettings()
+        num_blocks = self.settings.num_blocks(model)
+        block_size = self.settings.block_size
+        chunk_size = self.settings.prefill_chunk_size
+        self._blocks = BlockManager(num_blocks, block_size)
+        self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
+        self._scheduler = Scheduler(self._blocks, self._runner.cache, self.settings.max_num_seqs, chunk_size)
+        self._num_draft_tokens = self.settings.draft_tokens(draft_model)
+        self._speculator: Speculator = NgramSpeculator()
+        if draft_model is not None:
+            self._speculator = DraftModelSpeculator(draft_model, model, num_blocks, block_size, chunk_size)
+        self._grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, model.eos_token_ids[0])
+        self._groups: dict[int, SequenceGroup] = {}
         self._events: list[Event] = []
-        self._next = 0
-        self._stats = EngineStats(pages_total=self._pages.total)
+        self._next_request_id = 0
+        self._stats = EngineStats(total_blocks=self._blocks.num_usable)
 
     # Requests
 
     def submit(self, request: Request) -> int:
-        """Take a request in; its number. Raises JinguError where it can never be served."""
-        job = self._job(request)
-        made = 1 if job.searches else request.best_of or request.n
-        grammar = None if request.constraint is None else self._grammars.open(request.constraint)
-        job.choices = [Choice(job, number, self.loaded, grammar and grammar.copy()) for number in range(made)]
-        self._next += 1
-        self._jobs[job.number] = job
-        self._waiting.extend(job.choices)
-        self._stats.prompt_tokens += job.prompt_tokens
-        return job.number
+        """Accept a request and return its id. Raise JinguError if it can never be served."""
+        group = self._make_group(request)
+        # Beams and continuations fork from a single sequence.
+        num_sequences = 1 if group.forks else request.best_of or request.n
+        grammar = None if request.constraint is None else self._grammars.compile(request.constraint)
+        for index in range(num_sequences):
+            group.sequences.append(Sequence(group, index, self.model, grammar and grammar.copy()))
+        self._next_request_id += 1
+        self._groups[group.request_id] = group
+        self._scheduler.waiting.extend(group.sequences)
+        self._stats.prompt_tokens += group.num_prompt_tokens
+        return group.request_id
 
-    def _job(self, request: Request) -> Job:
-        loaded, prompt = self.loaded, list(request.prompt) or [self.loaded.tokenizer.end_id]
-        spec = loaded.spec
-        check_fit(spec, prompt, request.max_tokens)
-        check_ids(request.sampling, spec.vocabulary)
-        loaded.adapters.number(request.adapter)
-        refuse((request.logprobs or 0) > spec.vocabulary, "logprobs", request.logprobs, f"at most {spec.vocabulary}")
-        most = min(self.settings.max_batch, spec.vocabulary // (1 + len(loaded.end_ids)))
-        refuse(request.beams > 1 and request.beams > most, "beams", request.beams, f"at most {most}")
-        source = None if spec.encoder_layers is None else (*request.prompt, loaded.tokenizer.end_id)
-        for none, why in (
-            (any(spec.prompts), "behind a trained prompt there are none."),
-            (loaded.reads_whole, "the model sees a prompt whole, and predicts none of it."),
-            (source is not None, "a prompt that an encoder reads has none."),
+    def _make_group(self, request: Request) -> SequenceGroup:
+        """Check a request against the model and the KV cache; return its group, still without sequences."""
+        model = self.model
+        spec = model.spec
+        prompt = list(request.prompt) or [model.tokenizer.eos_token_id]
+        check_request_fits(spec, prompt, request.max_tokens)
+        for continuation in request.continuations:
+            check_token_ids(spec, continuation, "continuations")
+        check_logit_bias(request.sampling, spec.vocab_size)
+        model.adapters.number(request.adapter)
+        refuse((request.logprobs or 0) > spec.vocab_size, "logprobs", request.logprobs, f"at most {spec.vocab_size}")
+        # A beam search looks at (1 + number of end tokens) candidates a beam.
+        max_beams = min(self.settings.max_num_seqs, spec.vocab_size // (1 + len(model.eos_token_ids)))
+        too_many = request.num_beams > 1 and request.num_beams > max_beams
+        refuse(too_many, "num_beams", request.num_beams, f"at most {max_beams}")
+        encoder_ids = None
+        decoder_ids = prompt
+        if spec.num_encoder_layers is not None:
+            encoder_ids = spec.prompted((*request.prompt, model.tokenizer.eos_token_id), encoder=True)
+            decoder_ids = [model.decoder_start_token_id]
+        for unsupported, what in (
+            (any(spec.prompts), "prompt tuning"),
+            (model.is_prefix_lm, "prefix language models"),
+            (encoder_ids is not None, "encoder-decoder models"),
         ):
-            if request.prompt_logprobs and none:
-                raise JinguError(why, where="prompt_logprobs", fix="Leave it out.")
-        decoded = spec.prompted(prompt if source is None else (loaded.start_id,))
-        # Beams share the pages that the prompt fills.
-        shared = len(decoded) // self._pages.tokens
-        own = len(decoded) - shared * self._pages.tokens + request.max_tokens
-        tokens = shared * self._pages.tokens + request.beams * own
-        if shared + request.beams * self._pages.needed(own) > self._pages.total:
-            raise JinguError(
-                f"prompt and answer have up to {tokens} tokens, and the key-value cache has room for "
-                f"{self._pages.total * self._pages.tokens}.",
-                where="prompt",
-                fix="Ask for fewer tokens, or give the engine a larger cache.",
-            )
-        read = None if source is None else spec.prompted(source, encoder=True)
-        trained = spec.prompts[0]
-        mutual = range(trained, len(decoded)) if loaded.reads_whole else range(0)
-        return Job(self._next, request, read, decoded, len(source or prompt), trained, mutual)
+            if request.prompt_logprobs and unsupported:
+                raise JinguError(f"unavailable with {what}.", where="prompt_logprobs", fix="Leave it out.")
+        prompt_ids = spec.prompted(decoder_ids)
+        group = SequenceGroup(
+            self._next_request_id,
+            request,
+            encoder_ids,
+            prompt_ids,
+            num_prompt_tokens=len(prompt) if encoder_ids is None else len(request.prompt) + 1,
+            num_virtual_tokens=spec.prompts[0],
+        )
+        if model.is_prefix_lm:
+            group.bidirectional = range(group.num_virtual_tokens, len(prompt_ids))
+        self._check_cache_size(group)
+        return group
 
-    def cancel(self, number: int) -> None:
-        """End a request; the next step tells it of each choice that had not ended. An unknown number is no matter."""
-        job = self._jobs.pop(number, None)
-        if job is None:
+    def _check_cache_size(self, group: SequenceGroup) -> None:
+        """Raise JinguError unless the KV cache has room for a group with all sequences that it forks into."""
+        # Forks share the blocks that the prompt fills.
+        block_size = self._blocks.block_size
+        num_shared = len(group.prompt_ids) // block_size
+        own_tokens = len(group.prompt_ids) - num_shared * block_size + group.request.max_tokens
+        if num_shared + group.num_forks * self._blocks.blocks_for(own_tokens) > self._blocks.num_usable:
+            num_tokens = num_shared * block_size + group.num_forks * own_tokens
+            raise JinguError(
+                f"prompt and output need up to {num_tokens} tokens, and the KV cache has room for "
+                f"{self._blocks.num_usable * block_size}.",
+                where="prompt",
+                fix="Ask for fewer tokens, or give the engine a larger KV cache.",
+            )
+
+    def cancel(self, request_id: int) -> None:
+        """End a request. The next step yields an event for each of its unfinished choices. Unknown ids are ignored."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
             return
-        going = [choice.number for choice in job.choices if choice.finish is None]
-        for place in range(job.request.n) if job.ranks else going:
-            self._events.append(job.event(place, None, "cancelled"))
-        for choice in self._beams(job):
-            self._stop(choice)
-        self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
+        for choice in group.unfinished:
+            self._events.append(group.event(choice, None, "cancelled"))
+        self._scheduler.remove_group(group)
+
+    def defer(self, events: list[Event]) -> None:
+        """Return events with the next step."""
+        self._events = events + self._events
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do, or to tell."""
-        return bool(self._running or self._waiting or self._events)
+        """Whether a step has anything to compute or to return."""
+        return bool(self._scheduler.running or self._scheduler.waiting or self._events)
+
+    def is_finished(self, request_id: int) -> bool:
+        """Return whether a request has no more events, except those of the present step."""
+        return request_id not in self._groups
 
     # A step
 
     def step(self) -> list[Event]:
-        """Compute a token of every choice that takes part; what there is to tell."""
+        """Compute the next tokens of the sequences that the scheduler selects; return all new events."""
         start = time.perf_counter()
-        reading = self._admit()
-        work = self._schedule()
-        if work:
-            self._compute(work, reading)
+        # 1. Let waiting sequences start, and select what is computed.
+        encoding = self._scheduler.admit()
+        scheduled = self._scheduler.schedule(self._propose())
+        if scheduled:
+            # 2. Compute it in one forward pass.
+            logits = self._forward(scheduled, encoding)
+            # 3. Let each sequence take the tokens that follow.
+            self._process(scheduled, logits)
             self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - start
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
-    def _admit(self) -> Choice | None:
-        """Let choices begin, as long as there are pages for their prompts; the one whose source is to be read."""
-        coming = {name for each in self._running for name in each.names[each.done // self._pages.tokens :]}
-        later: deque[Choice] = deque()
-        reading = None
-        while self._waiting and self._fits(self._waiting[0]) and reading is None:
-            choice = self._waiting.popleft()
-            names = [] if not choice.job.shares or _tells_prompt(choice) else self._names(choice, len(choice.ids) - 1)
-            pages = []
-            for name in names:
-                page = self._pages.share(name)
-                if page is None:
-                    break
-                pages.append(page)
-            wanted = self._pages.needed(len(choice.ids) + 1) - len(pages)
-            # What another is about to compute is waited for.
-            if (len(pages) < len(names) and names[len(pages)] in coming) or wanted > self._pages.free:
-                for page in pages:
-                    self._pages.release(page)
-                later.append(choice)
-                if wanted > self._pages.free:
-                    break
-                continue
-            choice.held, choice.done, choice.found = Held(pages), len(pages) * self._pages.tokens, len(pages)
-            self._running.append(choice)
-            coming |= set(names[len(pages) :])
-            if not choice.job.begun:
-                choice.job.begun = time.perf_counter()
-                choice.job.cached_tokens = max(choice.done - choice.job.trained, 0)
-                self._stats.prefix_hits += choice.job.cached_tokens
-            reading = choice if choice.job.source is not None else None
-        self._waiting = later + self._waiting
-        return reading
-
-    def _fits(self, choice: Choice) -> bool:
-        """Whether one more can be made, with as many beams as it will have."""
-        running = [each.job for each in self._running]
-        beams = sum(job.request.beams for job in {id(job): job for job in running if job.searches}.values())
-        return sum(not job.searches for job in running) + beams + choice.job.request.beams <= self.settings.max_batch
-
-    def _names(self, choice: Choice, tokens: int) -> list[bytes]:
-        """Names of a choice's pages, of those at least that so many of its tokens fill."""
-        names, size = choice.names, self._pages.tokens
-        for first in range(len(names) * size, tokens // size * size, size):
-            before = names[-1] if names else (choice.job.request.adapter or "").encode()
-            names.append(name_of(before, choice.ids[first : first + size]))
-        return names
-
-    def _schedule(self) -> list[_Work]:
-        """What the choices that take part in this step compute, those with one token first."""
-        work, room, guessed = [], self.settings.prefill_chunk, self._guess()
-        for choice in list(self._running):
-            whole = room > 0 and choice.done < choice.job.mutual.stop
-            count = choice.left if whole or choice.left == 1 else min(choice.left, room)
-            if choice not in self._running or count < 1:
-                continue
-            guesses = guessed.get(choice, [])
-            pages, last = choice.held.pages, choice.done // self._pages.tokens
-            copies = last < len(pages) and self._pages.shared(pages[last])  # with another beam, which writes there too
-            wanted = self._pages.needed(choice.done + count + len(guesses)) - len(pages) + copies
-            if guesses and wanted > self._pages.free:
-                guesses, wanted = [], self._pages.needed(choice.done + count) - len(pages)
-            while wanted > self._pages.free and choice in self._running:
-                self._set_back(self._running[-1])
-            if choice not in self._running:
-                continue
-            taken = [self._pages.take() for _ in range(wanted)]
-            if copies:
-                self._cache.copy(pages[last], taken[0])
-                self._pages.release(pages[last])
-                pages[last] = taken.pop(0)
-            pages += taken
-            room -= count if choice.left > 1 else 0
-            work.append(_Work(choice, count, guesses))
-        work = [each for each in work if each.choice in self._running]
-        return sorted(work, key=lambda each: each.count + len(each.guesses) > 1)
-
-    def _guess(self) -> dict[Choice, list[int]]:
-        """Tokens that are guessed to follow."""
-        wanted = {}
-        for choice in [each for each in self._running if each.left == 1 and not each.job.searches]:
-            most = min(self._guesses, choice.job.request.max_tokens - len(choice.generated) - 1)
-            if most > 0:
-                wanted[choice] = most
-        if self._draft is None:
-            return {choice: _looked_up(choice, most) for choice, most in wanted.items()}
+    def _propose(self) -> dict[Sequence, list[int]]:
+        """Return draft tokens for the sequences that decode."""
+        max_tokens = {}
+        if self._num_draft_tokens:
+            for sequence in self._scheduler.running:
+                # The last token of an output needs no draft: the model samples one more than it verifies.
+                room = sequence.group.request.max_tokens - len(sequence.output_ids) - 1
+                if sequence.num_uncomputed == 1 and not sequence.group.forks and room > 0:
+                    max_tokens[sequence] = min(self._num_draft_tokens, room)
         start = time.perf_counter()
-        guessed = self._draft.propose(wanted)
-        self._stats.model_seconds += time.perf_counter() - start
-        return guessed
+        drafts = self._speculator.propose(max_tokens)
+        self._stats.forward_seconds += time.perf_counter() - start
+        return drafts
 
-    def _set_back(self, choice: Choice) -> None:
-        """Let a choice wait, and be computed anew later; a search begins anew, with all its beams."""
-        job = choice.job
-        for each in self._beams(job) if job.searches else [choice]:
-            self._stop(each)
-        job.found.clear()
-        self._waiting.appendleft(job.choices[choice.number])
+    def _forward(self, scheduled: list[ScheduledSequence], encoding: Sequence | None) -> list[Tensor]:
+        """Compute scheduled tokens and draft tokens. Return for each sequence the logits [N, V] that it needs."""
+        chunks = []
+        for item in scheduled:
+            sequence = item.sequence
+            first = sequence.num_computed
+            ids = [*sequence.token_ids[first : first + item.num_tokens], *item.draft_tokens]
+            chunks.append(SequenceChunk(sequence.table, first, ids, sequence.group.bidirectional))
+        tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, encoding.table if encoding else None)
+        # Logits are needed after a sequence's last token and after its draft tokens, unless its prompt goes on; or
+        # after every token, where log-probabilities of the prompt or of a continuation are wanted.
+        rows: list[int] = []
+        counts = []
+        adapter_rows = []
+        for item, chunk, start in zip(scheduled, chunks, starts, strict=True):
+            sequence = item.sequence
+            end = start + len(chunk.ids)
+            count = 1 + len(item.draft_tokens) if item.num_tokens == sequence.num_uncomputed else 0
+            if sequence.wants_prompt_logprobs or sequence.score_targets is not None:
+                count = len(chunk.ids)
+            rows += range(end - count, end)
+            counts.append(count)
+            adapter_rows.append((start, len(chunk.ids), self.model.adapters.number(sequence.group.request.adapter)))
+        device = self._runner.cache.device
+        with self.model.adapters.select(adapter_rows, tokens_BT.shape[1], device):
+            source_BS = torch.tensor([encoding.group.encoder_ids], device=device) if encoding else None
+            begin = time.perf_counter()
+            logits_NV = self._runner.compute_logits(tokens_BT, positions_BT, rows, source_BS)
+            self._stats.forward_seconds += time.perf_counter() - begin
+        return list(logits_NV.split(counts))
 
-    def _beams(self, job: Job) -> list[Choice]:
-        return [each for each in self._running if each.job is job]
+    def _process(self, scheduled: list[ScheduledSequence], logits: list[Tensor]) -> None:
+        """Advance every sequence by what was computed."""
+        beams: dict[SequenceGroup, list[Tensor]] = {}
+        for item, logits_NV in zip(scheduled, logits, strict=True):
+            sequence = item.sequence
+            group = sequence.group
+            first = sequence.num_computed
+            if sequence.wants_prompt_logprobs:
+                self._add_prompt_logprobs(group, first, logits_NV)
+            sequence.num_computed += item.num_tokens
+            if sequence.score_targets is not None:
+                sequence.add_scores(logits_NV)
+            elif not sequence.num_uncomputed and not group.forks:
+                self._accept(sequence, item.draft_tokens, logits_NV)
+            if sequence.finish_reason == "error":
+                self._scheduler.discard_content(sequence)
+            else:
+                self._scheduler.mark_computed(sequence, first)
+            if sequence.finish_reason is not None:
+                self._scheduler.remove(sequence)
+            elif group.request.num_beams > 1 and not sequence.num_uncomputed:
+                beams.setdefault(group, []).append(logits_NV[0])
+            elif group.request.continuations and not sequence.num_uncomputed:
+                self._advance_scores(sequence, logits_NV)
+        for group, beam_logits in beams.items():
+            self._advance_beams(group, torch.stack(beam_logits))
 
-    def _stop(self, choice: Choice) -> None:
-        self._running.remove(choice)
-        if choice.left > 1:  # nobody has seen whether its scores are finite numbers
-            self._clear(choice, choice.found)
-        for page in choice.held.pages:
-            self._pages.release(page)
+    def _accept(self, sequence: Sequence, draft_tokens: list[int], logits_NV: Tensor) -> None:
+        """Sample tokens as long as they are the draft tokens, and one more. Logits after a rejected one are void."""
+        self._stats.draft_tokens += len(draft_tokens)
+        for draft_token, logits_V in zip([*draft_tokens, None], logits_NV[-1 - len(draft_tokens) :], strict=True):
+            self._stats.generated_tokens += 1
+            self._emit(sequence, sequence.sample(logits_V))
+            if sequence.finish_reason is not None or sequence.token_ids[-1] != draft_token:
+                return
+            sequence.num_computed += 1
+            self._stats.accepted_tokens += 1
 
-    def _compute(self, work: list[_Work], reading: Choice | None) -> None:
-        parts = []
-        for each in work:
-            choice, done = each.choice, each.choice.done
-            ids = [*choice.ids[done : done + each.count], *each.guesses]
-            parts.append(Part(choice.held, done, ids, choice.job.mutual))
-        tokens_BT, positions_BT, starts = self._cache.plan(parts, reading.held if reading else None)
-        rows, taken = [], []
-        for each, part, start in zip(work, parts, starts, strict=True):
-            choice, end = each.choice, start + len(part.ids)
-            scored = 1 + len(each.guesses) if each.count == choice.left else 0
-            rows.append(range(start if _tells_prompt(choice) else end - scored, end))
-            taken.append((start, len(part.ids), self.loaded.adapters.number(choice.job.request.adapter)))
-        with self.loaded.adapters.chosen(taken, tokens_BT.shape[1], self._device):
-            source_BS = torch.tensor([reading.job.source], device=self._device) if reading else None
-            begun = time.perf_counter()
-            wanted = [row for each in rows for row in each]
-            logits_NV = scores(self.loaded, self._cache, tokens_BT, positions_BT, wanted, source_BS, self._graphs)
-            self._stats.model_seconds += time.perf_counter() - begun
-        first, beams = 0, dict[int, list[Tensor]]()
-        for each, own in zip(work, rows, strict=True):
-            self._take(each, logits_NV[first : first + len(own)])
-            if each.choice.job.searches and not each.choice.left:
-                beams.setdefault(each.choice.job.number, []).append(logits_NV[first])
-            first += len(own)
-        for number, found in beams.items():
-            self._extend(self._jobs[number], torch.stack(found))
-
-    def _take(self, work: _Work, logits_NV: Tensor) -> None:
-        """Take the tokens that follow what is computed, as far as they were guessed; name the pages that are full."""
-        choice, size = work.choice, self._pages.tokens
-        if _tells_prompt(choice):
-            self._tell_prompt(choice.job, choice.done, logits_NV)
-        before, choice.done = choice.done, choice.done + work.count
-        if not choice.left and not choice.job.searches:
-            self._stats.guessed_tokens += len(work.guesses)
-            for guess, logits_V in zip([*work.guesses, None], logits_NV[-1 - len(work.guesses) :], strict=True):
-                self._stats.generated_tokens += 1
-                self._tell(choice, choice.take(logits_V))
-                if choice.finish is not None or choice.ids[-1] != guess:
-                    break
-                choice.done += 1
-                self._stats.right_guesses += 1
-        if choice.finish == "error":
-            self._clear(choice)
-        elif choice.job.shares:
-            names = self._names(choice, choice.done)
-            for number in range(before // size, choice.done // size):
-                self._pages.name(choice.held.pages[number], names[number])
-        if choice.finish is not None:
-            self._stop(choice)
-
-    def _clear(self, choice: Choice, first: int = 0) -> None:
-        """Before a choice goes whose scores were wrong, or may be: what its pages hold, from one on, is found by
-        nobody."""
-        own = [page for page in choice.held.pages[first:] if not self._pages.shared(page)]
-        self._cache.clear(own)
-        for page in own:
-            self._pages.forget(page)
-
-    def _extend(self, job: Job, logits_KV: Tensor) -> None:
-        """Let the best continuations of all beams go on in their place, or tell what was found."""
-        before = self._beams(job)
-        place = self._running.index(before[0])
-        going = extend(job, before, logits_KV)
-        for beam in going or ():
-            for page in beam.held.pages:
-                self._pages.hold(page)
-        for each in before:
-            if going is None:
-                self._clear(each)
-            self._stop(each)
-        self._running[place:place] = going or ()
-        if not going:
-            del self._jobs[job.number]
-            events = hypotheses(job, self.loaded, going is None)
+    def _advance_beams(self, group: SequenceGroup, logits_KV: Tensor) -> None:
+        """Replace a group's beams by the best continuations of all of them, or end its search."""
+        parents = self._scheduler.running_of(group)
+        survivors = advance_beams(group, parents, logits_KV)
+        if survivors is None:
+            for beam in parents:
+                self._scheduler.discard_content(beam)
+        self._scheduler.fork(parents, survivors or [])
+        if not survivors:
+            del self._groups[group.request_id]
+            events = hypothesis_events(group, self.model, failed=survivors is None)
             self._stats.generated_tokens += sum(event.token is not None for event in events)
             self._events += events
 
-    def _tell(self, choice: Choice, event: Event) -> None:
-        job = choice.job
-        if job.ranks:
-            job.held.setdefault(choice.number, []).append(event)
+    def _advance_scores(self, sequence: Sequence, logits_NV: Tensor) -> None:
+        """Fork the context of continuations where it is complete; or take the score of a continuation that is."""
+        group = sequence.group
+        if sequence.score_targets is None:
+            forks = [sequence.fork_to_score(index) for index in group.unfinished]
+            for fork in forks:
+                # The context's last row predicts the first token of each.
+                fork.add_scores(logits_NV[-1:])
+            self._scheduler.fork([sequence], forks)
+            complete = [fork for fork in forks if not fork.num_uncomputed]
+        else:
+            complete = [sequence]
+        for fork in complete:
+            score = Score(sum(fork.token_logprobs), tuple(fork.token_logprobs), fork.is_greedy)
+            group.scores[fork.index] = score
+            if math.isnan(score.logprob):
+                self._scheduler.discard_content(fork)
+                self._events.append(group.event(fork.index, None, "error", error=NON_FINITE_LOGITS))
+            else:
+                self._events.append(group.event(fork.index, None, "length", score.logprob, score=score))
+            self._scheduler.remove(fork)
+        if not group.unfinished:
+            del self._groups[group.request_id]
+
+    def _emit(self, sequence: Sequence, event: Event) -> None:
+        """Return an event with this step; or, where only the best choices are returned, when all are complete."""
+        group = sequence.group
+        if group.returns_best:
+            group.pending_events.setdefault(sequence.index, []).append(event)
         else:
             self._events.append(event)
-        if any(each.finish is None for each in job.choices):
+        if any(other.finish_reason is None for other in group.sequences):
             return
-        del self._jobs[job.number]
-        if job.ranks:
-            self._events += likeliest(job)
+        del self._groups[group.request_id]
+        if group.returns_best:
+            self._events += select_best_events(group)
 
-    def _tell_prompt(self, job: Job, first: int, logits_NV: Tensor) -> None:
-        """Log-probabilities of the tokens after the first so many."""
-        text, top = self.loaded.tokenizer.decode, job.request.logprobs or 0
-        tokens = [] if first else [Token(job.prompt[0], text([job.prompt[0]], special=True))]
-        for id_, logits_V in zip(job.prompt[first + 1 :], logits_NV, strict=False):
-            tokens.append(Token(id_, text([id_], special=True), *told(logits_V, id_, top)))
-        job.told = (*(job.told if first else ()), *tokens)
+    def _add_prompt_logprobs(self, group: SequenceGroup, first: int, logits_NV: Tensor) -> None:
+        """Add the log-probabilities of the prompt's tokens after the first `first` ones."""
+        decode = self.model.tokenizer.decode
+        tokens = list(group.prompt_logprobs) if first else []
+        if not first:
+            # Nothing predicts the first token.
+            tokens.append(Token(group.prompt_ids[0], decode([group.prompt_ids[0]], keep_special_tokens=True)))
+        for token_id, logits_V in zip(group.prompt_ids[first + 1 :], logits_NV, strict=False):
+            text = decode([token_id], keep_special_tokens=True)
+            tokens.append(Token(token_id, text, *top_logprobs(logits_V, token_id, group.request.logprobs or 0)))
+        group.prompt_logprobs = tuple(tokens)
 
     def stats(self) -> EngineStats:
-        """What the engine does and has done."""
-        size = self._pages.tokens
-        held = {
-            page: min(each.done - place * size, size)
-            for each in self._running
-            for place, page in enumerate(each.held.pages[: self._pages.needed(each.done)])
-        }
+        """Return what the engine is doing, and totals since its start."""
+        offloader = self.model.expert_offloader
         return replace(
             self._stats,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            pages_used=self._pages.total - self._pages.free,
-            cached_tokens=sum(held.values()),
-            experts=None if self.loaded.residency is None else self.loaded.residency.stats(),
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            used_blocks=self._blocks.num_usable - self._blocks.num_free,
+            cached_tokens=self._scheduler.cached_tokens(),
+            prefix_cache_hits=self._scheduler.prefix_cache_hits,
+            experts=None if offloader is None else offloader.stats(),
         )
-
-    def run(self, requests: Sequence[Request]) -> list[str]:
-        """Answer requests, all at once: of each the text of its first choice."""
-        texts = {self.submit(request): "" for request in requests}
-        while self.busy:
-            for event in self.step():
-                if event.request in texts and event.choice == 0 and event.token is not None:
-                    texts[event.request] += event.token.text
-        return list(texts.values())
-
-
-def _looked_up(choice: Choice, most: int) -> list[int]:
-    """What followed the last tokens where they stood before, the latest such place."""
-    ids = choice.ids
-    for size in (3, 2):
-        for place in range(len(ids) - size - 1, -1, -1):
-            if ids[place : place + size] == ids[-size:]:
-                return ids[place + size : place + size + most]
-    return []
-
-
-def _tells_prompt(choice: Choice) -> bool:
-    """Whether the scores after every token of the prompt are wanted."""
-    return choice.job.request.prompt_logprobs and choice.number == 0 and not choice.generated
-
-
-def _pages(spec: ModelSpec, settings: EngineSettings, parameter: Tensor) -> int:
-    """Pages of the cache, those that no sequence owns among them."""
-    size, room = page_bytes(spec, settings.page_tokens, parameter.itemsize), settings.cache_bytes
-    if room is None:
-        wanted = settings.max_batch * -(-spec.context // settings.page_tokens) * size
-        room = min(wanted, total_memory(parameter.device) // 4)
-    return max(room // size, 1) + 2

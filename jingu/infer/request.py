@@ -1,4 +1,4 @@
-"""What the engine is asked, and what it answers."""
+"""What goes into the engine (requests) and what comes out of it (events, scores)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jingu.errors import JinguError, counted, refuse
-from jingu.infer.sampling import Sampling
+from jingu.errors import JinguError, pluralize, refuse
+from jingu.infer.sampling import SamplingParams
 from jingu.model.spec import ModelSpec
 
-Finish = Literal["end", "stop", "length", "cancelled", "error", "refused"]
+FinishReason = Literal["end", "stop", "length", "cancelled", "error", "refused"]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the text must be.
+    """A constraint on the output (structured output).
 
     Attributes:
-        kind: a JSON value that a schema allows, any JSON object, or what a regular expression matches in whole.
-        value: the schema as JSON, or the expression; of any JSON object, nothing.
+        kind: JSON that matches a schema, any JSON object, or text that a regular expression matches as a whole.
+        value: the JSON schema or the regular expression; empty for any JSON object.
     """
 
     kind: Literal["json_schema", "json", "regex"]
@@ -28,76 +28,84 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue, or, of a model with an encoder, to answer.
+    """A prompt to continue; or with continuations, a context after which these are scored and nothing is generated.
 
     Attributes:
-        prompt: ids; empty to begin a new document. With an encoder, what it reads: the engine adds the end token.
-        sampling: how tokens are chosen. Choices of one request differ by their number, which changes the seed.
-        max_tokens: most tokens of a choice.
-        stop: the text ends before the first of these.
-        logprobs: alternatives to tell beside each token; 0 tells the token's own log-probability; None: nothing.
-            All are of the model's own distribution, before penalties, temperature and the like.
-        prompt_logprobs: whether to tell log-probabilities of the prompt's tokens, too (of a decoder's).
-        n: choices to answer with.
-        best_of: choices to make; the `n` that the model finds likeliest a token are told, when all are made.
-        beams: hypotheses of a beam search; 1: none. The `n` best are told at the end.
-        length_penalty: of a beam search, the power of the length (in tokens, the end's too) that divides a
-            hypothesis's log-probability.
-        constraint: what the text must be.
-        adapter: name of the adapter to compute with; None: none.
-        ignore_end: whether to go on after an end token.
+        prompt: token ids; empty to start a new document. An encoder-decoder reads them in its encoder, and the engine
+            appends the end token.
+        sampling: sampling parameters. The choices of one request differ by their index, which changes the seed.
+        max_tokens: the most tokens of a choice.
+        stop: the text ends before the first of these strings.
+        logprobs: alternatives to report with each token; 0: the token's own log-probability only; None: nothing. All
+            are of the model's own distribution, before penalties, temperature and truncation.
+        prompt_logprobs: whether to report log-probabilities of the prompt's tokens too (decoders only).
+        n: choices to return.
+        best_of: choices to generate, of which the `n` with the highest log-probability per token are returned, when
+            all are complete; None: `n`.
+        num_beams: beams of beam search; 1: no beam search. The `n` best hypotheses are returned at the end.
+        length_penalty: in beam search, a hypothesis's log-probability is divided by its length (in tokens, with the
+            end token) to this power.
+        constraint: constraint on the output.
+        adapter: name of the LoRA adapter to use; None: the base model.
+        ignore_eos: whether to continue after an end token.
+        continuations: token ids to score after the prompt, one event with a `Score` for each.
     """
 
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: bool = False
     n: int = 1
     best_of: int | None = None
-    beams: int = 1
+    num_beams: int = 1
     length_penalty: float = 1.0
     constraint: Constraint | None = None
     adapter: str | None = None
-    ignore_end: bool = False
+    ignore_eos: bool = False
+    continuations: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise JinguError(f"{self.max_tokens} tokens were asked for.", where="max_tokens", fix="Ask for 1 or more.")
+        refuse(self.max_tokens < 1, "max_tokens", self.max_tokens, "1 or more")
         if "" in self.stop:
             raise JinguError("a stop string is empty.", where="stop", fix="Leave it out.")
+        if () in self.continuations:
+            raise JinguError("a continuation is empty.", where="continuations", fix="Leave it out.")
         refuse(self.logprobs is not None and self.logprobs < 0, "logprobs", self.logprobs, "0 or more")
         refuse(self.n < 1, "n", self.n, "1 or more")
-        refuse(self.beams < 1, "beams", self.beams, "1 or more")
-        made = self.best_of if self.beams == 1 else self.beams
-        name = "best_of" if self.beams == 1 else "beams"
-        refuse(made is not None and made < self.n, name, made, f"at least as many as n, {self.n}")
-        if self.beams > 1 and (self.sampling.temperature > 0 or self.best_of is not None):
+        refuse(self.num_beams < 1, "num_beams", self.num_beams, "1 or more")
+        if self.num_beams > 1:
+            refuse(self.num_beams < self.n, "num_beams", self.num_beams, f"at least n, {self.n}")
+            self._check_beam_search()
+        elif self.best_of is not None:
+            refuse(self.best_of < self.n, "best_of", self.best_of, f"at least n, {self.n}")
+
+    def _check_beam_search(self) -> None:
+        if self.sampling.temperature > 0 or self.best_of is not None:
             raise JinguError(
-                "a beam search takes the likeliest, and draws nothing.",
-                where="beams",
-                fix="Leave temperature at 0 and best_of out.",
+                "beam search is greedy and does not sample.",
+                where="num_beams",
+                fix="Set temperature to 0 and leave best_of out.",
             )
-        if self.beams > 1 and (self.stop or self.constraint or self.logprobs is not None or self.prompt_logprobs):
+        if self.stop or self.constraint or self.logprobs is not None or self.prompt_logprobs:
             raise JinguError(
-                "a beam search tells whole hypotheses with a score of each, and has no stop strings, constraints or "
-                "log-probabilities of tokens.",
-                where="beams",
-                fix="Leave stop, constraint, logprobs and prompt_logprobs out, or beams.",
+                "beam search does not support stop strings, constraints and log-probabilities of tokens.",
+                where="num_beams",
+                fix="Leave out stop, constraint, logprobs and prompt_logprobs, or num_beams.",
             )
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a prompt or an answer.
+    """A token of a prompt or of an output.
 
     Attributes:
-        id: its id.
-        text: the text that it settles: often none (half a character, what may begin a stop string), and with the last
-            token all that was held back. The texts of a choice's tokens make the answer.
-        logprob: its log-probability by the model, where asked for; None for the first token of a prompt.
-        top: the likeliest tokens in its place with theirs, as many as were asked for.
+        id: token id.
+        text: the text that the token completes: often none (part of a character, or of a possible stop string). The
+            texts of a choice's tokens make its output; the last token brings what was withheld.
+        logprob: log-probability by the model, where requested; None for the first token of a prompt.
+        top: (id, log-probability) of the most likely tokens at this position, as many as requested.
     """
 
     id: int
@@ -107,57 +115,81 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A step of one choice of a request.
+class Score:
+    """Log-probabilities of a continuation, in nats, by the model's own distribution.
 
     Attributes:
-        request: number that `submit` gave.
-        choice: 0 to n - 1.
-        token: None where a request ends without one (cancelled, error, refused).
-        finish: on the last event of a choice, why it ends.
-        error: of finish "error", what went wrong; of "refused", why what was asked cannot be gone on with.
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: of these, those whose keys and values another request had left.
-        begun: when the engine began to compute it, by `time.perf_counter`; 0: it has not.
-        prompt: on the first event of choice 0, where asked for, the prompt's tokens with their log-probabilities.
-        logprob: of the choice so far, the sum over its tokens; of a beam search, the hypothesis's score.
+        logprob: sum over the tokens.
+        token_logprobs: of each token.
+        is_greedy: whether greedy decoding would generate exactly this continuation.
     """
 
-    request: int
+    logprob: float
+    token_logprobs: tuple[float, ...]
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step of the engine yields for one choice of a request.
+
+    Attributes:
+        request_id: the number that `submit` returned.
+        choice: index of the choice, 0 to n - 1, or of the continuation.
+        token: None where the choice ends without one (cancelled, error, refused), and for scores.
+        finish_reason: why the choice ends; None before its last event.
+        error: what went wrong, for the finish reasons "error" and "refused".
+        prompt_tokens: number of tokens of the prompt.
+        cached_tokens: how many of these were found in the prefix cache.
+        start_time: when the engine started the request, by `time.perf_counter`; 0: it has not.
+        prompt_logprobs: on the first event of choice 0, where requested, the prompt's tokens.
+        cumulative_logprob: sum over the choice's tokens so far; in beam search, the hypothesis's score.
+        score: of a continuation.
+    """
+
+    request_id: int
     choice: int
     token: Token | None
-    finish: Finish | None
+    finish_reason: FinishReason | None
     error: str | None
     prompt_tokens: int
     cached_tokens: int
-    begun: float = field(default=0.0, compare=False)  # the same is said, whenever it is
-    prompt: tuple[Token, ...] = ()
-    logprob: float = 0.0
+    start_time: float = field(default=0.0, compare=False)  # events are equal whenever they come
+    prompt_logprobs: tuple[Token, ...] = ()
+    cumulative_logprob: float = 0.0
+    score: Score | None = None
 
 
-def check_fit(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
-    """Raise JinguError unless prompt and answer fit the model."""
-    room = room_after(spec, len(prompt))
+def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
+    """Raise JinguError unless prompt and output fit the model's context and vocabulary."""
+    room = max_new_tokens(spec, len(prompt))
     if max_tokens > room:
-        fix = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
-        more = f"{max_tokens:,} more {'was' if max_tokens == 1 else 'were'}"
+        fix = f"Ask for at most {room} tokens or shorten the prompt." if room > 0 else "Shorten the prompt."
         raise JinguError(
-            f"the prompt has {counted(len(prompt), 'token')} and {more} asked for, but the model's "
-            f"context is {spec.context} tokens.",
+            f"the prompt's {pluralize(len(prompt), 'token')} and {max_tokens:,} new "
+            f"{'token' if max_tokens == 1 else 'tokens'} exceed the model's context of {spec.max_position_embeddings}.",
             where="prompt",
-            fix=f"{fix}{' or shorten the prompt' if room > 0 else ''}.",
+            fix=fix,
         )
-    if max(prompt) >= spec.vocabulary or min(prompt) < 0:
+    check_token_ids(spec, prompt, "prompt")
+
+
+def check_token_ids(spec: ModelSpec, ids: Sequence[int], where: str) -> None:
+    """Raise JinguError unless token ids are in the model's vocabulary."""
+    if max(ids) >= spec.vocab_size or min(ids) < 0:
         raise JinguError(
-            f"the prompt has token ids beyond the model's vocabulary of {spec.vocabulary}.",
-            where="prompt",
+            f"there are token ids outside the model's vocabulary of {spec.vocab_size}.",
+            where=where,
             fix="Use the tokenizer that the model was trained with.",
         )
 
 
-def room_after(spec: ModelSpec, prompt: int) -> int:
-    """Tokens that can be generated after a prompt of so many."""
-    if spec.encoder_layers is None:
-        return spec.context - prompt - spec.prompts[0]
-    # In the encoder the end token follows it.
-    return spec.context - spec.prompts[0] if prompt + spec.prompts[1] < spec.context else 0
+def max_new_tokens(spec: ModelSpec, prompt_tokens: int) -> int:
+    """Return how many tokens can be generated after a prompt of this length."""
+    context = spec.max_position_embeddings
+    decoder_prompt, encoder_prompt = spec.prompts
+    if spec.num_encoder_layers is None:
+        return context - prompt_tokens - decoder_prompt
+    # The encoder also reads the end token.
+    fits_encoder = prompt_tokens + encoder_prompt < context
+    return context - decoder_prompt if fits_encoder else 0

@@ -1,34 +1,41 @@
-"""Choosing the next token. The definitions are those of transformers' logits processors, in their order; presence and
-frequency penalties and the bias are those of OpenAI's interface.
+"""Sampling of the next token. The definitions, and their order, are those of transformers' logits processors; presence
+and frequency penalties and the logit bias are those of OpenAI's API.
 
-Shapes: V vocabulary.
+Shapes: N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
 
+if TYPE_CHECKING:
+    from jingu.infer.structured_output import Grammar
+
+NON_FINITE_LOGITS = "the model's logits are not finite"
+
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. In this order: bias, penalties, temperature, top-k, top-p, min-p.
+class SamplingParams:
+    """Parameters of sampling, applied in this order: bias, penalties, temperature, top-k, top-p, min-p.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token (greedy).
-        top_k: sample among this many likeliest tokens; None: all.
-        top_p: sample among the likeliest tokens whose probabilities first reach this sum; 1: all.
-        repetition_penalty: above 1 makes tokens of the prompt and of the text so far less likely (Keskar et al., 2019).
-        seed: of the random choices; the same seed gives the same text.
-        min_p: sample among tokens at least this share as likely as the likeliest (Nguyen et al., 2024).
-        presence_penalty: subtracted from the logits of tokens that the text so far has, not counting the prompt.
-        frequency_penalty: subtracted as often as the text so far has the token.
-        logit_bias: token id → what is added to its logit; -inf forbids it.
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_k: sample among this many most likely tokens; None: all.
+        top_p: sample among the most likely tokens whose probabilities first reach this sum; 1: all.
+        repetition_penalty: above 1 makes tokens of the prompt and of the output so far less likely (Keskar et al.,
+            2019).
+        seed: of the random numbers; the same seed gives the same text.
+        min_p: sample among tokens whose probability is at least this fraction of the largest (Nguyen et al., 2024).
+        presence_penalty: subtracted once from the logits of tokens that the output already contains.
+        frequency_penalty: subtracted from a token's logit for each time that the output contains it.
+        logit_bias: token id → value added to its logit; -inf forbids the token.
     """
 
     temperature: float = 0.0
@@ -49,71 +56,136 @@ class Sampling:
         refuse(not 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
 
     @property
-    def penalises(self) -> bool:
-        """Whether logits depend on the tokens so far, or have a bias."""
-        plain = self.repetition_penalty == 1.0 and not self.presence_penalty and not self.frequency_penalty
-        return not plain or bool(self.logit_bias)
+    def changes_logits(self) -> bool:
+        """Whether bias or penalties change the logits."""
+        penalizes = self.repetition_penalty != 1.0 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalizes or bool(self.logit_bias)
 
 
-def choose(scores_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token's id.
+class SamplingError(Exception):
+    """No token can be sampled: the sequence ends with this finish reason."""
+
+    def __init__(self, reason: Literal["error", "refused"], message: str) -> None:
+        super().__init__(message)
+        self.reason: Literal["error", "refused"] = reason
+
+
+class Sampler:
+    """Samples the tokens of one sequence, with random numbers and a grammar of its own.
 
     Args:
-        scores_V: scores of the next token, after bias and penalties; fp32.
-        generator: on the CPU; not used when greedy.
+        grammar: of the output; None: any text.
     """
-    if sampling.temperature == 0:
-        return int(scores_V.numpy().argmax())  # several times as fast as the tensor's own
-    # The first of exponential waiting times at these rates. `torch.multinomial` draws so, too, and takes three times as
-    # long to make the times. In fp64: in fp32 the shortest would be too long for what is very unlikely.
-    waits_V = torch.rand(len(scores_V), dtype=torch.float64, generator=generator).log_().neg_()
-    return int((probabilities(scores_V, sampling) / waits_V).numpy().argmax())
+
+    def __init__(self, params: SamplingParams, seed: int, grammar: Grammar | None = None) -> None:
+        self.params = params
+        self._grammar = grammar
+        self._generator = torch.Generator().manual_seed(seed & 0xFFFF_FFFF_FFFF_FFFF)
+
+    def sample(self, logits_V: Tensor, prompt: Sequence[int], output: Sequence[int]) -> int:
+        """Return the next token's id. Raise SamplingError where there is none.
+
+        Args:
+            logits_V: of the model, in fp32 or fp64 on the CPU.
+            prompt: ids of the prompt, which the repetition penalty also counts.
+            output: ids generated so far.
+        """
+        logits_V = apply_penalties(logits_V, prompt, output, self.params)
+        if self._grammar is not None:
+            logits_V = self._grammar.mask_logits(logits_V)
+            if self._grammar.error is not None:
+                raise SamplingError("refused", f"the output constraint was given up here ({self._grammar.error})")
+        # NaN and +inf fail this test; so does a row in which every token is forbidden.
+        if not logits_V.max().isfinite():
+            raise SamplingError("error", NON_FINITE_LOGITS)
+        return sample_token(logits_V, self.params, self._generator)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance the grammar by a token; return whether the output is complete."""
+        return self._grammar is not None and self._grammar.accept(token_id)
+
+    def clone_generator(self) -> torch.Generator:
+        """Return a generator of the same random numbers, for draft tokens."""
+        return torch.Generator().set_state(self._generator.get_state())
+
+    def draft(
+        self, logits_V: Tensor, prompt: Sequence[int], output: Sequence[int], generator: torch.Generator
+    ) -> int | None:
+        """Return the token that `sample` would return for a draft model's logits; None where they are not finite."""
+        logits_V = apply_penalties(logits_V, prompt, output, self.params)
+        return sample_token(logits_V, self.params, generator) if logits_V.max().isfinite() else None
 
 
-def penalised(logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling) -> Tensor:
-    """Scores after bias and penalties.
+def sample_token(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """Return the next token's id.
 
-    Repetition: scores of tokens of either text are divided by the penalty if positive, else multiplied.
+    Args:
+        logits_V: after bias and penalties; fp32.
+        generator: on the CPU; not used by greedy sampling.
     """
-    if not sampling.penalises:
+    if params.temperature == 0:
+        return int(logits_V.numpy().argmax())  # several times as fast as the tensor's own
+    # The exponential race: the first arrival among exponential waiting times at these rates is a sample.
+    # `torch.multinomial` does the same, and takes three times as long to draw the times. In fp64: in fp32 the shortest
+    # time would be too long for very unlikely tokens.
+    times_V = torch.rand(len(logits_V), dtype=torch.float64, generator=generator).log_().neg_()
+    return int((token_probs(logits_V, params) / times_V).numpy().argmax())
+
+
+def apply_penalties(logits_V: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> Tensor:
+    """Return logits after bias and penalties.
+
+    The repetition penalty divides positive logits of tokens of prompt and output, and multiplies negative ones.
+    """
+    if not params.changes_logits:
         return logits_V
-    scores_V = logits_V.clone()
-    if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias))
-        scores_V[ids] += torch.tensor(list(sampling.logit_bias.values()))
-    if sampling.repetition_penalty != 1.0 and (prompt or generated):
-        ids = torch.tensor(sorted({*prompt, *generated}))
-        seen, penalty = scores_V[ids], sampling.repetition_penalty
-        scores_V[ids] = torch.where(seen < 0, seen * penalty, seen / penalty)
-    if generated and (sampling.presence_penalty or sampling.frequency_penalty):
-        ids, counts = torch.tensor(generated).unique(return_counts=True)
-        scores_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-    return scores_V
+    logits_V = logits_V.clone()
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias))
+        logits_V[ids] += torch.tensor(list(params.logit_bias.values()))
+    if params.repetition_penalty != 1.0 and (prompt or output):
+        ids = torch.tensor(sorted({*prompt, *output}))
+        repeated = logits_V[ids]
+        penalty = params.repetition_penalty
+        logits_V[ids] = torch.where(repeated < 0, repeated * penalty, repeated / penalty)
+    if output and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(output).unique(return_counts=True)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    return logits_V
 
 
-def probabilities(scores_V: Tensor, sampling: Sampling) -> Tensor:
-    """Probability of each token under temperature, then top-k, then top-p, then min-p."""
-    scores_V = scores_V / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < scores_V.numel():
-        least = scores_V.topk(sampling.top_k).values[-1]
-        scores_V = scores_V.masked_fill(scores_V < least, -torch.inf)
-    if sampling.top_p < 1.0:
-        ascending_V, order_V = scores_V.sort()
-        dropped_V = ascending_V.softmax(0).cumsum(0) <= 1.0 - sampling.top_p
-        dropped_V[-1] = False
-        scores_V = scores_V.masked_fill(dropped_V.scatter(0, order_V, dropped_V), -torch.inf)
-    probability_V = scores_V.softmax(0)
-    if sampling.min_p > 0:
-        kept_V = probability_V.where(probability_V >= sampling.min_p * probability_V.max(), 0)
-        return kept_V / kept_V.sum()
-    return probability_V
+def token_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return the probability of each token under temperature, then top-k, then top-p, then min-p."""
+    logits_V = logits_V / params.temperature
+    if params.top_k is not None and params.top_k < logits_V.numel():
+        threshold = logits_V.topk(params.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < threshold, -torch.inf)
+    if params.top_p < 1.0:
+        # In ascending order, mask the tail whose probabilities sum to at most 1 - top_p; one token always stays.
+        ascending_V, order_V = logits_V.sort()
+        masked_V = ascending_V.softmax(0).cumsum(0) <= 1.0 - params.top_p
+        masked_V[-1] = False
+        logits_V = logits_V.masked_fill(masked_V.scatter(0, order_V, masked_V), -torch.inf)
+    probs_V = logits_V.softmax(0)
+    if params.min_p > 0:
+        probs_V = probs_V.where(probs_V >= params.min_p * probs_V.max(), 0)
+        probs_V = probs_V / probs_V.sum()
+    return probs_V
 
 
-def check_ids(sampling: Sampling, vocabulary: int) -> None:
-    """JinguError for a bias of a token that the model has not."""
-    if wrong := [id_ for id_ in sampling.logit_bias if not 0 <= id_ < vocabulary]:
+def top_logprobs(logits_V: Tensor, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return the log-probability of a token, and the ids and log-probabilities of the `count` most likely ones."""
+    logprobs_V = logits_V.log_softmax(0)
+    top = logprobs_V.topk(min(count, len(logprobs_V)))
+    return float(logprobs_V[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+
+def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Raise JinguError where a biased token is outside the vocabulary."""
+    invalid = [token_id for token_id in params.logit_bias if not 0 <= token_id < vocab_size]
+    if invalid:
         raise JinguError(
-            f"there is no token {wrong[0]}; the model's vocabulary is {vocabulary}.",
+            f"token {invalid[0]} is outside the model's vocabulary of {vocab_size}.",
             where="logit_bias",
-            fix=f"Give ids from 0 to {vocabulary - 1}.",
+            fix=f"Use token ids from 0 to {vocab_size - 1}.",
         )

@@ -1,4 +1,4 @@
-"""Attention to earlier tokens, to all tokens, or to an encoder's states; and its masks.
+"""Attention to earlier tokens, to all tokens, or to an encoder's states, and its masks and biases.
 
 Shapes: B rows, T tokens, S keys (T and what a cache holds), D width, H heads, G key-value heads, K head size.
 """
@@ -8,149 +8,143 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from jingu.model import spec as specs
-from jingu.model.documents import Documents
-from jingu.model.layers import Linear, make_norm
-from jingu.model.products import attend
-from jingu.model.prompts import DeepPromptLayer
-from jingu.model.rotary import Rotary, rotate
-from jingu.model.sharding import Table
+from jingu.model.document_mask import DocumentMask
+from jingu.model.inputs import LayerKVCache
+from jingu.model.layers import Linear, build_norm
+from jingu.model.matmul_kernels import dot_product_attention
+from jingu.model.prompt_tuning import DeepPromptLayer
+from jingu.model.rotary import RotaryTables, apply_rotary
+from jingu.model.sharding_table import ShardingTable
 
-SHARED = -2
-"""In place of a document's number: tokens that every document sees, such as a prompt's."""
+# Document number of tokens that every document sees, such as those of a trained prompt.
+SHARED_DOCUMENT = -2
 
-Mask = Tensor | Documents | None
-"""Which keys a query sees: booleans, or what is added to the scores; its document; None: all, or earlier ones."""
-
-
-class LayerCache(Protocol):
-    """Keys and values of one layer, of earlier tokens and of an encoder's states."""
-
-    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
-        """Keep these keys and values, and let each token see its sequence up to itself: [B, T, H, K].
-
-        Args:
-            scale: multiplies the scores; None: 1/√K.
-            first_head: of the whole model's heads, the first that is here.
-        """
-
-    def tokens(self, rows: int) -> int:
-        """Of so many rows of a step, the first that are tokens; the others fill up, and what they give is not asked."""
-
-    def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
-        """Keep keys and values of an encoder's states."""
-
-    def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
-        """Let each token see the states that its sequence's encoder gave."""
+# Which keys a query sees: booleans, or what is added to the scores; documents; None: all keys, or earlier ones.
+AttentionMask = Tensor | DocumentMask | None
 
 
-class Cache(Protocol):
-    """Keys and values of earlier tokens, for generation: of many sequences, whose tokens of a step are in one row."""
+class BlockContext(NamedTuple):
+    """What all blocks of a stack share in one forward pass.
 
-    def begin(self, bias_NH: Tensor | None) -> None:
-        """Take the biases of relative positions, before the first layer."""
+    Attributes:
+        rotary: tables of rotary positions.
+        mask: which tokens self-attention sees.
+        encoder_states: [B, S, D]; None if there is no encoder, or if a cache has their keys and values.
+        encoder_mask: which of them each token sees; None: all.
+        tokens: [B, T] token ids, for blocks with trained prompts.
+        dropout_seeds: [B, T] of the tokens; see `Inputs`.
+        source_dropout_seeds: [B, S] of the tokens that an encoder reads.
+    """
 
-    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary | None:
-        """Tables of rotary positions, where the model has them."""
-
-    def layer(self, number: int) -> LayerCache:
-        """The part of one block."""
+    # A tuple rather than a dataclass: FSDP and activation checkpointing look for tensors with gradients in it.
+    rotary: RotaryTables | None = None
+    mask: AttentionMask = None
+    encoder_states: Tensor | None = None
+    encoder_mask: Tensor | None = None
+    tokens: Tensor | None = None
+    dropout_seeds: Tensor | None = None
+    source_dropout_seeds: Tensor | None = None
 
 
 class Attention(nn.Module):
-    """What every multi-head or grouped-query attention has."""
+    """Multi-head or grouped-query attention: the projections, and what self- and cross-attention have in common."""
 
-    SHARDING: ClassVar[Table] = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "output": "from_heads"}
+    SHARDING: ClassVar[ShardingTable] = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "output": "from_heads"}
 
     def __init__(self, model: specs.ModelSpec) -> None:
         super().__init__()
-        spec, width = model.attention, model.width
-        self.head_size = spec.head_size
-        self.scale = None if spec.scaled else 1.0
+        spec = model.attention
+        hidden_size = model.hidden_size
+        self.head_dim = spec.head_dim
+        self.scale = None if spec.scale_scores else 1.0
+        # The first head here, of those of the whole model: tensor parallelism sets it.
         self.first_head = 0
-        self.q = Linear(width, spec.heads * spec.head_size, bias=spec.qkv_bias)
-        self.k = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
-        self.v = Linear(width, spec.kv_heads * spec.head_size, bias=spec.qkv_bias)
-        self.output = Linear(spec.heads * spec.head_size, width, bias=spec.output_bias)
-        # The three of self-attention as one, where a model is arranged for inference.
+        self.q = Linear(hidden_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.k = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.v = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.output = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
+        # The three projections of self-attention as one matrix, if the model was prepacked for inference.
         self.qkv: Linear | None = None
-        self.sizes = [spec.heads, spec.kv_heads, spec.kv_heads]
-        self.q_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
-        self.k_norm = make_norm(model.norm, spec.head_size) if spec.qk_norm else None
+        self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.q_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
 
-    def heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """[B, T, H, K], normalised."""
+    def split_heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Return [B, T, H, K] of [B, T, H · K], normalized."""
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
-        split = projected.view(*projected.shape[:-1], -1, self.head_size)
+        split = projected.view(*projected.shape[:-1], -1, self.head_dim)
         return split if norm is None else norm(split)
 
-    def attended(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask, *, causal: bool) -> Tensor:
-        """[B, T, D]: what the queries see, through the output's matrix."""
-        if isinstance(mask, Documents):
+    def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: AttentionMask, *, causal: bool) -> Tensor:
+        """Return [B, T, D]: attention of the queries to the keys, through the output projection."""
+        if isinstance(mask, DocumentMask):
             y_BHTK = mask.attend(q_BHTK, k_BGSK, v_BGSK, self.scale)
         else:
-            if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # one for each head of the whole
+            if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+                # The mask has all heads of the model, and this rank some of them.
                 mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
-            y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
+            y_BHTK = dot_product_attention(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
 
-    def recalled(self, look: Callable[..., Tensor], *x_BTHK: Tensor) -> Tensor:
-        """[B, T, D]: what a cache's `look` makes of queries (and keys and values), through the output's matrix."""
-        return self.output(look(*x_BTHK, self.scale).flatten(2))
+    def attend_cache(self, cache_attention: Callable[..., Tensor], *x_BTHK: Tensor) -> Tensor:
+        """Return [B, T, D]: what a cache's attention makes of queries (and keys and values), through the output
+        projection."""
+        return self.output(cache_attention(*x_BTHK, self.scale).flatten(2))
 
 
 class SelfAttention(Attention):
-    """Attention over earlier tokens; or, not causal, over all of them."""
+    """Attention to earlier tokens; or, if it is not causal, to all tokens."""
 
     def __init__(self, model: specs.ModelSpec, *, causal: bool = True) -> None:
         super().__init__(model)
         self.causal = causal
         self.interleaved = isinstance(model.position, specs.RotaryPositions) and model.position.interleaved
-        deep = model.adapter if model.prompts[not causal] else None
-        self.prompt = DeepPromptLayer(deep, model) if isinstance(deep, specs.DeepPrompt) else None
+        self.prompt = None
+        if model.prompts[not causal] and isinstance(model.adapter, specs.DeepPrompt):
+            self.prompt = DeepPromptLayer(model.adapter, model)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        rotary: Rotary | None,
-        mask: Mask,
-        cache: LayerCache | None,
-        tokens_BT: Tensor | None = None,
-    ) -> Tensor:
-        """`tokens_BT` are for a block with a prompt."""
-        q, k, v = self.turned(x_BTD, rotary)
-        if self.prompt is not None and tokens_BT is not None:
-            k, v = self.prompt(k, v, tokens_BT)
+    def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
+        """Return [B, T, D]. With a cache, tokens attend to what it stores, too."""
+        q_BTHK, k_BTGK, v_BTGK = self.project_qkv(x_BTD, context.rotary)
+        if self.prompt is not None and context.tokens is not None:
+            k_BTGK, v_BTGK = self.prompt(k_BTGK, v_BTGK, context.tokens)
         if cache is not None:
-            return self.recalled(partial(cache.attend, first_head=self.first_head), q, k, v)
-        return self.look(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+            return self.attend_cache(partial(cache.attend, first_head=self.first_head), q_BTHK, k_BTGK, v_BTGK)
+        return self.attend_tokens(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2), context.mask)
 
-    def turned(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, T, H or G, K], turned to their positions."""
-        qkv, sizes = self.qkv, self.sizes
-        if qkv is not None:
-            whole = self.heads(qkv(x_BTD))
-            if self.q_norm is None and rotary is not None:
-                qk, v = whole.split_with_sizes([sizes[0] + sizes[1], sizes[2]], 2)
-                q, k = rotate(qk, rotary, interleaved=self.interleaved).split_with_sizes(sizes[:2], 2)
-                return q, k, v
-            q, k, v = whole.split_with_sizes(sizes, 2)
-            q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+    def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [B, T, H or G, K], rotated to their positions."""
+        if self.qkv is None:
+            q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
+            k_BTGK = self.split_heads(self.k(x_BTD), self.k_norm)
+            v_BTGK = self.split_heads(self.v(x_BTD))
         else:
-            q, k = self.heads(self.q(x_BTD), self.q_norm), self.heads(self.k(x_BTD), self.k_norm)
-            v = self.heads(self.v(x_BTD))
+            heads, kv_heads, _ = self.sizes
+            qkv = self.split_heads(self.qkv(x_BTD))
+            if self.q_norm is None and rotary is not None:
+                # Queries and keys are neighbours, so both are rotated at once.
+                qk, v_BTGK = qkv.split_with_sizes([heads + kv_heads, kv_heads], 2)
+                qk = apply_rotary(qk, rotary, interleaved=self.interleaved)
+                q_BTHK, k_BTGK = qk.split_with_sizes([heads, kv_heads], 2)
+                return q_BTHK, k_BTGK, v_BTGK
+            q_BTHK, k_BTGK, v_BTGK = qkv.split_with_sizes(self.sizes, 2)
+            if self.q_norm is not None and self.k_norm is not None:
+                q_BTHK = self.q_norm(q_BTHK)
+                k_BTGK = self.k_norm(k_BTGK)
         if rotary is not None:
-            q, k = (rotate(part, rotary, interleaved=self.interleaved) for part in (q, k))
-        return q, k, v
+            q_BTHK = apply_rotary(q_BTHK, rotary, interleaved=self.interleaved)
+            k_BTGK = apply_rotary(k_BTGK, rotary, interleaved=self.interleaved)
+        return q_BTHK, k_BTGK, v_BTGK
 
-    def look(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Mask) -> Tensor:
-        """[B, T, D]: what the queries of tokens see of these."""
-        return self.attended(q_BHTK, k_BGTK, v_BGTK, mask, causal=self.causal and mask is None)
+    def attend_tokens(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: AttentionMask) -> Tensor:
+        """Return [B, T, D]: attention of the tokens to each other."""
+        return self.attend(q_BHTK, k_BGTK, v_BGTK, mask, causal=self.causal and mask is None)
 
 
 class CrossAttention(Attention):
@@ -158,23 +152,27 @@ class CrossAttention(Attention):
 
     def __init__(self, model: specs.ModelSpec) -> None:
         super().__init__(model)
-        self.skipped = skipped_states(model)
+        self.skipped = num_skipped_states(model)
 
-    def forward(
-        self, x_BTD: Tensor, states_BSD: Tensor | None, mask: Tensor | None, cache: LayerCache | None
-    ) -> Tensor:
-        """`states_BSD` may be None where the cache has their keys and values."""
-        q = self.heads(self.q(x_BTD), self.q_norm)
+    def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
+        """Return [B, T, D]. A cache stores the keys and values of the encoder's states when they are given."""
+        q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
+        states_BSD = context.encoder_states
         if states_BSD is not None:
-            k, v = self.heads(self.k(states_BSD), self.k_norm), self.heads(self.v(states_BSD))
-            k, v = k[:, self.skipped :], v[:, self.skipped :]
+            k_BSGK = self.split_heads(self.k(states_BSD), self.k_norm)[:, self.skipped :]
+            v_BSGK = self.split_heads(self.v(states_BSD))[:, self.skipped :]
             if cache is None:
-                q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q, k, v))
-                return self.attended(q_BHTK, k_BGSK, v_BGSK, mask, causal=False)
-            cache.read(k, v)
+                return self.attend(
+                    q_BTHK.transpose(1, 2),
+                    k_BSGK.transpose(1, 2),
+                    v_BSGK.transpose(1, 2),
+                    context.encoder_mask,
+                    causal=False,
+                )
+            cache.read(k_BSGK, v_BSGK)
         if cache is None:
-            raise ValueError("neither an encoder's states nor a cache of them")
-        return self.recalled(cache.attend_source, q)
+            raise ValueError("cross-attention needs an encoder's states, or a cache of them")
+        return self.attend_cache(cache.attend_source, q_BTHK)
 
 
 def attention_mask(
@@ -185,101 +183,128 @@ def attention_mask(
     *,
     causal: bool = True,
     bias_NH: Tensor | None = None,
-    reach_BT: Tensor | None = None,
-) -> Mask:
-    """Which of all tokens each token sees, where the kernel cannot say it by itself.
+    prefix_lengths_BT: Tensor | None = None,
+) -> AttentionMask:
+    """Return which tokens each token sees, as far as the attention kernel does not know it by itself.
 
     Args:
         bias_NH: of relative positions, the bias of each bucket and head.
-        reach_BT: first tokens of the row that a token sees besides those before it.
+        prefix_lengths_BT: first tokens of the row that a token sees besides those before it.
 
     Returns:
-        None where it can; documents, where these are all there is to say; else booleans that broadcast to
-        [B, H, T, S], or what is added to the scores. Four dims: of three, CPUs' kernel takes no mask.
+        None if plain causal (or full) attention will do; a `DocumentMask` if documents are all there is to mask; else
+        booleans that broadcast to [B, H, T, S], or what is added to the scores. Always of four dims: the CPU kernel
+        takes no mask of three.
     """
-    tokens, window, prompted = positions_BT.shape[-1], spec.attention.window, any(spec.prompts)
-    biased = bias_NH is not None or isinstance(spec.position, specs.AlibiPositions)
-    if reach_BT is None and not biased and (window is None or tokens <= window):
+    tokens = positions_BT.shape[-1]
+    window = spec.attention.sliding_window
+    has_prompts = any(spec.prompts)
+    has_bias = bias_NH is not None or isinstance(spec.position, specs.AlibiPositions)
+
+    # The cheap cases, in which no mask of size T² is needed.
+    window_sees_all = window is None or tokens <= window
+    if prefix_lengths_BT is None and not has_bias and window_sees_all:
         if documents_BT is None:
             return None
-        if not prompted:
-            return Documents.of(documents_BT, spec.attention.head_size, dtype, causal=causal)
+        if not has_prompts:
+            return DocumentMask.of(documents_BT, spec.attention.head_dim, dtype, causal=causal)
+
+    # Distances are places in the row, unless one prompt stands right before each of the row's documents.
     place_1T = torch.arange(tokens, device=positions_BT.device).unsqueeze(0)
-    # One prompt stands right before each of the documents.
-    own_BT = positions_BT.view(-1, tokens) if prompted and documents_BT is not None else place_1T
+    own_BT = positions_BT.view(-1, tokens) if has_prompts and documents_BT is not None else place_1T
     distance_BTS = own_BT.unsqueeze(2) - own_BT.unsqueeze(1)
+
+    # What a token sees: earlier tokens, its prefix, the window, its own document.
     seen_BTS = distance_BTS >= 0 if causal else torch.ones_like(distance_BTS, dtype=torch.bool)
-    if reach_BT is not None:
-        seen_BTS = seen_BTS | (place_1T.unsqueeze(1) < reach_BT.unsqueeze(2))
+    if prefix_lengths_BT is not None:
+        seen_BTS = seen_BTS | (place_1T.unsqueeze(1) < prefix_lengths_BT.unsqueeze(2))
     if window is not None:
         seen_BTS = seen_BTS & (distance_BTS.abs() < window)
     if documents_BT is not None:
         same_BTS = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-        seen_BTS = seen_BTS & (same_BTS | (documents_BT == SHARED).unsqueeze(1) if prompted else same_BTS)
-    bias = head_bias(spec, distance_BTS, dtype, bias_NH, causal=causal)
-    return seen_BTS.unsqueeze(1) if bias is None else bias.masked_fill(~seen_BTS.unsqueeze(1), -torch.inf)
+        if has_prompts:
+            same_BTS = same_BTS | (documents_BT == SHARED_DOCUMENT).unsqueeze(1)
+        seen_BTS = seen_BTS & same_BTS
+
+    bias = position_bias(spec, distance_BTS, dtype, bias_NH, causal=causal)
+    if bias is None:
+        return seen_BTS.unsqueeze(1)
+    return bias.masked_fill(~seen_BTS.unsqueeze(1), -torch.inf)
 
 
-def score_bias(
+def attention_bias(
     spec: specs.ModelSpec, distance: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
 ) -> Tensor:
-    """What is added to the scores of keys [..., T, S] so far before their queries, -inf of those that are not `seen` or
-    outside of the window: [..., T, S], or [..., H, T, S]."""
-    bias = head_bias(spec, distance, dtype, bias_NH, causal=True)
-    if spec.attention.window is not None:
-        seen = seen & (distance.abs() < spec.attention.window)
+    """Return what is added to the scores of keys at these distances before their queries.
+
+    Args:
+        distance: [..., T, S].
+        seen: [..., T, S] booleans, without regard to the sliding window.
+        bias_NH: of relative positions, the bias of each bucket and head.
+
+    Returns:
+        [..., T, S], or [..., H, T, S] if positions have biases; -inf for keys that are not seen.
+    """
+    bias = position_bias(spec, distance, dtype, bias_NH, causal=True)
+    if spec.attention.sliding_window is not None:
+        seen = seen & (distance.abs() < spec.attention.sliding_window)
     if bias is None:
         return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill(~seen, -torch.inf)
     return bias.masked_fill(~seen.unsqueeze(-3), -torch.inf)
 
 
-def head_bias(
+def position_bias(
     spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
 ) -> Tensor | None:
-    """Biases [..., H, T, S] of the scores at distances [..., T, S], where positions have such."""
+    """Return the biases [..., H, T, S] of scores at distances [..., T, S]; None if positions have no biases."""
     if isinstance(spec.position, specs.AlibiPositions):
-        slopes = torch.tensor(alibi_slopes(spec.attention.heads), dtype=dtype, device=distance.device)
-        return -slopes[:, None, None] * distance.abs().unsqueeze(-3)
+        slopes_H = torch.tensor(alibi_slopes(spec.attention.num_heads), dtype=dtype, device=distance.device)
+        return -slopes_H[:, None, None] * distance.abs().unsqueeze(-3)
     if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
         return bias_NH.to(dtype)[relative_buckets(spec.position, distance, causal=causal)].movedim(-1, -3)
     return None
 
 
-def skipped_states(spec: specs.ModelSpec) -> int:
-    """The first of an encoder's states that nothing looks at: a deep prompt's, which is keys and values alone."""
+def num_skipped_states(spec: specs.ModelSpec) -> int:
+    """Return how many of an encoder's first states nothing attends to: a deep prompt is keys and values alone."""
     return spec.prompts[1] if isinstance(spec.adapter, specs.DeepPrompt) else 0
 
 
 def cross_mask(documents_BT: Tensor | None, source_documents_BS: Tensor | None) -> Tensor | None:
-    """Which of an encoder's states each token sees: those of its document; without documents, all that are not
-    padding. None: all. Booleans that broadcast to [B, H, T, S]."""
+    """Return which of an encoder's states each token sees, as booleans that broadcast to [B, H, T, S].
+
+    Tokens see the states of their own document; without documents, all that are not padding. None: all.
+    """
     if source_documents_BS is None:
         return None
     if documents_BT is None:
         return (source_documents_BS >= 0)[:, None, None, :]
     seen_BTS = documents_BT[:, :, None] == source_documents_BS[:, None, :]
-    # A token whose document has no source (padding, say) sees everything, as softmax over nothing has no value.
+    # A token whose document has no source (padding, say) sees everything: softmax over nothing has no value.
     return (seen_BTS | ~seen_BTS.any(-1, keepdim=True)).unsqueeze(1)
 
 
 def relative_buckets(spec: specs.RelativeBias, distance: Tensor, *, causal: bool) -> Tensor:
-    """The bucket of each distance (of the query's place from the key's), as T5 counts them (Raffel et al., 2020).
+    """Return the bucket of each distance of a query from a key, as T5 counts them (Raffel et al., 2020).
 
-    Where a token sees what follows it, the second half of the buckets is for that. Of either half, the first half
-    holds one distance each; the rest grow in the ratio that brings the last one to the largest distance.
+    If tokens see what follows them, the second half of the buckets is for that. Of either half, the first half holds
+    one distance each; the rest grow in the ratio that brings the last one to the largest distance.
     """
-    number = spec.buckets if causal else spec.buckets // 2
-    exact = number // 2
+    number = spec.num_buckets if causal else spec.num_buckets // 2
+    num_exact = number // 2
     far = distance.clamp_min(0) if causal else distance.abs()
     # In fp32, as the models were trained: some distances lie on the border of two buckets.
-    share = torch.log(far.clamp_min(1).float() / exact) / math.log(spec.max_distance / exact)
-    grown = (exact + (share * (number - exact)).long()).clamp_max(number - 1)
-    bucket = torch.where(far < exact, far, grown)
+    log_ratio = torch.log(far.clamp_min(1).float() / num_exact) / math.log(spec.max_distance / num_exact)
+    growing = (num_exact + (log_ratio * (number - num_exact)).long()).clamp_max(number - 1)
+    bucket = torch.where(far < num_exact, far, growing)
     return bucket if causal else bucket + (distance < 0) * number
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8/n), its square and so on for n heads; where n is no power of two, every other one of the next fills up."""
+    """Return 2^(-8/n), its square and so on for n heads; if n is no power of two, every other one of the next power
+    fills up."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * number / power) for number in range(1, power + 1)]
-    return slopes if power == heads else slopes + alibi_slopes(2 * power)[::2][: heads - power]
+    if power < heads:
+        slopes += alibi_slopes(2 * power)[::2][: heads - power]
+    return slopes

@@ -16,20 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jingu.model.packed import Packed
-from jingu.model.products import linear
-from jingu.model.sharding import Table
+from jingu.model.matmul_kernels import linear
+from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.sharding_table import ShardingTable
 from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
 
 
 class Linear(nn.Linear):
-    """A linear map that multiplies by `products.linear`."""
+    """A linear layer whose product is `matmul_kernels.linear`.
+
+    Attributes:
+        bias_share: share of the bias that is added: if ranks compute summands of the result, one of them adds it.
+    """
 
     bias_share = 1.0
-    """What it adds of its bias: where several ranks compute parts of a sum, one adds all of it."""
 
     def reset_parameters(self) -> None:
-        """Nothing: weights come from `initialise` or from a file."""
+        """Do nothing: weights come from `init_weights` or from a file."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = self.bias
@@ -37,17 +40,20 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors."""
+    """A table of vectors.
+
+    Attributes:
+        compute: dtype of the result; None: that of the weight.
+    """
 
     compute: torch.dtype | None = None
-    """Dtype of what it gives; None: that of its weight."""
 
     def reset_parameters(self) -> None:
-        """Nothing: weights come from `initialise` or from a file."""
+        """Do nothing: weights come from `init_weights` or from a file."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = cast(Tensor | Packed, self.weight)
-        return (weight.rows(input) if isinstance(weight, Packed) else super().forward(input)).to(self.compute)
+        weight = cast(Tensor | QuantizedWeight, self.weight)
+        return (weight.rows(input) if isinstance(weight, QuantizedWeight) else super().forward(input)).to(self.compute)
 
 
 class RMSNorm(nn.Module):
@@ -91,17 +97,17 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def make_norm(spec: Norm, width: int) -> nn.Module:
+def build_norm(spec: Norm, width: int) -> nn.Module:
     """The norm a spec names; both kinds have a `weight` of ones at first."""
     if isinstance(spec, LayerNorm):
-        return LayerNormLayer(width, spec.epsilon)
-    return RMSNorm(width, spec.epsilon)
+        return LayerNormLayer(width, spec.eps)
+    return RMSNorm(width, spec.eps)
 
 
+# Elements of two of the widest registers: kernels go by as many.
 _VECTOR = 64
-"""Elements of two of the widest registers: kernels go by as many."""
+# Elements that PyTorch gives a thread at least; and more than which are shared out among all threads by some.
 _SHARE, _SHARED = 32768, 16384
-"""Elements that PyTorch gives a thread at least; and more than which are shared out among all threads by some."""
 
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -114,10 +120,10 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The non-linearity a spec names, as `steadily`."""
-    return steadily(_ACTIVATIONS[activation], x)
+    return apply_batch_invariant(_ACTIVATIONS[activation], x)
 
 
-def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def apply_batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A function of each element of `x`.
 
     Without gradients, on CPUs, an element's result does not depend on what lies beside it: the last elements of a
@@ -127,7 +133,9 @@ def steadily(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     size = x.shape[-1]
     if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.numel():
         return function(x)
-    spare, rows = -size % _VECTOR, x.numel() // size
+    # Pad rows to whole vector registers, and their number so that all threads have as many.
+    spare = -size % _VECTOR
+    rows = x.numel() // size
     if spare_rows := _spare_rows(rows, size + spare):
         return function(F.pad(x.reshape(rows, size), (0, spare, 0, spare_rows)))[:rows, :size].reshape(x.shape)
     return function(F.pad(x, (0, spare)))[..., :size] if spare else function(x)
@@ -143,15 +151,15 @@ def _spare_rows(rows: int, size: int) -> int:
 class FeedForwardLayer(nn.Module):
     """Plain or gated feed-forward."""
 
-    SHARDING: ClassVar[Table] = {"gate": "column", "up": "column", "down": "row"}
+    SHARDING: ClassVar[ShardingTable] = {"gate": "column", "up": "column", "down": "row"}
 
     def __init__(self, spec: PlainFeedForward | GatedFeedForward, width: int) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
         gated = isinstance(spec, GatedFeedForward)
-        self.gate = Linear(width, spec.size, bias=spec.bias) if gated else None
-        self.up = Linear(width, spec.size, bias=spec.bias)
-        self.down = Linear(spec.size, width, bias=spec.bias)
+        self.gate = Linear(width, spec.intermediate_size, bias=spec.bias) if gated else None
+        self.up = Linear(width, spec.intermediate_size, bias=spec.bias)
+        self.down = Linear(spec.intermediate_size, width, bias=spec.bias)
         # Gate and up as one, where a model is arranged for inference.
         self.gate_up: Linear | None = None
 

@@ -16,24 +16,24 @@ from jingu.model.spec import (
     Llama3Scaling,
     RotaryPositions,
     YarnScaling,
-    rotary_size,
+    rotary_dim,
 )
 
-Rotary = tuple[Tensor, Tensor]
+RotaryTables = tuple[Tensor, Tensor]
 
 
 def rotary_tables(
-    spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, each: bool = False
-) -> Rotary:
+    spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
+) -> RotaryTables:
     """What `rotate` multiplies by [..., T, 1, K], in `dtype`; fewer where a part is turned. Of a pair at an angle of
     position times frequency: the cosine for both; minus the sine for the first, the sine for the second.
 
     Args:
-        each: where frequencies change with the length of the sequence, each position's are those of the sequence
-            that ends with it, as a cache needs it: what it holds does not change.
+        per_position: where frequencies change with the length of the sequence, each position's are those of the
+            sequence that ends with it, as a cache needs it: what it holds does not change.
     """
-    angles = positions.to(dtype)[..., None] * frequencies(
-        spec, rotary_size(spec, head_size), positions[..., None] if each else positions.max(), dtype
+    angles = positions.to(dtype)[..., None] * rotary_frequencies(
+        spec, rotary_dim(spec, head_size), positions[..., None] if per_position else positions.max(), dtype
     )
     cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
     if isinstance(spec.scaling, YarnScaling):
@@ -42,17 +42,17 @@ def rotary_tables(
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """First and second elements of pairs [..., K/2]."""
+    """Return the first and the second elements of the pairs of a head [..., K/2]."""
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
 
 
 def _of_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    """Such elements where they stand in heads [..., K]."""
+    """Join first and second elements of pairs to heads [..., K]: the inverse of `_pairs`."""
     return torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
 
 
-def frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
-    """base^(-2i/size), scaled. In this order of operations the fp32 numbers are bitwise those of transformers.
+def rotary_frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return theta^(-2i/size), scaled. The order of operations makes fp32 numbers bitwise those of transformers.
 
     Args:
         last: position of the sequence's last token.
@@ -60,38 +60,40 @@ def frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: torch.dty
     steps = torch.arange(0, size, 2, device=last.device).to(dtype) / size
     scaling = spec.scaling
     if isinstance(scaling, DynamicScaling):
-        return 1.0 / _stretched_base(spec.base, scaling, size, last, dtype) ** steps
-    plain = 1.0 / spec.base**steps
+        return 1.0 / _stretched_base(spec.theta, scaling, size, last, dtype) ** steps
+    plain = 1.0 / spec.theta**steps
     if scaling is None:
         return plain
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
-    kept = (
-        _kept_by_wavelength(plain, scaling) if isinstance(scaling, Llama3Scaling) else _kept(spec.base, size, scaling)
+    unscaled_shares = (
+        _unscaled_shares_by_wavelength(plain, scaling)
+        if isinstance(scaling, Llama3Scaling)
+        else _unscaled_shares_by_turns(spec.theta, size, scaling)
     )
-    kept = kept.to(plain)
-    return (1 - kept) * plain / scaling.factor + kept * plain
+    unscaled_shares = unscaled_shares.to(plain)
+    return (1 - unscaled_shares) * plain / scaling.factor + unscaled_shares * plain
 
 
 def _stretched_base(base: float, scaling: DynamicScaling, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
-    """The base grows with the sequence, once that is longer than the original context."""
-    length = (last + 1).clamp(min=scaling.original_context).to(dtype)
-    stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
+    """Return a base that grows with the sequence, once that is longer than the original context."""
+    length = (last + 1).clamp(min=scaling.original_max_position_embeddings).to(dtype)
+    stretch = scaling.factor * length / scaling.original_max_position_embeddings - (scaling.factor - 1)
     return base * stretch ** (size / (size - 2))
 
 
-def _kept_by_wavelength(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """The share of each frequency that stays: all of the short waves, none of the long ones."""
-    turns = scaling.original_context / (2 * pi / plain)
+def _unscaled_shares_by_wavelength(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Return the unscaled share of each frequency: all of short wavelengths, none of long ones."""
+    turns = scaling.original_max_position_embeddings / (2 * pi / plain)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def _kept(base: float, size: int, scaling: YarnScaling) -> Tensor:
-    """The share of each frequency that stays, a ramp over those that turn between beta_fast and beta_slow times."""
+def _unscaled_shares_by_turns(base: float, size: int, scaling: YarnScaling) -> Tensor:
+    """Return the unscaled share of each frequency: a ramp over those that turn beta_fast to beta_slow times."""
 
     def place(turns: float) -> float:
-        return size * log(scaling.original_context / (turns * 2 * pi)) / (2 * log(base))
+        return size * log(scaling.original_max_position_embeddings / (turns * 2 * pi)) / (2 * log(base))
 
     low, high = place(scaling.beta_fast), place(scaling.beta_slow)
     if scaling.truncate:
@@ -101,8 +103,8 @@ def _kept(base: float, size: int, scaling: YarnScaling) -> Tensor:
     return 1 - ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
 
 
-def rotate(x_BTHK: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tensor:
-    """Turn pairs of each head's first dimensions, in the tables' dtype, rounded once; the rest stays as it is.
+def apply_rotary(x_BTHK: Tensor, rotary: RotaryTables, *, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of each head's first dims, in the tables' dtype, rounded once; the other dims stay as they are.
 
     Args:
         interleaved: the pairs are (x_2i, x_2i+1), not (x_i, x_{i+K/2}).

@@ -6,34 +6,36 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
+from jingu.config.legacy import migrate_spec
 from jingu.errors import JinguError
 
-Size = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-Kind = Literal["int8", "int4", "nf4"]
-"""Of matrices of few bits an element (`jingu.model.packed`)."""
+# Of matrices of few bits an element (`jingu.model.quantized_weight`).
+QuantizationFormat = Literal["int8", "int4", "nf4"]
 
 
 class Component(BaseModel):
     """A part of the spec: frozen and closed to unknown keys. Variants are told apart by their `type`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RmsNorm(Component):
     """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias."""
 
     type: Literal["rms"] = "rms"
-    epsilon: Positive = 1e-5
+    eps: PositiveFloat = 1e-5
 
 
 class LayerNorm(Component):
     """Layer norm (Ba et al., 2016): a weight and a bias."""
 
     type: Literal["layer"] = "layer"
-    epsilon: Positive = 1e-5
+    eps: PositiveFloat = 1e-5
 
 
 class LearnedPositions(Component):
@@ -46,53 +48,59 @@ class LinearScaling(Component):
     """Positions divided by a factor."""
 
     type: Literal["linear"] = "linear"
-    factor: Positive
+    factor: PositiveFloat
 
 
 class DynamicScaling(Component):
     """A base that grows with the sequence beyond the original context (dynamic NTK)."""
 
     type: Literal["dynamic"] = "dynamic"
-    factor: Positive
-    original_context: Size
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
 
 
 class YarnScaling(Component):
-    """Low frequencies divided by a factor, high ones kept, a ramp between (Peng et al., 2023)."""
+    """Low frequencies divided by a factor, high ones kept, a ramp between (Peng et al., 2023).
+
+    Attributes:
+        attention_factor: multiplies cosines and sines, and so the scores by its square.
+        truncate: whether the ramp begins and ends at whole dimensions.
+    """
 
     type: Literal["yarn"] = "yarn"
-    factor: Positive
-    original_context: Size
-    attention_factor: Positive
-    """Multiplies cosines and sines, and so the scores by its square."""
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    attention_factor: PositiveFloat
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
     truncate: bool = True
-    """Whether the ramp begins and ends at whole dimensions."""
 
 
 class Llama3Scaling(Component):
     """As yarn, with the ramp over wavelengths relative to the original context (Llama 3.1)."""
 
     type: Literal["llama3"] = "llama3"
-    factor: Positive
-    original_context: Size
-    low_freq_factor: Positive
-    high_freq_factor: Positive
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
 
 
 RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
 
 
 class RotaryPositions(Component):
-    """Rotary embedding (Su et al., 2021) of queries and keys; the two halves of a head rotate against each other."""
+    """Rotary embedding (Su et al., 2021) of queries and keys; the two halves of a head rotate against each other.
+
+    Attributes:
+        partial_rotary_factor: share of a head that is turned: its first dimensions.
+        interleaved: whether neighbours make a pair, instead of the two halves.
+    """
 
     type: Literal["rope"] = "rope"
-    base: Positive = 10000.0
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a head that is turned: its first dimensions."""
+    theta: PositiveFloat = 10000.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     interleaved: bool = False
-    """Whether neighbours make a pair, instead of the two halves."""
     scaling: RopeScaling | None = None
 
 
@@ -104,36 +112,42 @@ class AlibiPositions(Component):
 
 class RelativeBias(Component):
     """A trained bias of the scores for each head and range of distances, shared by the layers of a stack
-    (Raffel et al., 2020): half of the ranges hold one distance each, the others ever more, up to the largest."""
+    (Raffel et al., 2020): half of the ranges hold one distance each, the others ever more, up to the largest.
+
+    Attributes:
+        num_buckets: ranges; where a token sees what follows it, half of them are for that.
+        max_distance: all distances from here on are in one range.
+    """
 
     type: Literal["relative_bias"] = "relative_bias"
-    buckets: Annotated[int, Field(ge=4)] = 32
-    """Ranges; where a token sees what follows it, half of them are for that."""
-    max_distance: Size = 128
-    """All distances from here on are in one range."""
+    num_buckets: Annotated[int, Field(ge=4)] = 32
+    max_distance: PositiveInt = 128
 
 
-class Attention(Component):
-    """Attention with as many or fewer key-value heads than query heads (Ainslie et al., 2023)."""
+class AttentionSpec(Component):
+    """Attention with as many or fewer key-value heads than query heads (Ainslie et al., 2023).
 
-    heads: Size
-    kv_heads: Size
-    head_size: Size
+    Attributes:
+        qk_norm: whether each head's queries and keys are normalised.
+        scale_scores: whether scores are divided by the root of the head size.
+        sliding_window: how many tokens a token sees, itself among them; None: all before it.
+    """
+
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised."""
-    scaled: bool = True
-    """Whether scores are divided by the root of the head size."""
-    window: Size | None = None
-    """How many tokens a token sees, itself among them; None: all before it."""
+    scale_scores: bool = True
+    sliding_window: PositiveInt | None = None
 
 
 class PlainFeedForward(Component):
     """down(activation(up(x)))."""
 
     type: Literal["plain"] = "plain"
-    size: Size
+    intermediate_size: PositiveInt
     activation: Activation = "gelu_tanh"
     bias: bool = False
 
@@ -142,74 +156,81 @@ class GatedFeedForward(Component):
     """down(activation(gate(x)) · up(x)) (Shazeer, 2020)."""
 
     type: Literal["gated"] = "gated"
-    size: Size
+    intermediate_size: PositiveInt
     activation: Activation = "silu"
     bias: bool = False
 
 
-class TopK(Component):
-    """The experts with the highest probabilities (Shazeer et al., 2017), weighted with them."""
+class TopKRouter(Component):
+    """The experts with the highest probabilities (Shazeer et al., 2017), weighted with them.
+
+    Attributes:
+        softmax: probabilities over all experts, or over the chosen ones only.
+        norm_topk_prob: whether probabilities made before the choice are divided by the sum of the chosen ones.
+    """
 
     type: Literal["top_k"] = "top_k"
     softmax: Literal["before", "after"] = "before"
-    """Probabilities over all experts, or over the chosen ones only."""
-    normalised: bool = True
-    """Whether probabilities made before the choice are divided by the sum of the chosen ones."""
+    norm_topk_prob: bool = True
 
 
-class Balanced(Component):
+class BalancedRouter(Component):
     """BASE (Lewis et al., 2021): while training equally many tokens of a sequence for each expert, at the largest
     sum of scores; otherwise the best expert. Weighted with the sigmoid of the score."""
 
     type: Literal["balanced"] = "balanced"
 
 
-class RandomProjection(Component):
+class RandomProjectionRouter(Component):
     """A router that stays as it was drawn: a hash that sends near states to one expert; equal weights."""
 
     type: Literal["random_projection"] = "random_projection"
 
 
-Router = Annotated[TopK | Balanced | RandomProjection, Field(discriminator="type")]
+Router = Annotated[TopKRouter | BalancedRouter | RandomProjectionRouter, Field(discriminator="type")]
 
 
 class Experts(Component):
-    """A mixture of experts: gated feed-forwards without biases, of which a router gives each token a few."""
+    """A mixture of experts: gated feed-forwards without biases, of which a router gives each token a few.
+
+    Attributes:
+        num_experts_per_token: experts a token.
+        intermediate_size: inner size of one expert.
+        shared_intermediate_size: inner size of a further feed-forward that every token passes; None: there is none.
+        shared_expert_gate: whether what it says is weighted with the sigmoid of a score of its own.
+        capacity_factor: choices that an expert takes of a training sequence, as a multiple of an even share; None: all
+            of them.
+        aux_loss_coef: weight of the balancing loss.
+        aux_loss_scope: whether every layer should be balanced, or the mean of all layers (as transformers computes it).
+        z_loss_coef: weight of the router's z loss.
+    """
 
     type: Literal["experts"] = "experts"
-    number: Size
-    active: Size
-    """Experts a token."""
-    size: Size
-    """Inner size of one expert."""
+    num_experts: PositiveInt
+    num_experts_per_token: PositiveInt
+    intermediate_size: PositiveInt
     activation: Activation = "silu"
     gated: Literal[True] = True
     bias: Literal[False] = False
-    router: Router = TopK()
-    shared: Size | None = None
-    """Inner size of a further feed-forward that every token passes; None: there is none."""
-    shared_gated: bool = False
-    """Whether what it says is weighted with the sigmoid of a score of its own."""
-    capacity: Positive | None = None
-    """Choices that an expert takes of a training sequence, as a multiple of an even share; None: all of them."""
-    balance: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the balancing loss."""
-    balance_over: Literal["layer", "model"] = "layer"
-    """Whether every layer should be balanced, or the mean of all layers (as transformers computes it)."""
-    z: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the router's z loss."""
+    router: Router = TopKRouter()
+    shared_intermediate_size: PositiveInt | None = None
+    shared_expert_gate: bool = False
+    capacity_factor: PositiveFloat | None = None
+    aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    aux_loss_scope: Literal["layer", "model"] = "layer"
+    z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Experts:
-        if self.active > self.number:
+        if self.num_experts_per_token > self.num_experts:
             raise JinguError(
-                f"a token cannot pass {self.active} of {self.number} experts.",
+                f"a token cannot pass {self.num_experts_per_token} of {self.num_experts} experts.",
                 where="model.experts",
-                fix=f"Choose at most {self.number} active experts.",
+                fix=f"Choose at most {self.num_experts} active experts.",
             )
-        if isinstance(self.router, Balanced) and self.active != 1:
+        if isinstance(self.router, BalancedRouter) and self.num_experts_per_token != 1:
             raise JinguError(
-                f"the balanced router gives each token one expert, not {self.active}.",
+                f"the balanced router gives each token one expert, not {self.num_experts_per_token}.",
                 where="model.experts",
                 fix="Set active to 1, or choose another router.",
             )
@@ -222,138 +243,153 @@ FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(dis
 
 
 class Lora(Component):
-    """Adapters of low rank beside matrices that stay as they are (Hu et al., 2022)."""
+    """Adapters of low rank beside matrices that stay as they are (Hu et al., 2022).
+
+    Attributes:
+        alpha: the adapters' product is scaled by alpha / rank.
+        target_modules: patterns of the names of matrices that have one.
+        use_rslora: scaled by alpha / √rank instead (Kalajdzievski, 2023).
+        use_dora: whether the length of each row of the sum is trained by itself (DoRA, Liu et al., 2024).
+        dropout: share of an adapter's inputs that is zero in a step of training.
+    """
 
     type: Literal["lora"] = "lora"
-    rank: Size
-    alpha: Positive
-    """The adapters' product is scaled by alpha / rank."""
-    targets: tuple[str, ...]
-    """Patterns of the names of matrices that have one."""
-    rank_stabilised: bool = False
-    """Scaled by alpha / √rank instead (Kalajdzievski, 2023)."""
-    magnitudes: bool = False
-    """Whether the length of each row of the sum is trained by itself (DoRA, Liu et al., 2024)."""
+    rank: PositiveInt
+    alpha: PositiveFloat
+    target_modules: tuple[str, ...]
+    use_rslora: bool = False
+    use_dora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that is zero in a step of training."""
 
     @property
     def scale(self) -> float:
         """Factor of the adapters' product."""
-        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 
 class Ia3(Component):
-    """Trained factors of what matrices give; of a feed-forward's `down`, of what it gets (Liu et al., 2022)."""
+    """Trained factors of what matrices give; of a feed-forward's `down`, of what it gets (Liu et al., 2022).
+
+    Attributes:
+        target_modules: patterns of the names of these matrices.
+    """
 
     type: Literal["ia3"] = "ia3"
-    targets: tuple[str, ...]
-    """Patterns of the names of these matrices."""
+    target_modules: tuple[str, ...]
 
 
 class SoftPrompt(Component):
     """Trained vectors in the place of embedded tokens (Lester et al., 2021), before the text that a decoder reads; or
-    that an encoder reads, where there is one."""
+    that an encoder reads, where there is one.
+
+    Attributes:
+        encoder: what makes the vectors of trained ones (P-tuning, Liu et al., 2021).
+        encoder_hidden_size: width of that.
+        after_input: whether they stand behind what an encoder reads.
+    """
 
     type: Literal["soft_prompt"] = "soft_prompt"
-    tokens: Size
+    num_virtual_tokens: PositiveInt
     encoder: Literal["none", "mlp", "lstm"] = "none"
-    """What makes the vectors of trained ones (P-tuning, Liu et al., 2021)."""
-    hidden: Size = 1
-    """Width of that."""
-    behind: bool = False
-    """Whether they stand behind what an encoder reads."""
+    encoder_hidden_size: PositiveInt = 1
+    after_input: bool = False
 
 
 class DeepPrompt(Component):
-    """Trained keys and values before those of the text, in each block (P-tuning v2, Liu et al., 2022)."""
+    """Trained keys and values before those of the text, in each block (P-tuning v2, Liu et al., 2022).
+
+    Attributes:
+        encoder_hidden_size: inner size of the network that makes those of each block from trained vectors (prefix
+            tuning, Li and Liang, 2021); None: they are trained themselves.
+        in_encoder: whether the blocks of an encoder, where there is one, have them, too.
+    """
 
     type: Literal["deep_prompt"] = "deep_prompt"
-    tokens: Size
-    hidden: Size | None = None
-    """Inner size of the network that makes those of each block from trained vectors (prefix tuning, Li and Liang,
-    2021); None: they are trained themselves."""
+    num_virtual_tokens: PositiveInt
+    encoder_hidden_size: PositiveInt | None = None
     in_encoder: bool = True
-    """Whether the blocks of an encoder, where there is one, have them, too."""
 
 
 Adapter = Annotated[Lora | Ia3 | SoftPrompt | DeepPrompt, Field(discriminator="type")]
 
 
 class ModelSpec(Component):
-    """A decoder: `layers` pre-norm blocks of attention and feed-forward between an embedding and a head; where there
-    are `encoder_layers`, each block also attends to the states that an encoder of the same dimensions gives."""
+    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head; where
+    there are `num_encoder_layers`, each block also attends to the states that an encoder of its size gives.
+
+    Attributes:
+        family: name of the family, whose name map and Hugging Face config it follows.
+        vocab_size: rows of the embedding.
+        hidden_size: size of the hidden state.
+        num_encoder_layers: blocks of the encoder, which shares the embedding; None: there is no encoder.
+        max_position_embeddings: longest sequence, in tokens.
+        tie_word_embeddings: whether the head uses the embedding's weight.
+        embedding_norm: whether the embedding is normalised before the first block.
+        normalize_lm_head: whether each row of the head's weight is divided by its length.
+        scale_lm_head: whether the final states are divided by the root of the width, for the head.
+        initializer_range: standard deviation of the initial matrices.
+        adapter: adapters, which alone are trained.
+        quantization: what the blocks' matrices that these stand beside are rounded to; None: they are not.
+        frozen_parameters: patterns of the names of parameters that are not trained.
+    """
 
     family: str
-    """Name of the family, whose name map and Hugging Face config it follows."""
-    vocabulary: Size
-    """Rows of the embedding."""
-    width: Size
-    """Size of the hidden state."""
-    layers: Size
-    encoder_layers: Size | None = None
-    """Blocks of the encoder, which shares the embedding; None: there is no encoder."""
-    context: Size
-    """Longest sequence, in tokens."""
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_encoder_layers: PositiveInt | None = None
+    max_position_embeddings: PositiveInt
     norm: Norm
     position: Position
-    attention: Attention
+    attention: AttentionSpec
     feed_forward: FeedForward
-    tied_embeddings: bool = False
-    """Whether the head uses the embedding's weight."""
+    tie_word_embeddings: bool = False
     embedding_norm: bool = False
-    """Whether the embedding is normalised before the first block."""
-    normalised_head: bool = False
-    """Whether each row of the head's weight is divided by its length."""
-    scaled_head: bool = False
-    """Whether the final states are divided by the root of the width, for the head."""
-    initial_std: Positive = 0.02
-    """Standard deviation of the initial matrices."""
+    normalize_lm_head: bool = False
+    scale_lm_head: bool = False
+    initializer_range: PositiveFloat = 0.02
     adapter: Adapter | None = None
-    """Adapters, which alone are trained."""
-    base: Kind | None = None
-    """What the blocks' matrices that these stand beside are rounded to; None: they are not."""
-    frozen: tuple[str, ...] = ()
-    """Patterns of the names of parameters that are not trained."""
+    quantization: QuantizationFormat | None = None
+    frozen_parameters: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _dimensions_fit(self) -> ModelSpec:
         part = self.attention
-        if part.heads % part.kv_heads:
+        if part.num_heads % part.num_kv_heads:
             raise JinguError(
-                f"{part.heads} attention heads cannot share {part.kv_heads} key-value heads evenly.",
-                where="model.kv_heads",
-                fix=f"Choose a divisor of {part.heads}: {_divisors(part.heads)}.",
+                f"{part.num_heads} attention heads cannot share {part.num_kv_heads} key-value heads evenly.",
+                where="model.num_kv_heads",
+                fix=f"Choose a divisor of {part.num_heads}: {_divisors(part.num_heads)}.",
             )
-        if isinstance(self.position, RotaryPositions) and rotary_size(self.position, part.head_size) % 2:
+        if isinstance(self.position, RotaryPositions) and rotary_dim(self.position, part.head_dim) % 2:
             raise JinguError(
-                f"rotary positions turn pairs, so the head size must be even; it is {part.head_size}.",
-                where="model.head_size",
-                fix="Choose a width and a number of heads whose quotient is even, or set model.head_size.",
+                f"rotary positions turn pairs, so the head size must be even; it is {part.head_dim}.",
+                where="model.head_dim",
+                fix="Choose a width and a number of heads whose quotient is even, or set model.head_dim.",
             )
         bias = self.position
-        if isinstance(bias, RelativeBias) and bias.max_distance <= bias.buckets // 2:
+        if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
             raise JinguError(
-                f"{bias.buckets} ranges of distances up to {bias.max_distance} leave none that grow.",
+                f"{bias.num_buckets} ranges of distances up to {bias.max_distance} leave none that grow.",
                 where="model.position",
-                fix=f"Choose a max_distance above {bias.buckets // 2}.",
+                fix=f"Choose a max_distance above {bias.num_buckets // 2}.",
             )
         return self
 
     @property
     def prompts(self) -> tuple[int, int]:
         """Prompt tokens, whose ids follow those of the vocabulary, of what a decoder and of what an encoder reads."""
-        adapter, encodes = self.adapter, self.encoder_layers is not None
+        adapter, encodes = self.adapter, self.num_encoder_layers is not None
         if isinstance(adapter, SoftPrompt):
-            return (0, adapter.tokens) if encodes else (adapter.tokens, 0)
+            return (0, adapter.num_virtual_tokens) if encodes else (adapter.num_virtual_tokens, 0)
         if isinstance(adapter, DeepPrompt):
-            return adapter.tokens, adapter.tokens if encodes and adapter.in_encoder else 0
+            return adapter.num_virtual_tokens, adapter.num_virtual_tokens if encodes and adapter.in_encoder else 0
         return 0, 0
 
     def prompted(self, ids: Sequence[int], *, encoder: bool = False) -> tuple[int, ...]:
         """Ids that the decoder, or the encoder, reads, with those of its prompt tokens."""
-        own = range(self.vocabulary, self.vocabulary + self.prompts[encoder])
-        behind = isinstance(self.adapter, SoftPrompt) and self.adapter.behind
+        own = range(self.vocab_size, self.vocab_size + self.prompts[encoder])
+        behind = isinstance(self.adapter, SoftPrompt) and self.adapter.after_input
         return (*ids, *own) if behind else (*own, *ids)
 
     def to_json(self) -> str:
@@ -364,9 +400,13 @@ class ModelSpec(Component):
     def from_json(text: str | bytes, where: object = "model.json") -> ModelSpec:
         """The spec that `to_json` wrote. Raises JinguError, naming each wrong field."""
         try:
-            return ModelSpec.model_validate_json(text)
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+            tree = from_json(text)
+            return ModelSpec.model_validate(migrate_spec(tree) if isinstance(tree, dict) else tree)
+        except ValueError as error:
+            if isinstance(error, ValidationError):
+                wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+            else:
+                wrong = f"file: Invalid JSON: {error}"
             raise JinguError(
                 f"this does not describe a model ({wrong}).",
                 where=where,
@@ -374,13 +414,13 @@ class ModelSpec(Component):
             ) from error
 
 
-def rotary_size(position: RotaryPositions, head_size: int) -> int:
+def rotary_dim(position: RotaryPositions, head_size: int) -> int:
     """Dimensions of a head that are turned."""
-    return int(head_size * position.share)
+    return int(head_size * position.partial_rotary_factor)
 
 
-def replaced(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """A copy with other values, validated again; a key may be a place in a component, such as `attention.heads`."""
+def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """A copy with other values, validated again; a key may be a place in a component, such as `attention.num_heads`."""
     values = spec.model_dump()
     for place, value in changes.items():
         *parts, last = place.split(".")
@@ -391,7 +431,7 @@ def replaced(spec: ModelSpec, **changes: Any) -> ModelSpec:
     return ModelSpec.model_validate(values)
 
 
-def places(spec: ModelSpec) -> dict[str, Any]:
+def flatten_fields(spec: ModelSpec) -> dict[str, Any]:
     """All values by their places, as `replaced` takes them."""
 
     def of(values: dict[str, Any], within: str) -> Iterator[tuple[str, Any]]:

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.model.experts import ExpertsLayer
-from jingu.model.grouped import TakenRows
-from jingu.parallel.collectives import all_to_all
+from jingu.compat.torch_distributed import all_to_all
+from jingu.model.experts import MoELayer
+from jingu.model.grouped_matmul import GatherRows
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let the mixtures of a model compute with this rank's experts, in place; `mesh` is the axis `expert`."""
     for module in model.modules():
-        if isinstance(module, ExpertsLayer):
+        if isinstance(module, MoELayer):
             module.compute = partial(_compute, mesh.get_group(), module.compute)  # type: ignore[method-assign]
 
 
 def _compute(
     group: dist.ProcessGroup, original: Callable[[Tensor, Tensor], Tensor], x_MD: Tensor, count: Tensor
 ) -> Tensor:
-    """`ExpertsLayer.compute`; experts lie on the ranks in their order, and so do the rows, sorted by expert."""
+    """`MoELayer.compute`; experts lie on the ranks in their order, and so do the rows, sorted by expert."""
     sent_RE = count.view(group.size(), -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=group)
@@ -37,6 +37,6 @@ def _compute(
     expert_RE = torch.arange(sent_RE.shape[1], device=count.device).expand_as(received_RE)
     order_N = expert_RE.flatten().repeat_interleave(received_RE.flatten()).argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=count.device))
-    x_ND = TakenRows.apply(all_to_all(x_MD, group, received, sent), order_N, place_N, 1)
-    y_ND = TakenRows.apply(original(x_ND, received_RE.sum(0)), place_N, order_N, 1)
+    x_ND = GatherRows.apply(all_to_all(x_MD, group, received, sent), order_N, place_N, 1)
+    y_ND = GatherRows.apply(original(x_ND, received_RE.sum(0)), place_N, order_N, 1)
     return all_to_all(y_ND, group, sent, received)

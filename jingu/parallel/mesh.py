@@ -8,17 +8,22 @@ from math import gcd, prod
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from jingu.compat.torch_distributed import flatten_axes, join_meshes, split_axis
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.errors import JinguError, counted, either
+from jingu.errors import JinguError, join_words, pluralize
 from jingu.model.spec import Experts, ModelSpec
 
+# Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node."""
 
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """How many ranks each axis has."""
+    """Number of ranks on each mesh axis.
+
+    Attributes:
+        expert: folded from shard × context, not an axis of its own.
+    """
 
     pipeline: int
     replicate: int
@@ -26,7 +31,6 @@ class AxisSizes:
     context: int
     tensor: int
     expert: int
-    """Folded from shard × context, not an axis of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -34,33 +38,35 @@ class AxisSizes:
 
     @property
     def data(self) -> int:
-        """Number of ranks that see different rows of the batch."""
+        """Return the number of ranks that see different rows of the batch."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        """Such as `2 shard × 4 tensor`; axes of one rank are left out."""
+        """Return a name such as `2 shard × 4 tensor`, without axes of one rank."""
         return " × ".join(f"{getattr(self, axis)} {axis}" for axis in AXES if getattr(self, axis) > 1) or "1"
 
 
-def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisSizes:
-    """The size of every axis for a number of ranks. A pure function, so that it can speak before any rank starts.
+def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisSizes:
+    """Return the size of every axis for a number of ranks; called before any rank starts.
 
     Raises:
         JinguError: the axes do not multiply to the ranks, or the model cannot be divided so; says with which numbers.
     """
-    given = {axis: getattr(settings, axis) for axis in AXES}
-    if settings.zero == 0:
-        if given["shard"] not in (1, "auto"):
+    axis_sizes = {axis: getattr(settings, axis) for axis in AXES}
+    if settings.zero_stage == 0:
+        if axis_sizes["shard"] not in (1, "auto"):
             raise JinguError(
-                f"ZeRO 0 shards nothing, but parallel.shard is {given['shard']}.",
-                where="parallel.zero",
-                fix=f"Set parallel.replicate={given['shard']} in its place, or parallel.zero to 1, 2 or 3.",
+                f"ZeRO 0 shards nothing, but parallel.shard is {axis_sizes['shard']}.",
+                where="parallel.zero_stage",
+                fix=f"Set parallel.replicate={axis_sizes['shard']} in its place, or parallel.zero_stage to 1, 2 or 3.",
             )
-        given["shard"] = 1
-    filled = _filled(given)
-    given |= {axis: 1 for axis in AXES if given[axis] == "auto" and axis != filled}
-    fixed = {axis: size for axis, size in given.items() if axis != filled}
+        axis_sizes["shard"] = 1
+    # One axis may be `auto`: it takes the ranks that the others leave.
+    filled = _filled(axis_sizes)
+    axis_sizes |= {axis: 1 for axis in AXES if axis_sizes[axis] == "auto" and axis != filled}
+    fixed = {axis: size for axis, size in axis_sizes.items() if axis != filled}
     product = prod(fixed.values())
+    # The axes must multiply to the number of ranks.
     if ranks % product or (filled is None and product != ranks):
         named = [f"{axis} {size}" for axis, size in fixed.items() if size > 1] or ["1"]
         layout = " × ".join(named) + f" = {product:,}" * (len(named) > 1)
@@ -68,40 +74,41 @@ def axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisS
         raise JinguError(
             f"the layout {layout} {rule} the number of ranks, {ranks:,}.",
             where="parallel",
-            fix=f"Start {counted(product, 'process')}{' or a multiple' if filled else ''} (--processes), "
+            fix=f"Start {pluralize(product, 'process')}{' or a multiple' if filled else ''} (--processes), "
             "or set one of the axes to auto.",
         )
     if filled is not None:
-        given[filled] = ranks // product
-    folded = given["shard"] * given["context"]
-    sizes = AxisSizes(**given, expert=expert_size(settings, folded, spec))
-    _check(sizes, spec, by_heads=settings.context_by == "heads")
+        axis_sizes[filled] = ranks // product
+    # Experts are divided over ranks of shard × context.
+    folded = axis_sizes["shard"] * axis_sizes["context"]
+    sizes = AxisSizes(**axis_sizes, expert=expert_size(settings, folded, spec))
+    _check(sizes, spec, by_heads=settings.context_method == "ulysses")
     return sizes
 
 
-def _filled(given: dict[str, int | str]) -> str | None:
-    """The axis that takes the ranks that the others leave."""
-    model = [axis for axis in ("pipeline", "context", "tensor") if given[axis] == "auto"]
+def _filled(axis_sizes: dict[str, int | str]) -> str | None:
+    """Return the `auto` axis that takes the ranks that the other axes leave."""
+    model = [axis for axis in ("pipeline", "context", "tensor") if axis_sizes[axis] == "auto"]
     if len(model) > 1:
         raise JinguError(
             f"{' and '.join(model)} are both auto, and only one of them can take the ranks that are left.",
             where="parallel",
             fix=f"Give parallel.{model[0]} a number.",
         )
-    rows = [axis for axis in ("shard", "replicate") if given[axis] == "auto"]
+    rows = [axis for axis in ("shard", "replicate") if axis_sizes[axis] == "auto"]
     return next(iter(model + rows), None)
 
 
 def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int:
-    """Ranks, of the `folded` ones of shard × context, that share a mixture's experts."""
+    """Return how many of the `folded` ranks of shard × context share a mixture's experts."""
     if settings.expert != "auto":
         return settings.expert
-    return gcd(folded, spec.feed_forward.number) if isinstance(spec.feed_forward, Experts) else 1
+    return gcd(folded, spec.feed_forward.num_experts) if isinstance(spec.feed_forward, Experts) else 1
 
 
 def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
-    """Raise JinguError where the model cannot be divided over these axes."""
-    heads, kv_heads = spec.attention.heads, spec.attention.kv_heads
+    """Raise JinguError if the model cannot be divided over these axes."""
+    heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
     if heads % sizes.tensor:
         raise _undivided(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
@@ -110,16 +117,20 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
         # Too few key-value heads are repeated.
         if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
             named = f"the {number} {what} heads of a tensor rank"
-            raise _undivided(named, sizes.context, "context", number, or_else="parallel.context_by=ring")
-    for what, number in (("vocabulary", spec.vocabulary), ("feed-forward's inner size", spec.feed_forward.size)):
+            raise _undivided(named, sizes.context, "context", number, or_else="parallel.context_method=ring")
+    for what, number in (
+        ("vocabulary", spec.vocab_size),
+        ("feed-forward's inner size", spec.feed_forward.intermediate_size),
+    ):
         if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
             raise JinguError(
                 f"a {what} of {number} leaves nothing for the last of {sizes.tensor} ranks.",
                 where="parallel.tensor",
                 fix="Set it lower.",
             )
+    # Experts and the ranks that share them must divide evenly.
     if sizes.expert > 1:
-        number = spec.feed_forward.number if isinstance(spec.feed_forward, Experts) else 0
+        number = spec.feed_forward.num_experts if isinstance(spec.feed_forward, Experts) else 0
         if not number:
             raise JinguError("the model has no experts.", where="parallel.expert", fix="Set it to 1.")
         for what, size in (
@@ -132,45 +143,45 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
 
 def _undivided(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
     divisors = [str(n) for n in range(1, whole + 1) if whole % n == 0]
-    fix = f"Choose {either([*divisors, or_else] if or_else else divisors)}."
+    fix = f"Choose {join_words([*divisors, or_else] if or_else else divisors)}."
     return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)
 
 
 def build_mesh(sizes: AxisSizes, device: torch.device) -> DeviceMesh:
-    """The mesh over all ranks, with every axis of `AXES`, also those of one rank."""
+    """Build the mesh over all ranks, with every axis of `TOKEN_AXES`, also those of one rank."""
     return init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
 
 
-def zero_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axis `fsdp` along which ZeRO shards, which is shard × context."""
-    return mesh["shard", "context"]._flatten("fsdp")
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis `fsdp` along which ZeRO shards: shard × context."""
+    return flatten_axes(mesh["shard", "context"], "fsdp")
 
 
-def split_experts(zero: DeviceMesh, expert: int) -> DeviceMesh:
-    """ZeRO's axis in two: `expert_fsdp`, along which ZeRO shards experts, and `expert`, whose ranks share them."""
-    return zero._unflatten(0, (zero.size() // expert, expert), ("expert_fsdp", "expert"))
+def split_expert_mesh(zero: DeviceMesh, expert: int) -> DeviceMesh:
+    """Split ZeRO's axis in two: `expert_fsdp`, which shards experts, and `expert`, whose ranks share them."""
+    return split_axis(zero, 0, (zero.size() // expert, expert), ("expert_fsdp", "expert"))
 
 
-def with_replicas(mesh: DeviceMesh, zero: DeviceMesh) -> DeviceMesh:
-    """The mesh for the sharding engine: ZeRO's axis, and before it `replicate` where that has several ranks."""
-    return zero if mesh["replicate"].size() == 1 else DeviceMesh._concatenate([mesh["replicate"], zero])
+def hsdp_mesh(mesh: DeviceMesh, zero: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for FSDP: ZeRO's axis, and `replicate` before it if that has several ranks."""
+    return zero if mesh["replicate"].size() == 1 else join_meshes([mesh["replicate"], zero])
 
 
-def ranks_of(mesh: DeviceMesh, *axes: str) -> int:
-    """Number of ranks on axes together. To take an axis out of a mesh makes another mesh, which is slow in a step."""
+def num_ranks(mesh: DeviceMesh, *axes: str) -> int:
+    """Return the number of ranks on axes together. (Indexing a mesh builds another mesh: too slow for every step.)"""
     return prod(mesh.size(AXES.index(axis)) for axis in axes)
 
 
-def data_ranks(mesh: DeviceMesh) -> int:
-    """Number of ranks that see different rows of the batch."""
-    return ranks_of(mesh, "replicate", "shard")
+def num_data_ranks(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that see different rows of the batch."""
+    return num_ranks(mesh, "replicate", "shard")
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Which share of the rows this rank sees, counted from 0."""
-    return mesh.get_local_rank("replicate") * ranks_of(mesh, "shard") + mesh.get_local_rank("shard")
+    """Return which share of the rows this rank sees, counted from 0."""
+    return mesh.get_local_rank("replicate") * num_ranks(mesh, "shard") + mesh.get_local_rank("shard")
 
 
-def row_copies(mesh: DeviceMesh) -> int:
-    """Number of ranks that see the same rows."""
-    return ranks_of(mesh, "pipeline", "context", "tensor")
+def num_row_replicas(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that see the same rows."""
+    return num_ranks(mesh, "pipeline", "context", "tensor")

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from jingu.compat.torch_distributed import dtensor_like
 from jingu.errors import JinguError
-from jingu.parallel.sharing import local
-from jingu.runtime.files import cannot_write
+from jingu.parallel.sharding import local_tensor
+from jingu.runtime.files import write_error
 
-AHEAD = 2
-"""Layers that are read ahead of the one that is computed."""
+# Layers that are read ahead of the one that is computed.
+PREFETCH_LAYERS = 2
 
 
-class Disk:
-    """Memory in a file without a name, which is gone with the process, however that ends.
+class DiskStorage:
+    """Memory in an unnamed temporary file, which disappears with the process, however that ends.
 
     Args:
         folder: on a local disk; it is made where there is none.
@@ -45,14 +46,13 @@ class Disk:
         self._places: dict[int, tuple[int, mmap.mmap]] = {}
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
-        """A tensor of zeros such as that, a DTensor or plain (on any device, also meta), on disk.
+        """Return zeros on disk in the shape of a tensor or DTensor, on any device, also meta.
 
         Raises:
             JinguError: the disk has no room for it.
         """
         if isinstance(tensor, DTensor):
-            # `from_local` would move it to where the mesh computes.
-            return DTensor(self.zeros_like(tensor.to_local()), tensor._spec, requires_grad=False)
+            return dtensor_like(self.zeros_like(tensor.to_local()), tensor)
         size = tensor.numel() * tensor.element_size()
         if not size:
             return torch.empty_like(tensor, device="cpu")
@@ -62,53 +62,53 @@ class Disk:
         except OSError as error:
             raise self._cannot_write(error) from error
         mapped = mmap.mmap(self._file.fileno(), size, offset=self._size)
-        made = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
-        self._places[made.data_ptr()] = (self._size, mapped)
+        mapped_tensor = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
+        self._places[mapped_tensor.data_ptr()] = (self._size, mapped)
         self._size += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return made
+        return mapped_tensor
 
     def read_ahead(self, tensors: Sequence[Tensor]) -> None:
-        """Start to read tensors, and return at once."""
-        for _, mapped in self._held(tensors):
+        """Start to prefetch tensors, and return at once."""
+        for _, mapped in self._mappings(tensors):
             mapped.madvise(mmap.MADV_WILLNEED)
 
     def write_behind(self, tensors: Sequence[Tensor]) -> None:
-        """Start to write what has been changed of tensors, and return at once."""
-        for offset, mapped in self._held(tensors):
+        """Start to write changed tensors back, and return at once."""
+        for offset, mapped in self._mappings(tensors):
             os.posix_fadvise(self._file.fileno(), offset, len(mapped), os.POSIX_FADV_DONTNEED)
 
-    def _held(self, tensors: Sequence[Tensor]) -> list[tuple[int, mmap.mmap]]:
-        """Where those of the tensors are that are on disk."""
-        starts = (local(tensor).data_ptr() for tensor in tensors)
+    def _mappings(self, tensors: Sequence[Tensor]) -> list[tuple[int, mmap.mmap]]:
+        """Return offset and mapping of those tensors that are on disk."""
+        starts = (local_tensor(tensor).data_ptr() for tensor in tensors)
         return [self._places[start] for start in starts if start in self._places]
 
     def _cannot_write(self, error: OSError) -> JinguError:
-        return cannot_write(error, self._folder, f"choose another folder ({self._setting})")
+        return write_error(error, self._folder, f"choose another folder ({self._setting})")
 
 
-def stream_steps(optimizer: torch.optim.Optimizer, disk: Disk) -> None:
-    """Let the optimizer take its steps a layer at a time; a layer's groups of parameters have the same `layer`."""
+def stream_optimizer_steps(optimizer: torch.optim.Optimizer, disk: DiskStorage) -> None:
+    """Let the optimizer step one layer at a time; parameter groups of a layer have the same `layer`."""
     optimizer.step = partial(_step, optimizer, optimizer.step, disk)  # type: ignore[assignment, method-assign]
 
 
-def _step(optimizer: torch.optim.Optimizer, step: Any, disk: Disk) -> None:
+def _step(optimizer: torch.optim.Optimizer, step: Any, disk: DiskStorage) -> None:
     groups = optimizer.param_groups
     layers: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         layers.setdefault(group["layer"], []).append(group)
-    held = [_tensors(optimizer, layer) for layer in layers.values()]
+    layer_tensors = [_tensors(optimizer, layer) for layer in layers.values()]
     try:
         for number, layer in enumerate(layers.values()):
-            for tensors in held[number + AHEAD if number else 0 : number + AHEAD + 1]:
+            for tensors in layer_tensors[number + PREFETCH_LAYERS if number else 0 : number + PREFETCH_LAYERS + 1]:
                 disk.read_ahead(tensors)
             optimizer.param_groups = layer
             step()
-            disk.write_behind(held[number])
+            disk.write_behind(layer_tensors[number])
     finally:
         optimizer.param_groups = groups
 
 
 def _tensors(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """Parameters of groups, and their state."""
+    """Return the parameters of groups and their optimizer state."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return [*parameters, *(state for parameter in parameters for state in optimizer.state[parameter].values())]

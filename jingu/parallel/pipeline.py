@@ -1,9 +1,11 @@
-"""A model cut into stages on the axis `pipeline`, run by the schedules of `torch.distributed.pipelining`.
+"""This rank's part of a model: the stages of a pipeline, used as one model.
 
-Only hidden states travel (and of a mixture, the few numbers of its routers): every stage makes labels, masks and
-positions from the batch, which all ranks of a pipeline know.
+The blocks of a model are divided over the ranks of the axis `pipeline`; a rank holds one stage or several. Most meshes
+have one rank there, which holds the whole model as its only stage. Several stages are run by the schedules of
+`torch.distributed.pipelining`. Only hidden states travel between stages (and the few numbers of a mixture's routers):
+every stage makes labels, masks and positions from the batch, which all ranks of a pipeline know.
 
-Shapes: B rows, T tokens, D width, E experts, L blocks before a stage, n losses.
+Shapes: B rows, T tokens, D hidden size, E experts, L blocks before a stage, n losses.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,195 +22,276 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from jingu.config.sections.parallel import ParallelSettings
 from jingu.data.batch import Batch
-from jingu.model.decoder import Decoder, Passed, make_model
-from jingu.model.experts import Routing
+from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
+from jingu.model.experts import RoutingStats
+from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.spec import Experts, ModelSpec
-from jingu.parallel.sharing import local
-from jingu.parallel.stages import SPLIT_BACKWARD, divide_blocks, rank_of_stage
+from jingu.parallel.layout import Layout, Precision
+from jingu.parallel.mesh import expert_size, fsdp_mesh
+from jingu.parallel.sharding import ShardingPlan, local_tensor, plan_sharding
+from jingu.parallel.stages import (
+    SPLIT_BACKWARD_SCHEDULES,
+    check_quantization_groups,
+    rank_of_stage,
+    split_blocks,
+)
+from jingu.parallel.zero import prepare_backward
 
-_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
-SCHEDULES = {name: get_schedule_class(_NAMES.get(name, name)) for name in ("gpipe", "1f1b", *_NAMES)}
+_CLASS_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
+SCHEDULES = {name: get_schedule_class(_CLASS_NAMES.get(name, name)) for name in ("gpipe", "1f1b", *_CLASS_NAMES)}
+# Computes the summed losses [n] of a micro-batch by a model. Of a stage that is not the last, it returns the stage's
+# output.
 Loss = Callable[[Any, Batch], Any]
-"""Summed losses [n] of a micro-batch by a model; or, by a stage that is not the last, what it passes on."""
-Announce = Callable[[Decoder, bool], None]
-"""Tells the engine of a stage whether the next backward pass is the last of its step."""
 
 
-class Pipeline(nn.Module):
-    """The stages of this rank, as one model.
+class ParallelModel(nn.Module):
+    """This rank's stages of a model, used as one model by training, evaluation and generation.
 
-    Parameters have the names that they have in the whole model. A parameter that several stages use (the weight of
-    a tied embedding and head) is one of the first such stage; the others hold a copy of it, whose gradient goes to
-    the first (`collect_gradients`), and which follows when that has changed (`refresh_copies`).
+    Parameters have the names that they have in the whole model. A parameter that several stages use (the weight of a
+    tied embedding and head) belongs to the first of them. The others hold a copy: its gradient is added to that of the
+    first after the backward pass, and its values follow after each update (`synchronize_tied_weights`).
+
+    Attributes:
+        spec: of the whole model.
+        ranges: the blocks of every stage, an encoder's first.
+        owners: the rank of every stage on the axis `pipeline`.
+        mesh: None if this process has the whole model and there is no process group.
 
     Args:
-        compute: dtype of the states that travel.
-        masters: that of the weights, which are on the meta device.
-        announce: called before each backward pass of a stage, unless the schedule splits it.
+        prepare: changes each stage on the meta device before it is divided.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        mesh: DeviceMesh,
-        settings: ParallelSettings,
-        compute: torch.dtype,
-        masters: torch.dtype,
-        announce: Announce,
-        prepare: Callable[[Decoder], object],
+        mesh: DeviceMesh | None,
+        layout: Layout,
+        precision: Precision,
+        prepare: Callable[[Decoder], object] = lambda stage: None,
     ) -> None:
         super().__init__()
-        ranks, self.place = mesh["pipeline"].size(), mesh.get_local_rank("pipeline")
-        self.spec, self.compute, self.device = spec, compute, torch.device(mesh.device_type)
-        self.group = mesh.get_group("pipeline")
-        self.schedule = settings.schedule
-        self._announce = announce
+        self.spec = spec
+        self.mesh = mesh
+        self._device = torch.device("cpu" if mesh is None else mesh.device_type)
+        self._settings = layout.parallel
+        self._compute = precision.compute
+        self._schedules: dict[Any, tuple[Any, _PipelineStep]] = {}
+        # Divide the blocks. A mesh without a pipeline has one stage, whatever the schedule.
+        ranks = 1 if mesh is None else mesh["pipeline"].size()
+        self.rank = 0 if mesh is None else mesh.get_local_rank("pipeline")
+        self._group = None if mesh is None else mesh.get_group("pipeline")
         # Ranks that share the tokens of a row.
-        self._token_ranks = mesh["context"].size() * mesh["tensor"].size()
-        # The blocks of each stage, and the place of its rank on the axis.
-        self.parts = divide_blocks(settings, ranks, spec)
-        self.owners = [rank_of_stage(settings, ranks, stage) for stage in range(len(self.parts))]
-        self.mine = [stage for stage, owner in enumerate(self.owners) if owner == self.place]
-        self._users: dict[str, list[int]] = {}
-        with torch.device("meta"):
-            every = [make_model(spec, part) for part in self.parts]
-        for number, stage in enumerate(every):
+        self._token_ranks = 1 if mesh is None else mesh["context"].size() * mesh["tensor"].size()
+        self.ranges = [range((spec.num_encoder_layers or 0) + spec.num_layers)]
+        self.owners = [0]
+        if ranks > 1:
+            self.ranges = split_blocks(self._settings, ranks, spec)
+            self.owners = [rank_of_stage(self._settings, ranks, stage) for stage in range(len(self.ranges))]
+        # Every rank builds all stages on the meta device, to know which of them use which parameters.
+        stages = []
+        for blocks in self.ranges:
+            with torch.device("meta"):
+                stage = build_model(spec, blocks)
             prepare(stage)
+            stages.append(stage.to(precision.masters))
+        if mesh is not None:
+            # Ranks of `tensor` cannot share a group of weights that are quantized together.
+            for stage in stages:
+                check_quantization_groups(stage, mesh["tensor"].size())
+        self._users: dict[str, list[int]] = {}
+        for number, stage in enumerate(stages):
             for name, _ in stage.named_parameters():
                 self._users.setdefault(name, []).append(number)
-        self.stages = nn.ModuleList(every[number].to(masters) for number in self.mine)
-        self._schedules: dict[Any, tuple[Any, _Work]] = {}
+        self._plan: ShardingPlan | None = None
+        if mesh is not None:
+            expert_ranks = expert_size(self._settings, fsdp_mesh(mesh).size(), spec)
+            self._plan = plan_sharding(stages, mesh, spec.attention.num_kv_heads, expert_ranks)
+        self._stage_numbers = [number for number, owner in enumerate(self.owners) if owner == self.rank]
+        self._stages = nn.ModuleList(stages[number] for number in self._stage_numbers)
+
+    @property
+    def stages(self) -> list[Decoder]:
+        """This rank's stages, each a plain model."""
+        return [cast(Decoder, stage) for stage in self._stages]
+
+    @property
+    def sharding(self) -> ShardingPlan:
+        """How the parameters are divided over the mesh."""
+        if self._plan is None:
+            raise ValueError("a model that was built without a mesh is not divided")
+        return self._plan
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has a part of every parameter, rather than some stages of a pipeline."""
+        return len(self.ranges) == 1
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their names in the whole model, without copies."""
-        for number, stage in self._numbered():
+        """Yield parameters under their names in the whole model, without copies of tied weights."""
+        for number, stage in self._numbered_stages():
             for name, parameter in stage.named_parameters(*arguments, **keywords):
-                if self._users[name][0] == number:
+                # Names that are unknown here were added since, such as those of LoRA adapters beside a matrix.
+                if self._users.get(name, [number])[0] == number:
                     yield name, parameter
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of every parameter, copies included."""
+        """Reset the gradients of all parameters, copies of tied weights included."""
         for stage in self.stages:
             stage.zero_grad(set_to_none)
 
-    def _numbered(self) -> list[tuple[int, Decoder]]:
-        return list(zip(self.mine, self.stages, strict=True))  # type: ignore[arg-type]
-
-    def _with_source(self, stage: int) -> bool:
-        """Whether a stage is given an encoder's states beside those of the decoder."""
-        encoders = self.spec.encoder_layers
-        return encoders is not None and self.parts[stage].start > encoders
-
-    def _received(self, stage: int, rows: int, tokens: int, source: int) -> tuple[Tensor, ...]:
-        """Tensors on meta such as the stage receives.
-
-        Args:
-            source: tokens that an encoder reads; 0: there is none, or a cache has what it made of them.
-        """
-        spec, before = self.spec, self.parts[stage].start
-        lengths = [tokens, source] if self._with_source(stage) else [source if spec.encoder_layers else tokens]
-        # Rows are filled up so that each rank has as many of their tokens.
-        shapes = [(rows, -(-length // self._token_ranks), spec.width) for length in lengths if length and stage]
-        found = [torch.empty(shape, dtype=self.compute, device="meta", requires_grad=True) for shape in shapes]
-        if found and self.training and isinstance(spec.feed_forward, Experts):
-            wide = torch.promote_types(self.compute, torch.float32)
-            shape = (before, rows, 2 * spec.feed_forward.number + 2)
-            found.append(torch.empty(shape, dtype=wide, device="meta", requires_grad=True))
-        return tuple(found)
+    def _numbered_stages(self) -> list[tuple[int, Decoder]]:
+        return list(zip(self._stage_numbers, self.stages, strict=True))
 
     # Training
 
     def train_micro_batches(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
-        """Forward and backward of a step's micro-batches through all stages, as the schedule has it.
+        """Run forward and backward of a step's micro-batches.
 
         Args:
-            weight_n: how much each of the losses counts in what is differentiated.
+            loss: computes the losses [n] of a micro-batch.
+            weight_n: weight of each of the losses in the sum that is differentiated.
 
         Returns:
-            Sums of the losses [n], on every rank of the pipeline.
+            Sums of the losses [n] over the micro-batches, on every rank of the pipeline.
         """
-        key = (len(batches), *_row_shape(batches[0]))
-        if key not in self._schedules:
-            self._schedules[key] = self._build_schedule(*key)
-        schedule, work = self._schedules[key]
-        work.begin(batches, loss, weight_n)
-        numbers = torch.arange(len(batches))
-        schedule.step(target=numbers, return_outputs=False, number=numbers)
-        dist.all_reduce(work.total_n, group=self.group)
-        self.collect_gradients()
-        return work.total_n
-
-    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, _Work]:
-        work, splits = _Work(), self.schedule in SPLIT_BACKWARD
-        ends = [self._received(stage, rows, tokens, source) for stage in range(len(self.parts))]
-        ends.append((torch.empty(1, device="meta"),))
-        stages = [
-            _Stage(
-                stage,
-                work,
-                self._with_source(number),
-                None if splits else partial(self._announce, stage),
-                stage_index=number,
-                num_stages=len(self.parts),
-                device=self.device,
-                group=self.group,
-                input_args=ends[number],
-                output_args=ends[number + 1],
-            )
-            for number, stage in self._numbered()
-        ]
-        given = stages[0] if self.schedule in ("gpipe", "1f1b") else stages
-        made = SCHEDULES[self.schedule](given, micro_batches, loss_fn=work.weighted, scale_grads=False)
-        return made, work
+        if len(self.ranges) > 1:
+            return self._run_schedule(batches, loss, weight_n)
+        (stage,) = self.stages
+        total_n = torch.zeros_like(weight_n)
+        for number, batch in enumerate(batches, start=1):
+            self._prepare_backward(stage, last=number == len(batches))
+            losses_n = loss(self, batch).view(-1)
+            (losses_n @ weight_n.to(losses_n.dtype)).backward()
+            total_n += losses_n.detach()
+        return total_n
 
     def rehearse(self, batch: Batch, loss: Loss) -> None:
-        """Forward and backward of each stage by itself, on states of zeros: nothing waits for another stage."""
-        for number, stage in self._numbered():
-            self._announce(stage, True)
-            received = self._received(number, *_row_shape(batch))
-            inputs = [torch.zeros_like(tensor, device=self.device).requires_grad_() for tensor in received]
-            given = loss(_Given(stage, _unpack(inputs, self._with_source(number)) if inputs else None), batch)
-            outputs = _pack(given) if isinstance(given, Passed) else (given,)
+        """Run forward and backward of each stage by itself, on received states of zeros: no stage waits for another.
+
+        This compiles what is to be compiled, and fails early if a micro-batch does not fit into memory.
+        """
+        for number, stage in self._numbered_stages():
+            self._prepare_backward(stage, last=True)
+            received = self._received_tensors(number, *_row_shape(batch))
+            inputs = [torch.zeros_like(tensor, device=self._device).requires_grad_() for tensor in received]
+            stage_model = _StageModel(stage, _unpack(inputs, self._receives_encoder_states(number)) if inputs else None)
+            result = loss(stage_model, batch)
+            outputs = _pack(result) if isinstance(result, StageOutput) else (result,)
             outputs = tuple(output for output in outputs if output.requires_grad)
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
         self.zero_grad()
 
-    # Scoring and generation
+    def _prepare_backward(self, stage: nn.Module, last: bool) -> None:
+        prepare_backward(stage, self._settings.zero_stage, last=last)
 
-    def forward(self, tokens_BT: Tensor, *arguments: Any, cache: Any = None, **keywords: Any) -> Tensor:
-        """As `Decoder.forward`, through all stages, without gradients; every rank of the pipeline gets the result."""
-        group, owners, place = self.group, self.owners, self.place
-        source = keywords.get("source_BS")
-        shapes = partial(
-            self._received,
-            rows=len(tokens_BT),
-            tokens=tokens_BT.shape[1],
-            source=0 if source is None else source.shape[1],
-        )
+    def _run_schedule(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
+        """Run the micro-batches through the stages of all ranks, as the pipeline's schedule orders them."""
+        key = (len(batches), *_row_shape(batches[0]))
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(*key)
+        schedule, step = self._schedules[key]
+        step.begin(batches, loss, weight_n)
+        # The schedule hands each stage the number of a micro-batch; the stage looks the batch up by it.
+        numbers = torch.arange(len(batches))
+        schedule.step(target=numbers, return_outputs=False, number=numbers)
+        dist.all_reduce(step.total_n, group=self._group)
+        self._collect_tied_gradients()
+        return step.total_n
+
+    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, _PipelineStep]:
+        step = _PipelineStep()
+        name = self._settings.pipeline_schedule
+        # What enters each stage, and at last what leaves the last one: a number.
+        boundaries = [self._received_tensors(stage, rows, tokens, source) for stage in range(len(self.ranges))]
+        boundaries.append((torch.empty(1, device="meta"),))
+        stages = [
+            _ScheduledStage(
+                stage,
+                step,
+                self._receives_encoder_states(number),
+                None if name in SPLIT_BACKWARD_SCHEDULES else partial(self._prepare_backward, stage),
+                stage_index=number,
+                num_stages=len(self.ranges),
+                device=self._device,
+                group=self._group,
+                input_args=boundaries[number],
+                output_args=boundaries[number + 1],
+            )
+            for number, stage in self._numbered_stages()
+        ]
+        argument = stages[0] if name in ("gpipe", "1f1b") else stages
+        schedule = SCHEDULES[name](argument, micro_batches, loss_fn=step.weighted_loss, scale_grads=False)
+        return schedule, step
+
+    # What travels between stages
+
+    def _receives_encoder_states(self, stage: int) -> bool:
+        """Whether a stage receives an encoder's states beside those of the decoder."""
+        encoder_layers = self.spec.num_encoder_layers
+        return encoder_layers is not None and self.ranges[stage].start > encoder_layers
+
+    def _received_tensors(self, stage: int, rows: int, tokens: int, source: int) -> tuple[Tensor, ...]:
+        """Return tensors on the meta device with the shapes and dtypes of those that a stage receives.
+
+        Args:
+            source: tokens of a row that an encoder reads; 0 if there is none, or if a cache holds what it made of
+                them.
+        """
+        spec = self.spec
+        if not stage:
+            return ()
+        lengths = [source if spec.num_encoder_layers else tokens]
+        if self._receives_encoder_states(stage):
+            lengths = [tokens, source]
+        # Rows are padded so that each rank has as many of their tokens.
+        shapes = [(rows, -(-length // self._token_ranks), spec.hidden_size) for length in lengths if length]
+        meta = partial(torch.empty, device="meta", requires_grad=True)
+        tensors = [meta(shape, dtype=self._compute) for shape in shapes]
+        if tensors and self.training and isinstance(spec.feed_forward, Experts):
+            # Statistics of the routers so far, in fp32 at least.
+            shape = (self.ranges[stage].start, rows, 2 * spec.feed_forward.num_experts + 2)
+            tensors.append(meta(shape, dtype=torch.promote_types(self._compute, torch.float32)))
+        return tuple(tensors)
+
+    # Evaluation and generation
+
+    def forward(
+        self, inputs: Inputs | Tensor, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None
+    ) -> Any:
+        """Compute what `Decoder.forward` does, through all stages; every rank of the pipeline gets the result.
+
+        Through several stages no gradient flows.
+        """
+        if len(self.ranges) == 1:
+            return self._stages[0](inputs, loss, auxiliary)
+        group, owners = self._group, self.owners
+        inputs = as_inputs(inputs)
+        device = inputs.tokens.device
         result: Any = None
-        for number, stage in self._numbered():
-            passed = result
-            if number and owners[number - 1] != place:
-                received = [torch.empty_like(tensor, device=tokens_BT.device) for tensor in shapes(number)]
-                for tensor in received:
+        for number, stage in self._numbered_stages():
+            # From the stage before: here already, or on another rank.
+            received = result
+            if number and owners[number - 1] != self.rank:
+                shapes = self._received_tensors(number, *_row_shape(inputs))
+                tensors = [torch.empty_like(tensor, device=device) for tensor in shapes]
+                for tensor in tensors:
                     dist.recv(tensor, group=group, group_src=owners[number - 1])
-                passed = _unpack(received, self._with_source(number)) if received else None
-            result = stage(tokens_BT, *arguments, cache=cache, passed=passed, **keywords)
-            if number + 1 < len(owners) and owners[number + 1] != place and result is not None:
+                received = _unpack(tensors, self._receives_encoder_states(number)) if tensors else None
+            result = stage(inputs, loss, auxiliary, received)
+            if number + 1 < len(owners) and owners[number + 1] != self.rank and result is not None:
                 for tensor in _pack(result):
                     dist.send(tensor.contiguous(), group=group, group_dst=owners[number + 1])
-        return self._from_last(result if isinstance(result, Tensor) else None, tokens_BT.device)
+        return self._broadcast_from_last(result if isinstance(result, Tensor) else None, device)
 
-    def _from_last(self, result: Tensor | None, device: torch.device) -> Tensor:
-        """The last stage's result, on every rank of the pipeline."""
-        group, last = self.group, self.owners[-1]
+    def _broadcast_from_last(self, result: Tensor | None, device: torch.device) -> Tensor:
+        """Return the last stage's result on every rank of the pipeline; the others do not know its shape."""
+        group, last = self._group, self.owners[-1]
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-        head = [0] * 8
+        header = torch.zeros(8, dtype=torch.int64, device=device)
         if result is not None:
-            head = [dtypes.index(result.dtype), result.dim(), *result.shape, *head][:8]
-        header = torch.tensor(head, device=device)
+            fields = [dtypes.index(result.dtype), result.dim(), *result.shape]
+            header[: len(fields)] = torch.tensor(fields, device=device)
         dist.broadcast(header, group=group, group_src=last)
         dtype, dims, *sizes = header.tolist()
         if result is None:
@@ -219,144 +302,162 @@ class Pipeline(nn.Module):
 
     # Parameters of several stages
 
-    def collect_gradients(self) -> None:
-        """Move the gradients of copies to the parameters that they copy, and add them up there."""
-        for original, copy, home, away in self._copies():
-            if all(held is None or held.requires_grad for held in (original, copy)):
-                theirs, own = (None if held is None else held.grad for held in (copy, original))
-                gradient = self._carried(theirs, own, away, home)
-                if gradient is not None and own is not None:
-                    local(own).add_(gradient)
-                if copy is not None:
-                    copy.grad = None
+    def _collect_tied_gradients(self) -> None:
+        """Add the gradients of copies to those of the parameters that they copy."""
+        for original, copy, owner, copy_owner in self._tied_weights():
+            # A frozen parameter has no gradient on any rank.
+            if any(parameter is not None and not parameter.requires_grad for parameter in (original, copy)):
+                continue
+            copy_gradient = None if copy is None else copy.grad
+            own_gradient = None if original is None else original.grad
+            gradient = self._transfer(copy_gradient, own_gradient, copy_owner, owner)
+            if gradient is not None and own_gradient is not None:
+                local_tensor(own_gradient).add_(gradient)
+            if copy is not None:
+                copy.grad = None
 
     @torch.no_grad()
-    def refresh_copies(self) -> None:
-        """Give copies the values of the parameters that they copy."""
-        for original, copy, home, away in self._copies():
-            values = self._carried(original, copy, home, away)
+    def synchronize_tied_weights(self) -> None:
+        """Give copies of tied weights the values of the parameters that they copy."""
+        for original, copy, owner, copy_owner in self._tied_weights():
+            values = self._transfer(original, copy, owner, copy_owner)
             if values is not None and copy is not None:
-                local(copy).copy_(values)
+                local_tensor(copy).copy_(values)
 
-    def _carried(self, sent: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
-        """What the rank at place `source` has, at the place `target`; None elsewhere."""
+    def _transfer(self, sent: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
+        """Send this rank's part of a tensor from rank `source` to rank `target`; return it there, None elsewhere.
+
+        Args:
+            sent: the tensor, on the source.
+            like: a tensor of its shape and dtype, on the target.
+        """
         if sent is not None and like is not None:
-            return local(sent)
+            return local_tensor(sent)
+        # Sent as bytes: gloo does not know every dtype.
         if sent is not None:
-            dist.send(local(sent).contiguous().view(torch.uint8), group=self.group, group_dst=target)
+            dist.send(local_tensor(sent).contiguous().view(torch.uint8), group=self._group, group_dst=target)
         elif like is not None:
-            received = torch.empty_like(local(like))
-            dist.recv(received.view(torch.uint8), group=self.group, group_src=source)
+            received = torch.empty_like(local_tensor(like))
+            dist.recv(received.view(torch.uint8), group=self._group, group_src=source)
             return received
         return None
 
-    def _copies(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
-        """A parameter, a copy of it (None where another rank has it), and the places of the two."""
-        held = {number: dict(stage.named_parameters()) for number, stage in self._numbered()}
-        owners = self.owners
+    def _tied_weights(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
+        """Yield each parameter with each of its copies (None on another rank), and the ranks of the two."""
+        parameters = {number: dict(stage.named_parameters()) for number, stage in self._numbered_stages()}
         for name, (first, *others) in self._users.items():
             for other in others:
-                yield held.get(first, {}).get(name), held.get(other, {}).get(name), owners[first], owners[other]
+                original = parameters.get(first, {}).get(name)
+                copy = parameters.get(other, {}).get(name)
+                yield original, copy, self.owners[first], self.owners[other]
 
 
-Model = Decoder | Pipeline
-"""What is trained: a model, or this rank's stages of one."""
-
-
-def stages_of(model: nn.Module) -> list[Decoder]:
-    """What a rank has of a model: its stages, or the model itself."""
-    found: Any = model.stages if isinstance(model, Pipeline) else [model]
-    return list(found)
-
-
-class _Work:
-    """What a schedule is busy with: it hands only tensors to its stages, so that they look the rest up here."""
+class _PipelineStep:
+    """The micro-batches of one step. A schedule hands only tensors to its stages, so they look up the rest here."""
 
     def begin(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> None:
-        self.batches, self.loss, self.weight_n = batches, loss, weight_n
+        self.batches = batches
+        self.loss = loss
+        self.weight_n = weight_n
         self.total_n = torch.zeros_like(weight_n)
 
-    def weighted(self, losses_n: Tensor, number: Tensor) -> Tensor:
-        """What is differentiated of a micro-batch."""
+    def weighted_loss(self, losses_n: Tensor, number: Tensor) -> Tensor:
+        """Return the sum of a micro-batch's losses that is differentiated."""
         self.total_n += losses_n.detach()
         return losses_n @ self.weight_n.to(losses_n.dtype)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A stage together with what it has received, to be called as a whole model is."""
+class _StageModel:
+    """A stage together with what it has received, called as a whole model is."""
 
     stage: Decoder
-    passed: Passed | None
+    received: StageOutput | None
 
     @property
     def spec(self) -> ModelSpec:
         return self.stage.spec
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.stage(*arguments, passed=self.passed, **keywords)
+    def __call__(self, inputs: Inputs, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None) -> Any:
+        return self.stage(inputs, loss, auxiliary, self.received)
 
 
-class _Stage(PipelineStage):
-    """A stage as the engine drives it.
+class _ScheduledStage(PipelineStage):
+    """A stage as a schedule drives it.
 
-    Where backward passes are whole, ZeRO's hooks gather parameters and reduce gradients as without a pipeline; the
-    engine, which would do it for the whole stage at once, sees a plain container in the place of the model.
+    Where backward passes are whole, FSDP's hooks gather parameters and reduce gradients as without a pipeline. The
+    engine would do it for the whole stage at once, so it gets a plain container in the place of the model.
 
     Args:
-        announce: as of `Pipeline`; None where the backward pass is split, which only the engine's own way serves.
+        prepare_backward: called with whether a backward pass is the last of the step; None if the schedule splits
+            backward passes, which only the engine's own way serves.
     """
 
     def __init__(
         self,
         model: Decoder,
-        work: _Work,
-        with_source: bool,
-        announce: Callable[[bool], None] | None,
+        step: _PipelineStep,
+        receives_encoder_states: bool,
+        prepare_backward: Callable[[bool], None] | None,
         **arguments: Any,
     ) -> None:
-        super().__init__(model if announce is None else nn.ModuleList([model]), **arguments)
+        super().__init__(model if prepare_backward is None else nn.ModuleList([model]), **arguments)
         self._model = model
-        self._work = work
-        self._with_source = with_source
-        self._announce = announce
+        self._step = step
+        self._receives_encoder_states = receives_encoder_states
+        self._prepare_backward = prepare_backward
 
     def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
-        given = _Given(self._model, _unpack(received, self._with_source) if received else None)
-        found = self._work.loss(given, self._work.batches[int(number)])
-        if not isinstance(found, Passed):
-            return found.view(-1)
-        # What is only passed on must not come out as the tensor that came in, whose gradient has a place of its own.
-        sent = [tensor.clone() if any(tensor is it for it in received) else tensor for tensor in _pack(found)]
-        # Where nothing so far is trained, the engine wants a gradient of it all the same.
-        return tuple(tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in sent)
+        inputs = _unpack(received, self._receives_encoder_states) if received else None
+        result = self._step.loss(_StageModel(self._model, inputs), self._step.batches[int(number)])
+        if not isinstance(result, StageOutput):
+            return result.view(-1)
+        outputs = []
+        for tensor in _pack(result):
+            # A tensor that is only passed on must not leave as the one that came in: each has its own gradient.
+            if any(tensor is other for other in received):
+                tensor = tensor.clone()
+            # The engine expects a gradient of every output, even if nothing so far is trained.
+            outputs.append(tensor if tensor.requires_grad else tensor.requires_grad_())
+        return tuple(outputs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        if self._announce is not None:
-            self._announce(last_backward)
+        if self._prepare_backward is not None:
+            self._prepare_backward(last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
-def _pack(passed: Passed) -> tuple[Tensor, ...]:
-    """As the tensors that travel: the states; an encoder's; and of a mixture [L, B, 2E + 2]."""
-    tensors = [passed.states, *([] if passed.encoded is None else [passed.encoded])]
-    routings = [
-        torch.cat([it.load, it.probability, it.z.unsqueeze(1), it.dropped.unsqueeze(1)], 1) for it in passed.routings
-    ]
-    return (*tensors, torch.stack(routings)) if routings else tuple(tensors)
+def _pack(output: StageOutput) -> tuple[Tensor, ...]:
+    """Return the tensors that travel: hidden states, an encoder's states, and routing statistics [L, B, 2E + 2]."""
+    tensors = [output.states]
+    if output.encoder_states is not None:
+        tensors.append(output.encoder_states)
+    if output.routings:
+        rows = [
+            torch.cat([stats.load, stats.probability, stats.z.unsqueeze(1), stats.dropped.unsqueeze(1)], 1)
+            for stats in output.routings
+        ]
+        tensors.append(torch.stack(rows))
+    return tuple(tensors)
 
 
-def _unpack(tensors: Sequence[Tensor], with_source: bool) -> Passed:
+def _unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
+    """Return what `_pack` took apart."""
     states, *others = tensors
-    encoded = others.pop(0) if with_source and others else None
+    encoder_states = others.pop(0) if with_encoder_states and others else None
     routings = []
-    for routing in others[0] if others else ():
-        experts = (routing.shape[1] - 2) // 2
-        load, probability, z, dropped = routing.split([experts, experts, 1, 1], 1)
-        routings.append(Routing(load, probability, z.squeeze(1), dropped.squeeze(1)))
-    return Passed(states, routings, encoded)
+    for row in others[0] if others else ():
+        experts = (row.shape[1] - 2) // 2
+        load, probability, z, dropped = row.split([experts, experts, 1, 1], 1)
+        routings.append(RoutingStats(load, probability, z.squeeze(1), dropped.squeeze(1)))
+    return StageOutput(states, routings, encoder_states)
 
 
-def _row_shape(batch: Batch) -> tuple[int, int, int]:
-    """Rows, tokens a row, and tokens that an encoder reads."""
-    return *batch.tokens.shape, 0 if batch.source is None else batch.source.tokens.shape[1]
+def _row_shape(batch: Batch | Inputs) -> tuple[int, int, int]:
+    """Return the number of rows, tokens a row, and tokens a row that an encoder reads."""
+    source = 0 if batch.source is None else batch.source.tokens.shape[1]
+    return batch.tokens.shape[0], batch.tokens.shape[1], source
+
+
+# A model that generates: one that a process has whole, or a rank's part of one. Both have `spec` and `stages`.
+Model = Decoder | ParallelModel

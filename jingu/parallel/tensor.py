@@ -1,196 +1,259 @@
 """Tensor and context parallelism: whose tokens and heads a rank computes with.
 
-The tokens of a row are divided over `context` and then over `tensor`: norms, residuals and everything else that treats
-tokens one by one see S of them on a rank. A part of the model that has a table (`SHARDING`) gets all tokens of its
-context rank, computes with its share of heads or inner dims, and what the ranks of `tensor` have computed is added up
-as it is scattered again. Between projections and attention, ranks of `context` exchange tokens for heads, so that
-attention itself sees whole rows (Jacobs et al., 2023); or they keep the heads and pass keys and values around
+The tokens of a row are divided over `context` and then over `tensor`. Norms, residuals and everything else that treats
+tokens one by one see the S tokens of a rank. A module with a table (`SHARDING`) gets all tokens of its context rank,
+computes with its share of heads or intermediate dims, and the results of the ranks of `tensor` are summed as they are
+scattered again. Between projections and attention, ranks of `context` exchange tokens for heads, so that attention
+sees whole rows (DeepSpeed-Ulysses, Jacobs et al., 2023); or they keep the heads, and keys and values travel
 (`jingu.parallel.ring`).
 
-Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D width, V vocabulary.
+Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.model.adapters import LoraLinear
-from jingu.model.attention import Attention, CrossAttention, SelfAttention
-from jingu.model.decoder import Decoder
-from jingu.model.experts import ExpertsLayer, Routing
+from jingu.compat.torch_distributed import all_gather, all_reduce
+from jingu.model.adapter_layers import LoraLinear
+from jingu.model.attention import Attention, BlockContext, CrossAttention, SelfAttention
+from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
+from jingu.model.experts import MoELayer, RoutingStats
+from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.layers import Embedding
-from jingu.model.sharding import own_styles, styled
+from jingu.model.sharding_table import child_styles, iterate_styles
 from jingu.model.spec import ModelSpec
-from jingu.parallel.collectives import all_gather, all_reduce
-from jingu.parallel.ring import share_keys
-from jingu.parallel.rows import Rows, chained
-from jingu.parallel.sharing import share
+from jingu.parallel.ring import apply_ring_attention
+from jingu.parallel.sharding import shard_range
+from jingu.parallel.token_sharding import TokenSharding, compose
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """This rank's share of the vocabulary."""
+class VocabShard:
+    """This rank's shard of the vocabulary.
+
+    Attributes:
+        size: V.
+        start: the first entry here.
+        count: entries here.
+        most: entries of the rank that has most.
+        group: the ranks of `tensor`.
+    """
 
     size: int
-    """V."""
     start: int
-    """First entry here."""
     count: int
-    """Entries here."""
     most: int
-    """Entries of the rank that has most."""
     group: Any
-    """The ranks of `tensor`."""
 
     @staticmethod
-    def of(mesh: DeviceMesh, size: int) -> Vocabulary:
-        """The share of this rank."""
+    def of(mesh: DeviceMesh, size: int) -> VocabShard:
+        """Return the shard of this rank."""
         ranks = mesh["tensor"].size()
-        start, count = share(size, ranks, mesh.get_local_rank("tensor"))
-        return Vocabulary(size, start, count, -(-size // ranks), mesh.get_group("tensor"))
+        start, count = shard_range(size, ranks, mesh.get_local_rank("tensor"))
+        return VocabShard(size, start, count, -(-size // ranks), mesh.get_group("tensor"))
 
-    def gather(self, scores: Tensor) -> Tensor:
-        """All V scores [..., V] from each rank's."""
-        filled = F.pad(scores, (0, self.most - scores.shape[-1]))
-        return all_gather(filled.movedim(-1, 0), 0, self.group).movedim(0, -1)[..., : self.size]
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return all V logits [..., V] from each rank's."""
+        padded = F.pad(logits, (0, self.most - logits.shape[-1]))
+        return all_gather(padded.movedim(-1, 0), 0, self.group).movedim(0, -1)[..., : self.size]
 
 
-def divide_work(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None:
-    """Let a model whose parameters are this rank's parts compute with them, in place.
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None:
+    """Let a model whose parameters are this rank's shards compute with them, in place.
 
     Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
 
     Args:
-        ring: ranks of `context` keep all heads, and pass keys and values around.
+        ring: ranks of `context` keep all heads, and keys and values travel between them.
     """
-    rows, source, vocabulary = Rows(mesh), Rows(mesh), Vocabulary.of(mesh, model.spec.vocabulary)
-    if rows.tensor * rows.context == 1:
+    sharding = TokenSharding(mesh)
+    # The tokens that an encoder reads are divided by themselves.
+    source_sharding = TokenSharding(mesh)
+    vocab = VocabShard.of(mesh, model.spec.vocab_size)
+    if sharding.tensor * sharding.context == 1:
         return
-    child: Any
-    for _, child, style in styled(model):
-        if style == "vocabulary" and isinstance(child, Embedding):
-            child.forward = partial(_look_up, rows, vocabulary, child)  # type: ignore[method-assign]
+    # Embeddings: of this rank's entries, or of its tokens.
+    module: Any
+    for _, module, style in iterate_styles(model):
+        if style == "vocabulary" and isinstance(module, Embedding):
+            module.forward = partial(_embed, sharding, vocab, module)  # type: ignore[method-assign]
         elif style == "tokens":
-            child.forward = chained(rows.of_rank, child.forward)
-    for stack, its_rows in ((model, rows), (model.encoder, source)):
-        for block in () if stack is None else stack.blocks:
-            for part in block.children():
-                if hasattr(part, "SHARDING"):
-                    keys = source if isinstance(part, CrossAttention) else its_rows
-                    _divide_part(part, its_rows, keys, model.spec, ring=ring and rows.context > 1)
-    model.forward = partial(_forward, rows, source, vocabulary, model.forward)  # type: ignore[method-assign]
+            module.forward = compose(sharding.shard_tokens, module.forward)
+    # The blocks: every module with a table.
+    for stack, own_sharding in ((model, sharding), (model.encoder, source_sharding)):
+        if stack is None:
+            continue
+        for block in stack.blocks:
+            for module in block.children():
+                if hasattr(module, "SHARDING"):
+                    is_cross = isinstance(module, CrossAttention)
+                    key_sharding = source_sharding if is_cross else own_sharding
+                    _parallelize_module(module, own_sharding, key_sharding, model.spec, ring=ring)
+    model.forward = partial(_forward, sharding, source_sharding, vocab, model.forward)  # type: ignore[method-assign]
 
 
-def _divide_part(part: Any, rows: Rows, keys: Rows, spec: ModelSpec, *, ring: bool) -> None:
-    """A part of a block; `keys` are the rows that attention looks at."""
-    child: Any
-    by_heads = rows.context > 1 and not ring
-    for _, child, style in own_styles(part):
-        if style in ("heads", "kv_heads") and by_heads:
-            of = rows if style == "heads" else keys
-            child.forward = chained(child.forward, partial(of.to_heads, head_size=spec.attention.head_size))
-        elif style in ("row", "from_heads"):
-            if rows.tensor > 1:
-                child.bias_share = float(rows.tensor_rank == 0)
-            if rows.tensor > 1 and isinstance(child, LoraLinear):
-                summed = partial(all_reduce, op="sum", group=rows.tensor_group)
-                child.row_squares = chained(child.row_squares, summed)  # type: ignore[method-assign]
-                child.first_input = share(child.in_features, rows.tensor, rows.tensor_rank)[0]
-            if by_heads and style == "from_heads":
-                child.forward = chained(rows.from_heads, child.forward)
-    if isinstance(part, Attention):
-        ranks, rank = rows.tensor, rows.tensor_rank
+def _parallelize_module(
+    module: Any, sharding: TokenSharding, key_sharding: TokenSharding, spec: ModelSpec, *, ring: bool
+) -> None:
+    """Wrap a part of a block; `key_sharding` divides the tokens that attention looks at."""
+    has_context = sharding.context > 1
+    by_heads = has_context and not ring
+    for _, child, style in child_styles(module):
+        if style in ("row", "from_heads") and sharding.tensor > 1:
+            _compute_summand(child, sharding)
         if by_heads:
-            ranks, rank = ranks * rows.context, rank * rows.context + rows.context_rank
-        part.first_head = rank * (spec.attention.heads // ranks)
+            _exchange_tokens_for_heads(child, style, sharding, key_sharding, spec.attention.head_dim)
+    if isinstance(module, Attention):
+        # The number of the first head here, for masks and caches that have all heads.
+        ranks, rank = sharding.tensor, sharding.tensor_rank
+        if by_heads:
+            ranks = ranks * sharding.context
+            rank = rank * sharding.context + sharding.context_rank
+        module.first_head = rank * (spec.attention.num_heads // ranks)
+        if ring and has_context:
+            apply_ring_attention(module, sharding, key_sharding)
+    if isinstance(module, SelfAttention) and module.prompt is not None and has_context:
+        prompt: Any = module.prompt
         if ring:
-            share_keys(part, rows, keys)
-    if isinstance(part, SelfAttention) and part.prompt is not None and rows.context > 1:
-        prompt: Any = part.prompt
-        if ring:
-            placed = prompt.forward
-            prompt.forward = lambda k_BCGK, v_BCGK, tokens_BT: placed(k_BCGK, v_BCGK, rows.of_context(tokens_BT))
+            prompt.forward = partial(_prompt_of_own_tokens, sharding, prompt.forward)
         else:
-            prompt.own_heads = rows.of_heads
-    if isinstance(part, ExpertsLayer) and rows.context > 1:
-        part.route = partial(_route, rows, part.route)  # type: ignore[method-assign]
-    if rows.tensor > 1:
-        part.forward = partial(_with_all_tokens, rows, None if keys is rows else keys, part.forward)
+            prompt.own_heads = sharding.shard_heads
+    if isinstance(module, MoELayer) and has_context:
+        module.route = partial(_route, sharding, module.route)  # type: ignore[method-assign]
+    if sharding.tensor > 1:
+        sources = None if key_sharding is sharding else key_sharding
+        module.forward = partial(_with_all_tokens, sharding, sources, module.forward)
+
+
+def _compute_summand(child: Any, sharding: TokenSharding) -> None:
+    """Let a map whose inputs are divided over `tensor` compute this rank's summand of the result."""
+    child.bias_share = float(sharding.tensor_rank == 0)
+    if isinstance(child, LoraLinear):
+        sum_over_ranks = partial(all_reduce, op="sum", group=sharding.tensor_group)
+        child.row_squares = compose(child.row_squares, sum_over_ranks)  # type: ignore[method-assign]
+        child.first_input = shard_range(child.in_features, sharding.tensor, sharding.tensor_rank)[0]
+
+
+def _exchange_tokens_for_heads(
+    child: nn.Module, style: str, sharding: TokenSharding, key_sharding: TokenSharding, head_dim: int
+) -> None:
+    """Let ranks of `context` exchange tokens for heads after q, k and v, and heads for tokens before the output."""
+    module: Any = child
+    if style == "heads":
+        module.forward = compose(module.forward, partial(sharding.tokens_to_heads, head_dim=head_dim))
+    elif style == "kv_heads":
+        module.forward = compose(module.forward, partial(key_sharding.tokens_to_heads, head_dim=head_dim))
+    elif style == "from_heads":
+        module.forward = compose(sharding.heads_to_tokens, module.forward)
 
 
 def _forward(
-    rows: Rows,
-    source: Rows,
-    vocabulary: Vocabulary,
+    sharding: TokenSharding,
+    source_sharding: TokenSharding,
+    vocab: VocabShard,
     original: Callable[..., Any],
-    tokens_BT: Tensor,
-    *arguments: Any,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    auxiliary: Callable[[list[Routing]], Tensor] | None = None,
-    **others: Any,
+    inputs: Inputs | Tensor,
+    loss: LossFunction | None = None,
+    auxiliary: AuxiliaryLoss | None = None,
+    received: StageOutput | None = None,
 ) -> Any:
-    """`Decoder.forward`. A loss gets the C tokens of the context rank, and this rank's part of the head's weight;
-    generation gets all tokens, and its scores are those of the whole vocabulary."""
-    rows.tokens = tokens_BT.shape[1]
-    if others.get("source_BS") is not None:
-        source.tokens = others["source_BS"].shape[1]
-    for name, of in (("keys_BT", rows), ("source_keys_BS", source)):
-        if others.get(name) is not None:
-            others[name] = of.of_context(others[name])
-    generates = others.get("cache") is not None
+    """Replace `Decoder.forward`.
 
-    def head(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+    A loss gets the C tokens of the context rank and this rank's shard of the head's weight. Generation gets all
+    tokens, and the logits of the whole vocabulary.
+    """
+    inputs = _shard_seeds(as_inputs(inputs), sharding)
+    sharding.tokens = inputs.tokens.shape[1]
+    if inputs.source is not None:
+        source_sharding.tokens = inputs.source.tokens.shape[1]
+        inputs = replace(inputs, source=_shard_seeds(inputs.source, source_sharding))
+
+    def loss_of_shard(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
         assert loss is not None
-        if generates:
-            return vocabulary.gather(loss(rows.whole(hidden_BSD), weight_VD))
-        return loss(rows.gather(hidden_BSD), weight_VD)
+        if inputs.cache is not None:
+            return vocab.gather(loss(sharding.gather_all(hidden_BSD), weight_VD))
+        return loss(sharding.gather(hidden_BSD), weight_VD)
 
-    def shared(routings: list[Routing]) -> Tensor:
-        # Every rank that sees the row computes all of this. Each gives an equal share of the gradient; and of the
-        # value those of `context`, which is summed over them.
+    def auxiliary_of_rank(routings: list[RoutingStats]) -> Tensor:
+        # Every rank that sees the row computes all of this. Each contributes an equal share of the gradient; and of
+        # the value those of `context`, which is summed over them.
         assert auxiliary is not None
-        losses = auxiliary(routings) / rows.context
-        return losses / rows.tensor + (losses * (1 - 1 / rows.tensor)).detach()
+        losses = auxiliary(routings) / sharding.context
+        return losses / sharding.tensor + (losses * (1 - 1 / sharding.tensor)).detach()
 
-    result = original(tokens_BT, *arguments, loss=loss and head, auxiliary=auxiliary and shared, **others)
-    return rows.whole(result) if loss is None and isinstance(result, Tensor) else result
+    result = original(
+        inputs,
+        loss=None if loss is None else loss_of_shard,
+        auxiliary=None if auxiliary is None else auxiliary_of_rank,
+        received=received,
+    )
+    if loss is None and isinstance(result, Tensor):
+        return sharding.gather_all(result)
+    return result
+
+
+def _shard_seeds(inputs: Inputs, sharding: TokenSharding) -> Inputs:
+    """Leave the dropout seeds of this context rank's tokens. All else is needed of whole rows."""
+    if inputs.dropout_seeds is None:
+        return inputs
+    return replace(inputs, dropout_seeds=sharding.shard_context(inputs.dropout_seeds))
 
 
 def _with_all_tokens(
-    rows: Rows, keys: Rows | None, original: Callable[..., Any], x_BSD: Tensor, *arguments: Any
+    sharding: TokenSharding,
+    source_sharding: TokenSharding | None,
+    original: Callable[..., Any],
+    x_BSD: Tensor,
+    *arguments: Any,
 ) -> Any:
-    """A part of a block with a table, from this rank's tokens to this rank's tokens.
+    """Call a part of a block with all tokens of the context rank; return this rank's tokens of the sum of results.
 
     Args:
-        keys: where the first of the arguments is states of other rows.
+        source_sharding: of an encoder's states, which cross-attention gathers, too.
     """
-    if keys is not None and arguments[0] is not None:
-        arguments = (keys.gather(arguments[0]), *arguments[1:])
-    result = original(rows.gather(x_BSD), *arguments)
-    return (rows.scatter(result[0]), *result[1:]) if isinstance(result, tuple) else rows.scatter(result)
+    if source_sharding is not None:
+        context, *others = arguments
+        assert isinstance(context, BlockContext)
+        if context.encoder_states is not None:
+            context = context._replace(encoder_states=source_sharding.gather(context.encoder_states))
+        arguments = (context, *others)
+    result = original(sharding.gather(x_BSD), *arguments)
+    if isinstance(result, tuple):
+        return (sharding.scatter(result[0]), *result[1:])
+    return sharding.scatter(result)
 
 
-def _look_up(rows: Rows, vocabulary: Vocabulary, table: Embedding, tokens_BT: Tensor) -> Tensor:
-    """The embedding: each rank has some of the vectors, the others add nothing."""
-    row_BC = rows.of_context(tokens_BT) - vocabulary.start
-    here_BC = (row_BC >= 0) & (row_BC < vocabulary.count)
-    return rows.scatter(Embedding.forward(table, row_BC.where(here_BC, 0)) * here_BC.unsqueeze(-1))
+def _embed(sharding: TokenSharding, vocab: VocabShard, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
+    """Look tokens up: each rank has some of the vectors, and the others contribute zeros."""
+    row_BC = sharding.shard_context(tokens_BT) - vocab.start
+    is_here_BC = (row_BC >= 0) & (row_BC < vocab.count)
+    return sharding.scatter(Embedding.forward(embedding, row_BC.where(is_here_BC, 0)) * is_here_BC.unsqueeze(-1))
+
+
+def _prompt_of_own_tokens(
+    sharding: TokenSharding, original: Callable[..., Any], k_BCGK: Tensor, v_BCGK: Tensor, tokens_BT: Tensor
+) -> Any:
+    return original(k_BCGK, v_BCGK, sharding.shard_context(tokens_BT))
 
 
 def _route(
-    rows: Rows, original: Callable[[Tensor], tuple[Tensor, Tensor, Routing | None]], logits_BCE: Tensor
-) -> tuple[Tensor, Tensor, Routing | None]:
-    """Routers see whole rows: capacity, even assignments and balancing losses are of a row. Every rank of `context`
-    computes all of it, and takes its tokens' choices; what fills a row up has weight 0."""
-    experts_BTK, weights_BTK, routing = original(rows.row(logits_BCE))
-    experts_BCK, weights_BCK = (
-        rows.of_context(x_BTK.transpose(1, 2)).transpose(1, 2) for x_BTK in (experts_BTK, weights_BTK)
-    )
+    sharding: TokenSharding,
+    original: Callable[[Tensor], tuple[Tensor, Tensor, RoutingStats | None]],
+    logits_BCE: Tensor,
+) -> tuple[Tensor, Tensor, RoutingStats | None]:
+    """Replace `MoELayer.route`: routers see whole rows, because capacity and balance are those of a row.
+
+    Every rank of `context` computes all of it and takes its tokens' choices. Padding has weight 0.
+    """
+    experts_BTK, weights_BTK, routing = original(sharding.gather_context(logits_BCE))
+    experts_BCK = sharding.shard_context(experts_BTK.transpose(1, 2)).transpose(1, 2)
+    weights_BCK = sharding.shard_context(weights_BTK.transpose(1, 2)).transpose(1, 2)
     return experts_BCK, weights_BCK, routing

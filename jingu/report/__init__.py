@@ -1,1 +1,1 @@
-"""The report: one self-contained HTML page that shows how a run learned."""
+"""The report of a run: one self-contained HTML page."""

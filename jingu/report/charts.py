@@ -1,7 +1,7 @@
-"""Line charts: round ticks, gaps where a value is not finite, peaks kept however long the run.
+"""Line charts with round ticks, gaps at values that are not finite, and all peaks of long runs.
 
-chart.html draws them as inline SVG. Colours and type come from the page's style sheet, so that one drawing serves
-light, dark and paper.
+chart.html renders them as inline SVG. Colors and fonts come from the page's style sheet, so that one drawing works in
+light mode, in dark mode and on paper.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from jingu.report.template import template
-from jingu.words import plain
+from jingu.formatting import format_number
+from jingu.report.template import load_template
 
 Point = tuple[int, float]  # step, value
-value_of = itemgetter(1)
+get_value = itemgetter(1)
 
 WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 64, 544, 14, 216  # the frame, in the drawing's units
+LEFT, RIGHT, TOP, BOTTOM = 64, 544, 14, 216  # the plot area, in SVG units
 _SIZES = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
-MOST_POINTS = 1000
-LARGEST = 1e100  # beyond this a value is as good as infinite, and its square root still fits a float
+MAX_POINTS = 1000
+MAX_DRAWABLE = 1e100  # larger values count as infinite
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named row of points, in the order of their steps."""
+    """A named series of points, in the order of their steps."""
 
     label: str
     points: list[Point]
@@ -40,15 +40,17 @@ class Series:
 
     @property
     def last(self) -> float:
-        """The last value that can be drawn."""
-        return next((value for _, value in reversed(self.points) if drawable(value)), math.nan)
+        """The last drawable value; NaN if there is none."""
+        return next((value for _, value in reversed(self.points) if is_drawable(value)), math.nan)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows. `levels` are labelled horizontal lines.
+    """The content of a chart.
 
-    The vertical scale turns logarithmic where the highest value exceeds the median `logarithmic_beyond` times.
+    Attributes:
+        logarithmic_beyond: use a log scale if the maximum exceeds the median by this factor.
+        levels: labeled horizontal lines.
     """
 
     title: str
@@ -61,47 +63,49 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values and steps to places in the drawing."""
+    """Maps values and steps to SVG coordinates."""
 
     low: float
     high: float
     last_step: int
     logarithmic: bool = False
 
-    def place(self, value: float) -> float:
-        """How far down a value lies."""
-        low, high = self.low, self.high
+    def y_of(self, value: float) -> float:
+        """Return the y coordinate of a value."""
+        low = self.low
+        high = self.high
         if self.logarithmic:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
         return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
 
-    def across(self, step: float) -> float:
-        """How far to the right a step lies."""
+    def x_of(self, step: float) -> float:
+        """Return the x coordinate of a step."""
         return round(LEFT + step / self.last_step * (RIGHT - LEFT), 1)
 
 
-def drawable(value: float) -> bool:
-    return math.isfinite(value) and abs(value) < LARGEST
+def is_drawable(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < MAX_DRAWABLE
 
 
-def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` points: of each bucket the lowest, the highest and one that cannot be drawn."""
+def downsample(points: list[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Return about `most` points: the minimum, the maximum and one gap of each bucket."""
     if len(points) <= most:
         return points
     buckets = max(1, most // 3)
-    kept = [points[0]]
+    selected = [points[0]]
     for bucket in range(buckets):
         part = points[len(points) * bucket // buckets : len(points) * (bucket + 1) // buckets]
-        finite = [point for point in part if drawable(point[1])]
-        chosen = {min(finite, key=value_of), max(finite, key=value_of)} if finite else set()
-        gap = next((point for point in part if not drawable(point[1])), None)
-        kept += sorted(chosen | {gap} if gap else chosen)
-    return [*kept, points[-1]]
+        finite = [point for point in part if is_drawable(point[1])]
+        extremes = {min(finite, key=get_value), max(finite, key=get_value)} if finite else set()
+        gap = next((point for point in part if not is_drawable(point[1])), None)
+        selected += sorted(extremes | {gap} if gap else extremes)
+    return [*selected, points[-1]]
 
 
 def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten that enclose [low, high]; about `about` of them."""
+    """Return about `about` ticks that enclose [low, high]: multiples of 1, 2, 2.5 or 5 times a power of ten."""
     size = max(abs(low), abs(high))
+    # Widen an empty range, so that a constant series has an axis.
     if high - low <= 1e-9 * size or size < 1e-100:
         low, high = (low - 0.1 * size, high + 0.1 * size) if size >= 1e-100 else (0.0, 1.0)
     rough = (high - low) / about
@@ -111,10 +115,10 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def scale_for(chart: Chart) -> tuple[Scale, list[float]]:
-    """The scale and its vertical ticks; logarithmic where that is allowed and peaks would flatten the rest."""
+def choose_scale(chart: Chart) -> tuple[Scale, list[float]]:
+    """Return the scale of a chart and the ticks of its y axis. It is logarithmic if peaks would flatten the rest."""
     last_step = max(1, *(step for series in chart.series for step, _ in series.points))
-    values = [value for series in chart.series for _, value in series.points if drawable(value)]
+    values = [value for series in chart.series for _, value in series.points if is_drawable(value)]
     values += [value for _, value in chart.levels]
     low, high = min(values), max(values)
     if low > 0 and high > chart.logarithmic_beyond * median(values):
@@ -125,25 +129,25 @@ def scale_for(chart: Chart) -> tuple[Scale, list[float]]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic scale: powers of ten, and round numbers between where there are few."""
+    """Return ticks of a log scale: powers of ten, and round numbers between them if there are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ratio = high / low
     digits = (1, 1.5, 2, 3, 4, 5, 7) if ratio < 10 else (1, 2, 5) if ratio < 1000 else (1,)
-    chosen = decades[:: max(1, len(decades) // 6)]
-    ticks = [float(f"{digit}e{decade}") for decade in chosen for digit in digits]
+    labeled_decades = decades[:: max(1, len(decades) // 6)]
+    ticks = [float(f"{digit}e{decade}") for decade in labeled_decades for digit in digits]
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def draw(chart: Chart, resumes: Sequence[int] = ()) -> str:
-    """The chart as an HTML figure, with thin lines at the resumes' steps.
+def draw_chart(chart: Chart, resumes: Sequence[int] = ()) -> str:
+    """Return the chart as an HTML figure, with thin lines at the steps from which the run was resumed.
 
-    Without a single value that can be drawn, a sentence takes its place.
+    Without any drawable value it is a sentence.
     """
-    figure = template("chart.html")
+    figure = load_template("chart.html")
     if all(math.isnan(series.last) for series in chart.series):
         return figure.render(chart=chart, scale=None)
-    scale, ticks = scale_for(chart)
-    shown = [replace(series, points=thin(series.points)) for series in chart.series]
+    scale, ticks = choose_scale(chart)
+    shown = [replace(series, points=downsample(series.points)) for series in chart.series]
     return figure.render(
         chart=chart,
         scale=scale,
@@ -152,22 +156,25 @@ def draw(chart: Chart, resumes: Sequence[int] = ()) -> str:
         resumes=[step for step in resumes if step <= scale.last_step],
         curves=[_curve(series, scale) for series in shown],
         described=_described(chart),
-        gaps=sorted({step for series in chart.series for step, value in series.points if not drawable(value)}),
+        gaps=sorted({step for series in chart.series for step, value in series.points if not is_drawable(value)}),
         data=_for_script(shown, scale),
         **_SIZES,
     )
 
 
 def _curve(series: Series, scale: Scale) -> tuple[Series, Markup, list[tuple[float, float]]]:
-    """A series, its path, and its points where they are few."""
-    path, dots, pen_down = [], [], False
+    """Return a series, its SVG path, and its points if they are few enough to be drawn as dots."""
+    path = []
+    dots = []
+    pen_down = False
     for step, value in series.points:
-        if drawable(value):
-            x, y = scale.across(step), scale.place(value)
-            # "h0" makes a point that stands alone visible as a dot.
+        if is_drawable(value):
+            x = scale.x_of(step)
+            y = scale.y_of(value)
+            # "h0" makes an isolated point visible as a dot.
             path.append(f"L{x} {y}" if pen_down else f"M{x} {y}h0")
             dots.append((x, y))
-        pen_down = drawable(value)
+        pen_down = is_drawable(value)
     few = len(dots) == 1 or (series.kind == "dots" and len(dots) <= 60)
     return series, Markup("".join(path)), dots if few else []
 
@@ -175,24 +182,24 @@ def _curve(series: Series, scale: Scale) -> tuple[Series, Markup, list[tuple[flo
 def _described(chart: Chart) -> str:
     sentences = []
     for series in chart.series:
-        points = [point for point in series.points if drawable(point[1])]
+        points = [point for point in series.points if is_drawable(point[1])]
         if points:
             (first, start), (last, end) = points[0], points[-1]
-            low, high = min(map(value_of, points)), max(map(value_of, points))
+            low, high = min(map(get_value, points)), max(map(get_value, points))
             sentences.append(
-                f"{series.label}: {plain(start)} at step {first:,}, {plain(end)} at step {last:,}, "
-                f"between {plain(low)} and {plain(high)} ({chart.unit})."
+                f"{series.label}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}, "
+                f"between {format_number(low)} and {format_number(high)} ({chart.unit})."
             )
-    sentences += [f"{label}: {plain(value)}." for label, value in chart.levels]
+    sentences += [f"{label}: {format_number(value)}." for label, value in chart.levels]
     return " ".join(sentences)
 
 
 def _for_script(shown: list[Series], scale: Scale) -> str:
-    """What the page's script needs to show the values under the pointer."""
+    """Return the JSON with which the page's script shows the values under the pointer."""
     points = [
-        [[step, plain(value), scale.place(value)] for step, value in series.points if drawable(value)]
+        [[step, format_number(value), scale.y_of(value)] for step, value in series.points if is_drawable(value)]
         for series in shown
     ]
     frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": scale.last_step}
-    drawn = {"series": points, "colours": [series.colour for series in shown]}
-    return json.dumps(frame | drawn, separators=(",", ":"))
+    curves = {"series": points, "colours": [series.colour for series in shown]}
+    return json.dumps(frame | curves, separators=(",", ":"))

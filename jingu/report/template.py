@@ -1,4 +1,4 @@
-"""The report's templates: what they are filled with is text, never markup, unless it says so."""
+"""Load the report's templates. They escape everything that is not marked as markup."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from jingu.words import plain, short, visible
+from jingu.formatting import format_number, format_short, show_control_characters
 
 
 @cache
-def template(name: str) -> Template:
-    """A template in this room's folder."""
+def load_template(name: str) -> Template:
+    """Return a template of this package."""
 
     def shown(value: object) -> object:
-        return value if isinstance(value, Markup) else visible(value)
+        return value if isinstance(value, Markup) else show_control_characters(value)
 
     environment = Environment(autoescape=True, finalize=shown, trim_blocks=True, undefined=StrictUndefined)
-    environment.globals |= {"plain": plain, "short": short}
-    return environment.from_string(content(name))
+    environment.globals |= {"plain": format_number, "short": format_short}
+    return environment.from_string(read_resource(name))
 
 
-def content(name: str) -> str:
-    """The text of a file in this room's folder."""
+def read_resource(name: str) -> str:
+    """Return the text of a file of this package."""
     return files("jingu.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""The machine under a run: ranks, devices, clocks, logs and signals."""
+"""The machine under a run: ranks, devices, files, logs and signals."""

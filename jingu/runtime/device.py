@@ -1,4 +1,4 @@
-"""What the machine can do: fast number formats, measured peak, memory, compilers."""
+"""Properties of the machine: fast number formats, peak FLOP/s, memory, compilers; threads and huge pages."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from typing import TypeVar
 
 import torch
 
+from jingu.compat.torch import compiler_is_loaded, cpu_has_bf16_units, has_triton
+
 T = TypeVar("T")
 
-PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats of numbers, by the names that settings and options have for them."""
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""PyTorch's dtypes by their names in settings and options."""
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 matrices in hardware."""
+    """Return whether the device multiplies bf16 matrices in hardware."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return cpu_has_bf16_units()
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether `torch.compile` finds what it generates code with: a C++ compiler, or Triton on CUDA."""
+    """Return whether `torch.compile` has a C++ compiler, and on CUDA also Triton."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return compiler is not None and bool(has_triton())
+        return compiler is not None and has_triton()
     return compiler is not None
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Floating-point operations a second of a large matrix product, the best of several tries."""
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Measure the FLOP/s of a large matrix product; return the best of several trials."""
     size = 4096 if device.type == "cuda" else 1024
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best, end = 0.0, time.perf_counter() + seconds
@@ -52,7 +52,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
         if device.type == "cuda":
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
-        if trial > 0:  # the first one also sets up the library
+        if trial > 0:  # the first one also initializes the library
             best = max(best, 2 * size**3 / elapsed)
         if time.perf_counter() > end and trial > 1:
             break
@@ -60,8 +60,8 @@ def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let PyTorch work with one thread on CPU while inside: pieces that small take longer to share out than to do."""
+def single_thread() -> Iterator[None]:
+    """Limit PyTorch to one CPU thread within the block: small tensors take longer to distribute than to compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -70,15 +70,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def aside(function: Callable[[], T]) -> T:
-    """The value of a function that is called on a thread of its own, which then ends.
+def run_in_thread(function: Callable[[], T]) -> T:
+    """Call a function on a thread of its own, which then ends; return its value.
 
-    So does the pool of threads that PyTorch has shared the work out to. Each thread that computes has such a pool, and
-    where the threads of all pools are more than the cores, OpenMP lets them sleep between any two operations instead of
-    waiting awake: products of few rows take twice as long. So one thread of a process may keep a pool.
+    The thread's OpenMP pool ends with it. Each thread that computes has a pool, and if all pools together have more
+    threads than there are cores, OpenMP lets them sleep between operations instead of spinning: products of few rows
+    take twice as long. So only one thread of a process may keep its pool.
 
-    Where Ctrl-C ends the waiting, it ends the function, too, after the operation that it is in: a thread that still
-    computes when the interpreter ends aborts the process. A second one does not wait for that.
+    Ctrl-C also interrupts the function, after its current operation: a thread that still computes when the interpreter
+    shuts down aborts the process. A second Ctrl-C does not wait for that.
     """
     answer: Future[T] = Future()
 
@@ -100,26 +100,27 @@ def aside(function: Callable[[], T]) -> T:
     return answer.result()
 
 
-def threads_beside(number: int, name: str) -> ThreadPoolExecutor:
-    """Threads that PyTorch works in without sharing out, beside the one that computes: see `aside`."""
-    before, all_here = torch.get_num_threads(), threading.Barrier(number)
+def make_worker_threads(number: int, name: str) -> ThreadPoolExecutor:
+    """Return an executor whose threads use no OpenMP pool, beside the main computing thread: see `aside`."""
+    num_threads = torch.get_num_threads()
+    barrier = threading.Barrier(number)
 
     def begin() -> None:
-        all_here.wait()
-        torch.get_num_threads()  # which a thread takes over from the others when it is first asked
+        barrier.wait()  # so that each thread runs this once
+        torch.get_num_threads()  # the first call in a thread copies the global setting; only then is ours kept
         torch.set_num_threads(1)
 
     pool = ThreadPoolExecutor(number, name)
     wait([pool.submit(begin) for _ in range(number)])
-    torch.set_num_threads(before)  # for threads to come
+    torch.set_num_threads(num_threads)  # for later threads
     return pool
 
 
-def keep_freed_memory() -> None:
-    """Let the C library keep large freed blocks for the next step instead of returning them to the system.
+def retain_freed_memory() -> None:
+    """Make glibc keep large freed blocks for the next step instead of returning them to the system.
 
-    Otherwise each step's large tensors are mapped anew and every page of them faults: a fifth of a step on CPU.
-    glibc's `mallopt`; elsewhere nothing happens.
+    Otherwise large tensors are mapped again in each step, and their page faults take a fifth of a step on CPU. Does
+    nothing with other C libraries.
     """
     trim_threshold, mmap_max = -1, -4
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -128,55 +129,57 @@ def keep_freed_memory() -> None:
         mallopt(mmap_max, 0)
 
 
-def advise(address: int, size: int, advice: int) -> None:
-    """Tell the system how a block of memory will be used: `madvise` of Linux; elsewhere nothing happens."""
+def advise_memory(address: int, size: int, advice: int) -> None:
+    """Call `madvise` on Linux; do nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
 
 
-def in_large_pages(address: int, size: int) -> None:
-    """Let the system give a block of memory that nothing lies in yet in pages of 2 MB, where it can."""
+def request_huge_pages(address: int, size: int) -> None:
+    """Ask the system for 2 MB pages for a block of memory that was not written yet."""
     page, hugepage = os.sysconf("SC_PAGE_SIZE"), 14
     first = -(-address // page) * page
-    advise(first, max(0, address + size - first), hugepage)
+    advise_memory(first, max(0, address + size - first), hugepage)
 
 
-def gather_in_large_pages(blocks: Iterable[tuple[int, int]]) -> None:
-    """Let the system hold these blocks of memory (address, bytes) in pages of 2 MB, where it can (from Linux 6.1 on):
-    what is read from main memory all the time is then read up to a fifth faster."""
+def collapse_to_huge_pages(blocks: Iterable[tuple[int, int]]) -> None:
+    """Ask the system to move blocks of memory (address, bytes) to 2 MB pages (Linux 6.1 and newer).
+
+    Weights that are read from memory in every step are then read up to 20% faster.
+    """
     size, collapse = 1 << 21, 25
     for page in {page for first, count in blocks for page in range(first // size, (first + count - 1) // size + 1)}:
-        advise(page * size, size, collapse)
+        advise_memory(page * size, size, collapse)
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the card's memory, or of the machine's: the same on every rank of alike machines, whatever is free."""
+    """Return the bytes of the GPU's or the machine's memory, used or free: equal on all ranks of equal machines."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: the allocator for CPUs has no error of its own for it."""
+    """Return whether an allocation failed. PyTorch's CPU allocator has no error class for it."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held: on the card, or resident in main memory."""
+    """Return the peak memory of this process in bytes: allocated on the GPU, or resident in host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        # Of this program: `getrusage` begins with what the process had that started it.
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-        if found is not None:
-            return 1024 * int(found[1])
+        # `getrusage` would start with the memory of the process that forked this one.
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+        if match is not None:
+            return 1024 * int(match[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def eager() -> AbstractContextManager[object]:
-    """Run a block that was compiled for training as it is written; it would be compiled again at every length.
+def force_eager() -> AbstractContextManager[object]:
+    """Return a context in which compiled blocks run eagerly. Otherwise they are compiled again for every length.
 
-    The compiler takes seconds to import, so it is not asked where nothing has brought it in.
+    Importing the compiler takes seconds, so this does nothing if nobody imported it.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole under their final name, or not at all."""
+"""Write files and folders atomically: under their final name they are complete, or absent."""
 
 from __future__ import annotations
 
@@ -15,89 +15,90 @@ from jingu.errors import JinguError
 
 
 @contextmanager
-def new_folder(path: Path, progress: str | None = None) -> Iterator[Path]:
-    """Yield an empty sibling of `path` that takes its name when the block ends well, and goes away otherwise.
+def create_folder_atomically(path: Path, progress: str | None = None) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that is renamed to `path` after the block, and deleted if the block fails.
 
-    A sibling left by a killed process is emptied and used again; one that a living process holds is refused. Work that
-    can go on writes a file named `progress` there: where it is found, the sibling is neither emptied nor removed.
+    A leftover of a killed process is emptied and used again; one that a running process has locked is an error. Work
+    that can be resumed writes a file named `progress` there: a folder with it is neither emptied nor deleted.
     """
     partial = path.absolute().with_name(f".{path.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with locked(partial, "another process is writing this folder now.", "Wait for it, or stop it.", path):
-            for left in () if _goes_on(partial, progress) else partial.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        with lock_folder(partial, "another process is writing this folder now.", "Wait for it, or stop it.", path):
+            for item in () if _is_resumable(partial, progress) else partial.iterdir():
+                shutil.rmtree(item) if item.is_dir() else item.unlink()
             try:
                 yield partial
                 for item in (*partial.iterdir(), partial):
-                    sync(item)
+                    fsync_path(item)
                 partial.rename(path)
-                sync(partial.parent)
+                fsync_path(partial.parent)
             except BaseException:
-                if not _goes_on(partial, progress):
+                if not _is_resumable(partial, progress):
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             what = "something else appeared here while this was being written."
             raise JinguError(what, where=path, fix="Choose another path.") from error
-        kept = "run the command again (it goes on with what is done), or " if _goes_on(partial, progress) else ""
-        raise cannot_write(error, path, f"{kept}choose another path") from error
+        resume = "run the command again to resume, or " if _is_resumable(partial, progress) else ""
+        raise write_error(error, path, f"{resume}choose another path") from error
 
 
 @contextmanager
-def locked(folder: Path, what: str, fix: str, where: Path | None = None) -> Iterator[None]:
-    """Hold a folder, while inside, against whoever else would. The lock goes with the process, however it ends.
+def lock_folder(folder: Path, what: str, fix: str, where: Path | None = None) -> Iterator[None]:
+    """Lock a folder within the block. The lock ends with the process, however that ends.
 
     Raises:
-        JinguError: with these words (about `where`, or the folder), another process holds it.
-        OSError: it cannot be opened.
+        JinguError: another process has locked it. `what`, `fix` and `where` (None: the folder) are its parts.
+        OSError: the folder cannot be opened.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # not every shared file system has locks
+        with suppress(OSError):  # some network file systems have no locks
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise JinguError(what, where=where or folder, fix=fix) from None
-        if not _is_at(folder, descriptor):  # who held it gave it another name meanwhile: this lock holds nobody off
+        # Another process may have renamed the folder before we locked it; then the lock is of no use.
+        if not _is_same_file(folder, descriptor):
             raise JinguError(what, where=where or folder, fix=fix)
         yield
     finally:
         os.close(descriptor)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether what is open is what has this name."""
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Return whether an open descriptor and a path are the same file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one go: whoever reads it finds the old text or the new. Raises OSError."""
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: readers see the old text or the new text. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        sync(partial)
+        fsync_path(partial)
         partial.replace(path)
     except OSError as error:
-        error.filename = error.filename and str(path)  # the name that people know
+        error.filename = error.filename and str(path)  # not the name of the temporary file
         raise
     finally:
-        with suppress(OSError):  # a disk that can only be read
+        with suppress(OSError):  # a read-only file system
             partial.unlink(missing_ok=True)
 
 
-def unreadable(path: Path | str, error: OSError) -> JinguError:
-    """The words for a file that cannot be read."""
+def read_error(path: Path | str, error: OSError) -> JinguError:
+    """Return the error for a file that cannot be read."""
     what = f"the file cannot be read ({error.strerror})."
     return JinguError(what, where=path, fix="Check its path, its permissions and its disk.")
 
 
-def sync(path: Path) -> None:
-    """Bring a file or a folder to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,21 +106,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _goes_on(partial: Path, progress: str | None) -> bool:
+def _is_resumable(partial: Path, progress: str | None) -> bool:
     return progress is not None and (partial / progress).is_file()
 
 
-def cannot_write(error: OSError, path: Path, other: str = "choose another path") -> JinguError:
-    """The words for a file or folder that cannot be written.
+def write_error(error: OSError, path: Path, other: str = "choose another path") -> JinguError:
+    """Return the error for a file or folder that cannot be written.
 
     Args:
-        other: what can be done instead of mending the place.
+        other: an alternative to fixing the disk or the permissions.
     """
-    short = error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error))  # numpy's words
-    if short or error.errno in (errno.ENOSPC, errno.EDQUOT):
+    # numpy reports a full disk without an error number.
+    is_short_write = error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error))
+    if is_short_write or error.errno in (errno.ENOSPC, errno.EDQUOT):
         return JinguError("the disk is full.", where=path, fix=f"Make room, or {other}.")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        file = next(place for place in (path, *path.parents) if place.exists())
+        file = next(parent for parent in (path, *path.parents) if parent.exists())
         return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {other}.")
     what = f"this cannot be written ({error.strerror or error})."
-    return JinguError(what, where=path, fix=f"Mend its permissions, or {other}.")
+    return JinguError(what, where=path, fix=f"Fix its permissions, or {other}.")

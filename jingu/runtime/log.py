@@ -1,4 +1,4 @@
-"""Where words go: a file a rank, and the terminal for the first rank."""
+"""Logging: one file for each rank, and the terminal for the first rank."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jingu.errors import JinguError
-from jingu.runtime.ranks import Ranks, first_to_fail
+from jingu.runtime.ranks import RankInfo, is_first_failure
 
 LOGGER = logging.getLogger("jingu")
 
 
-def say(message: str) -> None:
-    """Tell the person at the terminal (first rank) and the rank's log file."""
+def log_info(message: str) -> None:
+    """Log a message to the rank's file, and on the first rank to the terminal."""
     LOGGER.info(message)
 
 
-def warn(message: str) -> None:
-    """As `say`, of what went wrong while the run goes on."""
+def log_warning(message: str) -> None:
+    """Log a warning: something went wrong, but the run continues."""
     LOGGER.warning(message)
 
 
 @contextmanager
-def logging_to(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Log into FOLDER/rank-NNNNN.log, and to the terminal too where this is the first rank. What breaks the block
-    off is logged as well, so that each rank's file tells how it ended."""
+def log_to_folder(folder: Path, ranks: RankInfo) -> Iterator[None]:
+    """Log to FOLDER/rank-NNNNN.log, and on the first rank to the terminal.
+
+    An exception that leaves the block is logged too, so that each rank's file shows how it ended.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [_FileHandler(folder / f"rank-{ranks.rank:05d}.log", encoding="utf-8")]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -44,7 +46,7 @@ def logging_to(folder: Path, ranks: Ranks) -> Iterator[None]:
         LOGGER.error("%s", error)
         raise
     except Exception:
-        LOGGER.exception("the run broke off")
+        LOGGER.exception("the run failed")
         raise
     finally:
         for handler in handlers:
@@ -53,37 +55,39 @@ def logging_to(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def one_voice(ranks: Ranks) -> Iterator[None]:
-    """Let only the first rank that fails tell of it, and which rank it is. The others leave quietly: their failures
-    follow from that one, or are the same one."""
+def report_first_failure(ranks: RankInfo) -> Iterator[None]:
+    """Report only the exception of the first rank that fails, and which rank it is.
+
+    Other ranks exit silently: their failures follow from that one, or are the same one.
+    """
     try:
         yield
     except Exception as error:
-        if first_to_fail(ranks):
-            me = f"rank {ranks.rank} of {ranks.world}, on {ranks.host}"
+        if is_first_failure(ranks):
+            name = f"rank {ranks.rank} of {ranks.world}, on {ranks.host}"
             if re.search(r"Connection (reset|closed) by peer", str(error)):
-                # Its traceback, which is in its log, tells only where it waited.
-                print(f"jingu: {me}, lost its connection to another rank, which has ended.", file=sys.stderr)
+                # The traceback is in the log; it only shows where this rank was waiting.
+                print(f"jingu: {name}, lost its connection to another rank, which has exited.", file=sys.stderr)
                 raise SystemExit(1) from None
             if ranks.world > 1:
-                error.add_note(f"This was {me}.")
+                error.add_note(f"This was {name}.")
             raise
         raise SystemExit(2 if isinstance(error, JinguError) else 1) from None
 
 
 class _FileHandler(logging.FileHandler):
-    """On a full disk the log ends, and the run does not."""
+    """A file handler that ignores a full disk: the log ends, but the run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         pass
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints above the progress bar rather than through it. Errors reach the terminal by the command line."""
+    """Prints above progress bars. Errors are left to the command line, which prints them once."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
         if record.levelno < logging.ERROR:
-            loud = "WARNING: " if record.levelno == logging.WARNING else ""
-            tqdm.write(loud + record.getMessage(), file=sys.stderr)
+            prefix = "WARNING: " if record.levelno == logging.WARNING else ""
+            tqdm.write(prefix + record.getMessage(), file=sys.stderr)

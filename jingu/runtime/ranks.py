@@ -1,4 +1,4 @@
-"""Processes of a run: finding one's rank, joining the group, agreeing.
+"""The ranks of a run: join the process group, and exchange small values.
 
 This is the only room (with `launch/`) that reads environment variables.
 """
@@ -21,32 +21,32 @@ import torch
 import torch.distributed as dist
 
 from jingu.errors import JinguError
-from jingu.runtime.device import keep_freed_memory
-from jingu.runtime.devices import nccl_settings, usable_cores
+from jingu.runtime.device import retain_freed_memory
+from jingu.runtime.gpus import nccl_environment, num_usable_cores
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for the others."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for other ranks."""
 _PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Who this process is among the processes of the run."""
+class RankInfo:
+    """This process among the processes of the run."""
 
     rank: int
     world: int
     device: torch.device
     host: str = ""
     notes: tuple[str, ...] = ()
-    """What was arranged for this machine, to be said."""
+    """Messages to log about the setup of this machine."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
 
-def under_launcher() -> bool:
-    """Whether torchrun (or whatever speaks its language) started this process."""
+def is_launched() -> bool:
+    """Return whether torchrun, or another launcher with its environment variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -62,117 +62,125 @@ def _variable(name: str, default: int) -> int:
 
 
 def choose_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this process for `device.type` auto, cpu or cuda.
+    """Return the device of this process.
+
+    Args:
+        kind: `device.type`: auto, cpu or cuda.
 
     Raises:
-        JinguError: CUDA was asked for and there is no card for this local rank.
+        JinguError: there is no GPU for this local rank.
     """
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and cards == 0):
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and num_gpus == 0):
         return torch.device("cpu")
-    if local_rank >= cards:
+    if local_rank >= num_gpus:
         raise JinguError(
-            f"local rank {local_rank} needs a CUDA card of its own, and this machine has {cards}.",
+            f"local rank {local_rank} needs a GPU of its own, and this machine has {num_gpus}.",
             fix="Start fewer processes, or set device.type=cpu.",
         )
     return torch.device("cuda", local_rank)
 
 
 @contextmanager
-def joined(device_type: str, threads: int | None) -> Iterator[Ranks]:
-    """Join the process group (a group of one without a launcher), and leave it at the end.
+def join_process_group(device_type: str, threads: int | None) -> Iterator[RankInfo]:
+    """Join the process group (of one rank, without a launcher), and leave it after the block.
 
     Args:
         device_type: auto, cpu or cuda.
         threads: CPU threads of this process; None: the usable cores divided by the local ranks.
     """
-    rank, world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-    local_rank, local_world = _variable("LOCAL_RANK", 0), _variable("LOCAL_WORLD_SIZE", 1)
+    rank = _variable("RANK", 0)
+    world = _variable("WORLD_SIZE", 1)
+    local_rank = _variable("LOCAL_RANK", 0)
     device = choose_device(device_type, local_rank)
-    torch.set_num_threads(threads or max(1, usable_cores() // local_world))
+    torch.set_num_threads(threads or max(1, num_usable_cores() // _variable("LOCAL_WORLD_SIZE", 1)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        keep_freed_memory()
+        retain_freed_memory()
     notes = _prepare_nccl() if device.type == "cuda" else ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if under_launcher():
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=TIMEOUT))  # type: ignore[attr-defined]
-        # torchrun may keep the store when it starts ranks again, with the addresses of those before.
+    if is_launched():
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
+        # When torchrun restarts ranks, its store may still have the addresses of the previous ones.
         attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
     else:
         rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
-    # Groups end with their last references, and their threads with them: one that gives a tensor back while the
-    # interpreter ends would abort the process.
+    # Groups, and with them their threads, end when nothing refers to them. A thread that frees a tensor while the
+    # interpreter shuts down would abort the process.
     atexit.register(gc.collect)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     try:
-        all_agree(True)  # a rank that fails at once would break off those that still connect, which would tell of that
-        yield Ranks(rank, world, device, socket.gethostname(), notes)
+        # Wait until all are connected: if a rank failed before, those that still connect would report that instead.
+        all_ranks_agree(True)
+        yield RankInfo(rank, world, device, socket.gethostname(), notes)
     finally:
         dist.destroy_process_group()
-        forget_groups()
+        clear_mesh_caches()
 
 
-def forget_groups() -> None:
-    """Empty what DTensor remembers of meshes, which refer to their groups."""
+def clear_mesh_caches() -> None:
+    """Clear DTensor's caches of meshes, which refer to process groups."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from jingu.compat.torch_distributed import clear_sharding_cache
 
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()
 
 
 def _prepare_nccl() -> tuple[str, ...]:
-    """Set what NCCL needs for the cards of this machine, where the environment does not say otherwise."""
-    settings, why = nccl_settings([torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())])
+    """Set the environment variables that NCCL needs for this machine's GPUs, unless they are set."""
+    settings, why = nccl_environment([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())])
     missing = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(missing)
     return (why,) if missing else ()
 
 
-def all_agree(mine: bool) -> bool:
-    """True where every rank says True. A barrier, too."""
-    return all(from_all(mine))
+def all_ranks_agree(value: bool) -> bool:
+    """Return whether the value is true on every rank. Also a barrier."""
+    return all(gather_from_all(value))
 
 
-def until_all(done: Callable[[float], bool]) -> None:
-    """Wait, together, until every rank is done, however long that takes: a collective waits for `TIMEOUT` only.
+def wait_until_all_done(done: Callable[[float], bool]) -> None:
+    """Wait until every rank is done, however long that takes; one collective waits for `COLLECTIVE_TIMEOUT` only.
 
     Args:
-        done: tells whether this rank is done; waits for that at most so many seconds.
+        done: waits at most the given seconds, and returns whether this rank is done.
     """
-    while not all_agree(done(_PATIENCE)):
+    while not all_ranks_agree(done(_PATIENCE)):
         pass
 
 
-def from_first(value: int) -> int:
-    """The first rank's whole number, on every rank."""
-    return int(from_all(value)[0])
+def broadcast_from_first(value: int) -> int:
+    """Return the first rank's integer on every rank."""
+    return int(gather_from_all(value)[0])
 
 
-def from_all(mine: Any) -> list[Any]:
-    """Every rank's JSON value, by rank, on every rank."""
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+def gather_from_all(value: Any) -> list[Any]:
+    """Return every rank's JSON value, by rank, on every rank."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(text)]))
-    boxes = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(boxes, torch.nn.functional.pad(text, (0, len(boxes[0]) - len(text))))
-    return [json.loads(bytes(box[: int(size)].tolist())) for box, size in zip(boxes, sizes, strict=True)]
+    # An all-gather needs equal sizes, so texts are padded to the longest.
+    buffers = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(buffers, torch.nn.functional.pad(text, (0, len(buffers[0]) - len(text))))
+    return [json.loads(bytes(buffer[: int(size)].tolist())) for buffer, size in zip(buffers, sizes, strict=True)]
 
 
-def first_to_fail(ranks: Ranks) -> bool:
-    """Whether this rank is the first that asks. A failing rank can ask: it does not depend on the others."""
+def is_first_failure(ranks: RankInfo) -> bool:
+    """Return whether this rank is the first to call this. It needs no other rank, so a failing rank can call it."""
     if ranks.world == 1:
         return True
+    from jingu.compat.torch_distributed import default_store
+
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         if ranks.is_first:
             store.set("jingu/first-rank-fails", "")
         first = bool(store.compare_set("jingu/first-to-fail", "", str(ranks.rank)) == str(ranks.rank).encode())
         if first and not ranks.is_first:
-            # Where the first rank fails as well, its progress bar is closed by then.
+            # If rank 0 fails as well, wait for it to close its progress bar.
             store.wait(["jingu/first-rank-fails"], timedelta(seconds=2))
         return first
-    except RuntimeError:  # the first rank goes on, or whoever held the store is gone
+    except RuntimeError:  # rank 0 goes on, or the process with the store is gone
         return True

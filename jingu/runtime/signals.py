@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a request: the loop finishes its step, saves, and leaves."""
+"""Handle Ctrl-C, SIGTERM and SIGUSR1 as a request to stop: the loop finishes its step, saves, and exits."""
 
 from __future__ import annotations
 
@@ -14,86 +14,90 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-STOPPED = 130
-"""Exit code of a rank that a person asked to stop, and that saved."""
-PREEMPTED = 75
-"""Exit code of a rank that a scheduler asked to stop, and that saved: a temporary failure, to be started again."""
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C; the run was saved."""
+EXIT_PREEMPTED = 75
+"""Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Set by a signal; a second signal of the same kind acts at once."""
+    """Set by a signal. A second signal of the same kind takes effect at once."""
 
-    def __init__(self, tell: bool = False) -> None:
+    def __init__(self, announce: bool = False) -> None:
         self.signal: signal.Signals | None = None
-        self._tell = tell
+        self._announce = announce
 
     @property
     def code(self) -> int:
-        """The exit code that the request asks for; 0 where there is none."""
-        return 0 if self.signal is None else STOPPED if self.signal == signal.SIGINT else PREEMPTED
+        """Exit code for the request; 0 if there is none."""
+        if self.signal is None:
+            return 0
+        return EXIT_INTERRUPTED if self.signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        if self._tell:
-            # Straight to the terminal: the interrupted code may be in the middle of printing.
+        if self._announce:
+            # Without Python's buffers: the interrupted code may be in the middle of printing.
             with contextlib.suppress(OSError):
-                os.write(2, b"\nSaving after this step, then leaving; a second time leaves at once.\n")
+                os.write(2, b"\nStopping after this step, and saving. Repeat to stop at once.\n")
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @contextmanager
-def handling(
+def handle_signals(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Give these signals to a handler while inside."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Install a handler for these signals within the block."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 @contextmanager
-def listening(tell: bool = False) -> Iterator[StopRequest]:
-    """Turn `STOP_SIGNALS` into a `StopRequest` while inside; `tell` the person at the terminal that one came."""
-    request = StopRequest(tell)
-    with handling(request._receive, *STOP_SIGNALS):
+def catch_stop_signals(announce: bool = False) -> Iterator[StopRequest]:
+    """Turn `STOP_SIGNALS` into a `StopRequest` within the block; `announce` it on the terminal."""
+    request = StopRequest(announce)
+    with handle_signals(request._receive, *STOP_SIGNALS):
         yield request
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed while inside, rather than an exception in the middle of something; a second time
-    leaves at once."""
+def defer_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed within the block; it raises no exception there.
+
+    A second Ctrl-C exits at once.
+    """
     pressed = False
 
     def press(_number: int, _frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
-            raise SystemExit(STOPPED)
+            raise SystemExit(EXIT_INTERRUPTED)
         pressed = True
 
-    with handling(press, signal.SIGINT):
+    with handle_signals(press, signal.SIGINT):
         yield lambda: pressed
 
 
-class Told(NamedTuple):
-    """What all ranks know at a step."""
+class StopDecision(NamedTuple):
+    """What all ranks agree on at a step."""
 
     stop: int
-    """The exit code with which to leave, or 0."""
+    """Exit code with which to stop; 0: continue."""
     save: bool
-    """Whether some rank wishes to save."""
+    """Whether some rank wants to save."""
     busy: bool
-    """Whether on some rank a save is under way."""
+    """Whether some rank is still saving."""
 
 
-class SharedStop:
-    """A stop request (and what else ranks wish) that all ranks take at the same step, wherever the signal arrived.
+class CollectiveStop:
+    """Makes all ranks stop (or save) at the same step, whichever of them received the signal.
 
-    The question of one step is asked in the background and answered at the next, so it costs no waiting.
+    The all-reduce of one step runs in the background and is read at the next step, so that no step waits for it.
     """
 
     def __init__(self, request: StopRequest, world: int) -> None:
@@ -102,24 +106,28 @@ class SharedStop:
         self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
         self.code = 0
-        """The exit code with which all ranks stop; 0 while they do not."""
+        """Exit code with which all ranks stop; 0: they continue."""
 
-    def ask(self, save: bool = False, busy: bool = False) -> Told:
-        """Whether to stop now, and what ranks wish. Every rank must call this once a step."""
-        told = mine = [self._request.code, int(save), int(busy)]
+    def ask(self, save: bool = False, busy: bool = False) -> StopDecision:
+        """Return what all ranks agreed on. Every rank must call this once a step."""
+        agreed = own = [self._request.code, int(save), int(busy)]
         if self._world > 1:
             if self._work is not None:
                 self._work.wait()
-            told = self._flags.tolist()
-            self._flags = torch.tensor(mine, dtype=torch.int32)
+            agreed = self._flags.tolist()
+            self._flags = torch.tensor(own, dtype=torch.int32)
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
-        self.code = told[0]
-        return Told(told[0], bool(told[1]), bool(told[2]))
+        self.code = agreed[0]
+        return StopDecision(agreed[0], bool(agreed[1]), bool(agreed[2]))
 
     def settle(self, limit: timedelta | None = None) -> None:
-        """Wait for the question still in flight; call before leaving the group. With a limit (another rank may never
-        ask), no longer than that."""
-        work, self._work = self._work, None
+        """Wait for the all-reduce in flight; call this before leaving the group.
+
+        Args:
+            limit: give up after this time, because another rank may have failed; None: wait for it.
+        """
+        work = self._work
+        self._work = None
         if work is not None and limit is not None:
             with contextlib.suppress(RuntimeError):
                 work.wait(limit)

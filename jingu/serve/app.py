@@ -1,4 +1,4 @@
-"""The application: both protocols behind the gate, and how failures are told."""
+"""The FastAPI application: all protocols behind the access middleware, and the handle_signals of errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,55 +18,50 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jingu import __version__
 from jingu.errors import JinguError
-from jingu.serve import chat, openai, tgi
-from jingu.serve.answers import failure
-from jingu.serve.errors import ServeError
-from jingu.serve.gate import Gate
-from jingu.serve.pages import HEADERS, Page, pages
-from jingu.serve.service import Served, Service
+from jingu.serve import openai, openai_chat, tgi
+from jingu.serve.http_errors import ApiError
+from jingu.serve.middleware import AccessMiddleware
+from jingu.serve.responses import error_response
+from jingu.serve.service import Service, ServiceDependency
+from jingu.serve.static_files import SECURITY_HEADERS, StaticFile, load_static_files
 
-_TYPE = re.compile(r"^(str|bool)$|\[|^[A-Z]")
-"""What pydantic puts among the names of fields: a type of several that a field may have."""
-_PROBLEM = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}}}
-_FAILURES: dict[int | str, dict[str, Any]] = {
-    status: {"description": words, **_PROBLEM}
-    for status, words in {
-        400: "the request is not right",
-        401: "an API key is needed",
-        403: "not called by this name",
-        404: "there is no such model",
-        408: "the body came too slowly",
-        413: "the body is too large",
-        422: "the request is not right",
-        429: "the server is busy; Retry-After tells when to try again",
-        503: "the server is stopping",
-        504: "the request took too long",
-    }.items()
+# Among the names of fields pydantic lists, for a field of several types, the type that was tried.
+_TYPE_NAME = re.compile(r"^(str|bool)$|\[|^[A-Z]")
+_ERROR_CONTENT = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
+_ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": HTTPStatus(status).phrase, "content": _ERROR_CONTENT}
+    for status in (400, 401, 403, 404, 408, 413, 422, 429, 503, 504)
 }
 
 
-def create(service: Service) -> FastAPI:
-    """The application that serves a model; its engine starts and stops with it."""
+def create_app(service: Service) -> FastAPI:
+    """Return the application that serves a model; its engine starts and stops with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.driver.start()
+        service.engine.start()
         yield
-        await service.driver.stop()
+        await service.engine.stop()
 
-    # The library's pages of documentation fetch scripts from elsewhere, so there are none; /openapi.json is.
-    app = FastAPI(title="jingu", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-                  responses=_FAILURES)  # fmt: skip
+    app = FastAPI(
+        title="jingu",
+        version=__version__,
+        lifespan=lifespan,
+        # FastAPI's documentation pages load scripts from other sites. /openapi.json stays.
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERROR_RESPONSES,
+    )
     app.state.service = service
-    for part in (tgi, openai, chat):
-        app.include_router(part.router)
+    for protocol in (tgi, openai, openai_chat):
+        app.include_router(protocol.router)
     app.add_api_route("/metrics", _metrics, tags=["metrics"], response_class=PlainTextResponse)
     app.add_route("/", lambda _: RedirectResponse("/chat"))
-    for path, page in pages().items():
-        app.add_route(path, partial(_page, page))
-    for kind in (ServeError, JinguError, StarletteHTTPException, RequestValidationError):
-        app.add_exception_handler(kind, _failed)
-    app.add_middleware(Gate, settings=service.settings)
+    for path, file in load_static_files().items():
+        app.add_route(path, partial(_send_file, file))
+    for error_type in (ApiError, JinguError, StarletteHTTPException, RequestValidationError):
+        app.add_exception_handler(error_type, _handle_error)
+    app.add_middleware(AccessMiddleware, settings=service.settings)
     if service.settings.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -76,37 +72,37 @@ def create(service: Service) -> FastAPI:
     return app
 
 
-async def _page(page: Page, _: HttpRequest) -> Response:
-    return Response(page.content, media_type=page.media_type, headers=HEADERS)
+async def _send_file(file: StaticFile, _: HttpRequest) -> Response:
+    return Response(file.content, media_type=file.media_type, headers=SECURITY_HEADERS)
 
 
-async def _metrics(service: Served) -> Response:
-    """Numbers for Prometheus."""
-    service.driver.check_open(0)
-    stats = await service.driver.call(service.driver.engine.stats)
-    return Response(service.metrics.page(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+async def _metrics(service: ServiceDependency) -> Response:
+    """Metrics for Prometheus."""
+    service.engine.check_available(0)
+    stats = await service.engine.call(service.engine.engine.stats)
+    return Response(service.metrics.export(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _failed(request: HttpRequest, error: Exception) -> Response:
+async def _handle_error(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, StarletteHTTPException):
-        words = {404: "there is nothing at this address", 405: "this address is not called with this method"}
-        message = words.get(error.status_code, str(error.detail))
-        error = ServeError(error.status_code, message, headers=error.headers)
+        messages = {404: "no such path", 405: "this path does not support the method"}
+        message = messages.get(error.status_code, str(error.detail))
+        error = ApiError(error.status_code, message, headers=error.headers)
     elif isinstance(error, RequestValidationError):
-        error = _not_valid(error.errors(), request.headers.get("content-type", ""))
-    return failure(error, request.url.path)
+        error = _describe_validation_errors(error.errors(), request.headers.get("content-type", ""))
+    return error_response(error, request.url.path)
 
 
-def _not_valid(errors: Sequence[Any], kind: str) -> ServeError:
-    """What pydantic found first, without the value: it may be text that no log should have."""
+def _describe_validation_errors(errors: Sequence[Any], content_type: str) -> ApiError:
+    """Return pydantic's first error without the value, which may be text that no log should contain."""
     if errors[0]["type"] == "json_invalid":
-        return ServeError(400, f"the body is not JSON that is taken here ({errors[0]['ctx']['error']})")
-    if "json" not in kind:
-        return ServeError(400, "send the body with Content-Type: application/json")
-    # Of a field that may be of several types, every type has its complaint: what got furthest was meant.
-    same = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
-    found = max(same, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
-    place = ".".join(str(each) for each in found["loc"][1:] if not _TYPE.search(str(each)))
-    words = "there is no such field" if found["type"] == "extra_forbidden" else found["msg"]
-    shown = f"{f'`{place}`' if place else 'the body'}: {words}"
-    return ServeError(400, shown, field=place.partition(".")[0] or None)
+        return ApiError(400, f"the body is not valid JSON ({errors[0]['ctx']['error']})")
+    if "json" not in content_type:
+        return ApiError(400, "send the body with Content-Type: application/json")
+    # For a field of several types each type has an error. The one that got furthest was probably meant.
+    same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    error = max(same_field, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
+    path = ".".join(str(name) for name in error["loc"][1:] if not _TYPE_NAME.search(str(name)))
+    text = "unknown field" if error["type"] == "extra_forbidden" else error["msg"]
+    subject = f"`{path}`" if path else "the body"
+    return ApiError(400, f"{subject}: {text}", field=path.partition(".")[0] or None)

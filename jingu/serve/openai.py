@@ -1,4 +1,4 @@
-"""OpenAI's protocol: models, completions and embeddings. Conversations are in `jingu.serve.chat`."""
+"""OpenAI's protocol: models, completions and embeddings. Chat completions are in `jingu.serve.openai_chat`."""
 
 from __future__ import annotations
 
@@ -10,264 +10,266 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from functools import partial
 from typing import Any
 
-import torch
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu.infer.request import Event, Finish, Request, Token
-from jingu.runtime.device import eager
-from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
-from jingu.serve.driver import Account, Ticket
-from jingu.serve.errors import ServeError, invalid
-from jingu.serve.schema import CompletionRequest, EmbeddingRequest, Sampled, StrictRoute
-from jingu.serve.service import Choice, Served, Service, gathered, sampling
+from jingu.infer.request import Event, FinishReason, Request, Token
+from jingu.serve.async_engine import Completion, RequestHandle, RequestStats
+from jingu.serve.http_errors import ApiError, bad_request
+from jingu.serve.protocol import CompletionRequest, EmbeddingRequest, Prompts, SamplingFields, StrictRoute
+from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
+from jingu.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
-REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length"}
-_MOST_INPUTS = 256
+FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
+# Prompts in one request; each of them is an engine request.
+_MAX_PROMPTS = 256
 
 
 @router.get("/models")
-async def models(service: Served) -> Response:
-    """The base and its adapters."""
-    return Json({"object": "list", "data": [_model(name, service) for name in (service.name, *service.adapters)]})
+async def list_models(service: ServiceDependency) -> Response:
+    """List the base model and its adapters."""
+    models = [_format_model(name, service) for name in (service.name, *service.adapters)]
+    return JsonResponse({"object": "list", "data": models})
 
 
 @router.get("/models/{model:path}")
-async def model(model: str, service: Served) -> Response:
-    """One of them."""
-    adapter = service.adapter(model)
-    return Json(_model(adapter or service.name, service))
+async def get_model(model: str, service: ServiceDependency) -> Response:
+    """Describe the base model or an adapter."""
+    return JsonResponse(_format_model(service.find_adapter(model) or service.name, service))
 
 
-@router.post("/completions", responses=MAY_STREAM)
-async def completions(body: CompletionRequest, request: HttpRequest, service: Served) -> Response:
+@router.post("/completions", responses=STREAMING_RESPONSES)
+async def completions(body: CompletionRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Continue prompts."""
     if body.suffix:
-        raise invalid("`suffix` is not supported: the model only continues texts", "suffix")
+        raise bad_request("`suffix` is not supported", "suffix")
     if body.best_of is not None and (body.stream or body.best_of < (body.n or 1)):
-        raise invalid("`best_of` must be at least `n`, and cannot be streamed", "best_of")
+        raise bad_request("`best_of` must be at least `n`, and cannot be streamed", "best_of")
     if body.echo and body.stream and body.logprobs is not None:
-        raise invalid("`echo` with `logprobs` cannot be streamed", "echo")
-    prompts = await _inputs(body.prompt, service, "prompt")
-    ticket = await service.submit(
-        request,
-        [
-            engine_request(
-                body,
-                prompt,
-                service,
-                best_of=body.best_of,
-                logprobs=body.logprobs,
-                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-                max_tokens=body.max_tokens or 16,
-            )
-            for prompt in prompts
-        ],
-    )
-    head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
-    head["model"] = body.model
-    echoes = [service.loaded.tokenizer.decode(list(prompt)) if body.echo else "" for prompt in prompts]
+        raise bad_request("`echo` with `logprobs` cannot be streamed", "echo")
+    prompts = await _encode_prompts(body.prompt, service, "prompt")
+    requests = [
+        build_engine_request(
+            body,
+            prompt,
+            service,
+            best_of=body.best_of,
+            logprobs=body.logprobs,
+            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            max_tokens=body.max_tokens or 16,
+        )
+        for prompt in prompts
+    ]
+    handle = await service.submit(request, requests)
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model,
+    }
+    echoes = [service.model.tokenizer.decode(list(prompt)) if body.echo else "" for prompt in prompts]
     if body.stream:
-        return EventStream(ticket, _stream(ticket, body, head, echoes, service))
+        return EventStream(handle, _stream(handle, body, head, echoes, service))
 
-    async def made() -> Any:
-        answers = await gathered(ticket)
-        shown = [
-            {
-                "index": index,
-                "text": echo + choice.text,
-                "logprobs": None if body.logprobs is None else _logprobs([*prompt, *_spoken(choice)], service),
-                "finish_reason": REASONS[choice.finish],
-            }
-            for index, (echo, prompt, choice) in enumerate(
-                (echo, choices[0].prompt, choice)
-                for echo, choices in zip(echoes, answers, strict=True)
-                for choice in choices
-            )
-        ]
-        return {**head, "choices": shown, "usage": usage(ticket.account)}
+    async def collect() -> Any:
+        choices: list[dict[str, Any]] = []
+        # Choices are numbered through all prompts.
+        for echo, answers in zip(echoes, await handle.collect(), strict=True):
+            for answer in answers:
+                logprobs = None
+                if body.logprobs is not None:
+                    # The engine returns the prompt's log-probabilities with the first answer.
+                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *_text_tokens(answer)], service)
+                choices.append(_format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason))
+        return {**head, "choices": choices, "usage": format_usage(handle.stats)}
 
-    return await whole(request, ticket, made())
+    return await respond_once(request, handle, collect())
 
 
 @router.post("/embeddings")
-async def embeddings(body: EmbeddingRequest, request: HttpRequest, service: Served) -> Response:
-    """Vectors of texts: states of the last layer, pooled, of length 1."""
-    spec = service.loaded.spec
-    if spec.encoder_layers is not None:
-        raise invalid("embeddings are those of decoders; this model has an encoder", "model")
-    if service.loaded.ranks > 1:
-        raise invalid("embeddings are not made by a model that several processes share", "model")
-    if service.adapter(body.model) is not None or any(spec.prompts):
-        raise invalid("embeddings are those of a base; adapters and trained prompts have none", "model")
-    if body.dimensions not in (None, spec.width):
-        raise invalid(f"`dimensions` can only be the model's width, {spec.width}", "dimensions")
-    prompts = await _inputs(body.input, service, "input")
-    for place, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= spec.context or max(prompt) >= spec.vocabulary:
-            raise invalid(
-                f"input {place} has {len(prompt)} tokens; there must be 1 to {spec.context}, each below "
-                f"{spec.vocabulary}",
+async def embeddings(body: EmbeddingRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Embed texts: pooled hidden states of the last layer, normalized to length 1."""
+    spec = service.model.spec
+    if spec.num_encoder_layers is not None:
+        raise bad_request("embeddings are not supported for encoder-decoder models", "model")
+    if service.model.world_size > 1:
+        raise bad_request("embeddings are not supported when several processes share the model", "model")
+    if service.find_adapter(body.model) is not None or any(spec.prompts):
+        raise bad_request("embeddings are not supported for adapters and prompt tuning", "model")
+    if body.dimensions not in (None, spec.hidden_size):
+        raise bad_request(f"`dimensions` can only be the model's hidden size, {spec.hidden_size}", "dimensions")
+    prompts = await _encode_prompts(body.input, service, "input")
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= spec.max_position_embeddings or max(prompt) >= spec.vocab_size:
+            raise bad_request(
+                f"input {index} has {len(prompt)} tokens; 1 to {spec.max_position_embeddings} are possible, with ids "
+                f"below {spec.vocab_size}",
                 "input",
             )
 
-    async def made() -> Any:
+    async def collect() -> Any:
         data: list[dict[str, Any]] = []
-        async with service.driver.counted():
-            for place, prompt in enumerate(prompts):  # one between two steps, so that others are answered meanwhile
-                vector = await service.driver.call(partial(_embedded, prompt, service))
-                packed = struct.pack(f"<{len(vector)}f", *vector)
-                shown = base64.b64encode(packed).decode() if body.encoding_format == "base64" else vector
-                data.append({"object": "embedding", "index": place, "embedding": shown})
+        async with service.engine.occupy():
+            # One text between two steps of the engine, so that other requests continue.
+            for index, prompt in enumerate(prompts):
+                vector: Any = await service.engine.call(partial(_embed, prompt, service))
+                if body.encoding_format == "base64":
+                    vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+                data.append({"object": "embedding", "index": index, "embedding": vector})
         tokens = sum(map(len, prompts))
-        counted = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": body.model, "usage": counted}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
-    return await whole(request, None, made())
+    return await respond_once(request, None, collect())
 
 
-def engine_request(
-    body: Sampled, prompt: tuple[int, ...], service: Service, *, stop: tuple[str, ...] = (), **more: Any
+def build_engine_request(
+    body: SamplingFields, prompt: tuple[int, ...], service: Service, *, stop: tuple[str, ...] = (), **fields: Any
 ) -> Request:
-    """What the engine is asked, with `more` of it; `stop` ends a text as the request's own stop strings do."""
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    """Return the engine's request for a prompt.
+
+    Args:
+        stop: stop strings in addition to those of the body.
+        fields: further fields of the engine's request.
+    """
+    stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         prompt,
-        sampling(
-            body,
-            1.0 if body.temperature is None else body.temperature,
-            top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
-            logit_bias=_bias(body.logit_bias or {}, service.loaded.spec.vocabulary),
-        ),
-        stop=(*stops, *stop),
+        body.sampling_params(service.model.spec.vocab_size),
+        stop=(*stop_strings, *stop),
         n=body.n or 1,
-        adapter=service.adapter(body.model),
-        ignore_end=bool(body.ignore_eos),
-        **more,
+        adapter=service.find_adapter(body.model),
+        ignore_eos=bool(body.ignore_eos),
+        **fields,
     )
 
 
-def usage(account: Account) -> dict[str, Any]:
-    """Tokens that a request has cost."""
+def format_usage(stats: RequestStats) -> dict[str, Any]:
+    """Return the token counts of a request."""
     return {
-        "prompt_tokens": account.prompt_tokens,
-        "completion_tokens": account.generated_tokens,
-        "total_tokens": account.prompt_tokens + account.generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": account.cached_tokens},
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.generated_tokens,
+        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
     }
 
 
-def _model(name: str, service: Service) -> dict[str, Any]:
-    shown = {"id": name, "object": "model", "created": service.started, "owned_by": "jingu"}
-    return {**shown, "root": service.name, "parent": None if name == service.name else service.name,
-            "max_model_len": service.loaded.spec.context}  # fmt: skip
+def _format_model(name: str, service: Service) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jingu",
+        "root": service.name,
+        "parent": None if name == service.name else service.name,
+        "max_model_len": service.model.spec.max_position_embeddings,
+    }
 
 
-async def _inputs(
-    given: str | list[int] | list[str] | list[list[int]], service: Service, field: str
-) -> list[tuple[int, ...]]:
-    """Prompts as ids: of a text, of ids, or of a list of either."""
-    if isinstance(given, str):
-        return [await service.encode(given)]
-    if not given:
-        raise invalid(f"`{field}` is an empty list", field)
-    if isinstance(given[0], int):
-        return [tuple(given)]
-    if len(given) > _MOST_INPUTS:
-        raise invalid(f"`{field}` has {len(given)} entries; at most {_MOST_INPUTS} are taken at once", field)
-    return [await service.encode(each) if isinstance(each, str) else tuple(each) for each in given]
+async def _encode_prompts(prompts: Prompts, service: Service, field: str) -> list[tuple[int, ...]]:
+    """Return the token ids of a text, of ids, or of a list of either."""
+    if isinstance(prompts, str):
+        return [await service.encode(prompts)]
+    if not prompts:
+        raise bad_request(f"`{field}` is an empty list", field)
+    if isinstance(prompts[0], int):
+        return [tuple(prompts)]
+    if len(prompts) > _MAX_PROMPTS:
+        raise bad_request(f"`{field}` has {len(prompts)} entries; at most {_MAX_PROMPTS} are allowed", field)
+    return [await service.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
 
-def _bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
-    found = {}
-    for token, bias in given.items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocabulary):
-            raise invalid(f"`logit_bias` has {token[:40]!r}, which is no token of {vocabulary}", "logit_bias")
-        found[int(token)] = bias
-    return found
+def _text_tokens(completion: Completion) -> list[Token]:
+    """Return the tokens of an answer without its end token."""
+    return completion.tokens[:-1] if completion.finish_reason == "end" else completion.tokens
 
 
-def _spoken(choice: Choice) -> list[Token]:
-    """The tokens of the answer, without the one that ended it."""
-    return choice.tokens[:-1] if choice.finish == "end" else choice.tokens
+def _format_choice(index: int, text: str, logprobs: Any = None, finish: FinishReason | None = None) -> dict[str, Any]:
+    reason = None if finish is None else FINISH_REASONS[finish]
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(tokens: Sequence[Token], service: Service, begun: int = 0) -> dict[str, Any]:
-    """Log-probabilities as completions tell them; `begun`: characters of the text before."""
+def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions; the first token is at character `offset` of the text."""
     names = [service.token_name(token.id) for token in tokens]
-    offsets = [begun]
+    offsets = []
     for name in names:
-        offsets.append(offsets[-1] + len(name))
+        offsets.append(offset)
+        offset += len(name)
+    alternatives = [{service.token_name(token_id): logprob for token_id, logprob in token.top} for token in tokens]
     return {
         "tokens": names,
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [
-            {service.token_name(id_): logprob for id_, logprob in token.top} if token.top else None for token in tokens
-        ],
-        "text_offset": offsets[:-1],
+        "top_logprobs": [top if top else None for top in alternatives],
+        "text_offset": offsets,
     }
 
 
 def _stream(
-    ticket: Ticket, body: CompletionRequest, head: dict[str, Any], echoes: Sequence[str], service: Service
+    handle: RequestHandle, body: CompletionRequest, head: dict[str, Any], echoes: Sequence[str], service: Service
 ) -> AsyncIterator[bytes]:
-    n, lengths = body.n or 1, dict[int, int]()
+    """Return the server-sent events of a completion."""
+    n = body.n or 1
+    # Characters of each choice so far.
+    lengths: dict[int, int] = {}
 
-    def chunk(index: int, text: str, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def chunks(place: int, each: Event, token: Token) -> Iterator[dict[str, Any]]:
-        if not token.text and each.finish is None and body.logprobs is None:
+    def format_chunks(request_index: int, event: Event, token: Token) -> Iterator[dict[str, Any]]:
+        if not token.text and event.finish_reason is None and body.logprobs is None:
             return
-        index, logprobs = place * n + each.choice, None
-        if body.logprobs is not None and each.finish != "end":
-            begun = lengths.get(index, 0)
-            logprobs = _logprobs([token], service, begun)
-            lengths[index] = begun + len(logprobs["tokens"][0])
-        yield chunk(index, token.text, logprobs, REASONS[each.finish] if each.finish else None)
+        index = request_index * n + event.choice
+        logprobs = None
+        if body.logprobs is not None and event.finish_reason != "end":
+            offset = lengths.get(index, 0)
+            logprobs = _format_logprobs([token], service, offset)
+            lengths[index] = offset + len(logprobs["tokens"][0])
+        yield _format_choice(index, token.text, logprobs, event.finish_reason)
 
-    first = [chunk(place * n + each, echo) for place, echo in enumerate(echoes) if echo for each in range(n)]
-    return streamed(ticket, body, head, first, chunks)
+    first = [
+        _format_choice(request_index * n + choice, echo)
+        for request_index, echo in enumerate(echoes)
+        if echo
+        for choice in range(n)
+    ]
+    return stream_chunks(handle, body, head, first, format_chunks)
 
 
-async def streamed(
-    ticket: Ticket,
-    body: Sampled,
+async def stream_chunks(
+    handle: RequestHandle,
+    body: SamplingFields,
     head: dict[str, Any],
     first: list[dict[str, Any]],
-    chunks: Callable[[int, Event, Token], Iterator[dict[str, Any]]],
+    format_chunks: Callable[[int, Event, Token], Iterator[dict[str, Any]]],
 ) -> AsyncIterator[bytes]:
-    """A stream of chunks with a choice each.
+    """Yield server-sent events with one choice each, and at the end the usage if it is requested.
 
     Args:
-        first: what comes before there is a token.
-        chunks: what becomes of an event, which has the place of its request, and of its token.
+        head: the fields that all chunks share.
+        first: choices to send before the first token.
+        format_chunks: returns the choices for an event, given the index of its request, the event, and its token.
     """
-    counted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    extra = {"usage": None} if counted else {}
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    usage = {"usage": None} if include_usage else {}
 
-    def shown(choices: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(event({**head, "choices": [choice], **extra}) for choice in choices)
+    def format_events(choices: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(format_event({**head, "choices": [choice], **usage}) for choice in choices)
 
-    yield shown(first)
-    async for lot in ticket.batches():
-        yield shown(made for place, each in lot if each.token is not None for made in chunks(place, each, each.token))
-    yield (event({**head, "choices": [], "usage": usage(ticket.account)}) if counted else b"") + b"data: [DONE]\n\n"
+    yield format_events(first)
+    # All events of an engine step are sent together, which saves writes to the socket.
+    async for batch in handle.batches():
+        parts = [
+            format_events(format_chunks(index, event, event.token)) for index, event in batch if event.token is not None
+        ]
+        yield b"".join(parts)
+    if include_usage:
+        yield format_event({**head, "choices": [], "usage": format_usage(handle.stats)})
+    yield b"data: [DONE]\n\n"
 
 
-def _embedded(prompt: Sequence[int], service: Service) -> list[float]:
-    """The vector of one text; on the engine's thread. Blocks that are compiled for steps with a cache go as they are
-    written: others would wait while they are compiled again."""
-    model = service.loaded.model
-    device = next(model.parameters()).device
-    with torch.inference_mode(), eager():
-        tokens_BT = torch.tensor([prompt], device=device)
-        reach_BT = torch.full_like(tokens_BT, len(prompt)) if service.loaded.reads_whole else None
-        states_TD = model(tokens_BT, reach_BT=reach_BT)[0].float()
-        pooled_D = states_TD.mean(0) if service.settings.pooling == "mean" else states_TD[-1]
-        vector: list[float] = torch.nn.functional.normalize(pooled_D, dim=0).tolist()
+def _embed(prompt: Sequence[int], service: Service) -> list[float]:
+    """Return the embedding of one text. Runs on the engine's thread."""
+    vector = service.engine.engine.embed(prompt, service.settings.pooling)
     if not all(abs(value) <= 1.001 for value in vector):
-        raise ServeError(500, "the model's states are not finite", kind="generation")
+        raise ApiError(500, "the model's hidden states are not finite", kind="generation")
     return vector

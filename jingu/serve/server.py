@@ -1,4 +1,4 @@
-"""uvicorn, with errors as JSON also below the application, no waiting for silent clients, and an orderly end."""
+"""uvicorn with JSON errors below the application, no waiting for silent clients, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -16,119 +16,127 @@ from typing import Any
 import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jingu.chat.chat_format import ChatFormat
+from jingu.compat.uvicorn import HttpProtocol, bound_address, open_connections
 from jingu.errors import JinguError
-from jingu.infer.lockstep import Driven
-from jingu.runtime.signals import handling
-from jingu.serve.answers import dump
-from jingu.serve.app import create
-from jingu.serve.driver import Driver
-from jingu.serve.errors import ServeError
-from jingu.serve.gate import HEADER_BYTES, log_to_stderr
-from jingu.serve.metrics import Metrics
+from jingu.infer.engine import BaseEngine
+from jingu.runtime.signals import handle_signals
+from jingu.serve.app import create_app
+from jingu.serve.async_engine import AsyncEngine
+from jingu.serve.http_errors import ApiError
+from jingu.serve.middleware import MAX_HEADER_BYTES, configure_logging
+from jingu.serve.prometheus import ServerMetrics
+from jingu.serve.responses import dump_json
 from jingu.serve.service import ServeSettings, Service
-from jingu.tune.speak import Speech
 
 LOGGER = logging.getLogger("jingu.serve")
+# Seconds for a client to read its last response before the connection is closed; five times as long if nobody asked
+# to hurry.
 _DRAIN_SECONDS = 1.0
-"""To read what a client is told last, before its connection is cut off; five of these where nobody is in a hurry."""
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet. Raises JinguError where it cannot be had."""
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address but does not listen yet. Raises JinguError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise JinguError(
-            f"the server cannot listen there ({error.strerror}).",
+            f"the server cannot listen on this address ({error.strerror}).",
             where=f"{host}:{port}",
-            fix="Choose another --port (0 takes a free one) or --host.",
+            fix="Choose another --port (0 picks a free one) or --host.",
         ) from error
-    return made
+    return listener
 
 
-class Connection(H11Protocol):
-    """A client's connection. Who keeps the server waiting for a request, or does not read, is left."""
+class HttpConnection(HttpProtocol):
+    """A client's connection. It is closed if the client neither sends a request nor reads for too long.
+
+    Attributes:
+        patience: seconds to wait for the client.
+    """
 
     patience = 60.0
-    _overdue: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-    _refused = False
+    _idle_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin; the kernel holds what the client has not read, and this process nothing."""
+        """Begin. What the client has not read stays in the kernel's buffer, and none of it in this process."""
         super().connection_made(transport)  # type: ignore[arg-type]
+        # With a limit of 0, `pause_writing` is called as soon as the kernel's buffer is full.
         self.transport.set_write_buffer_limits(0)
-        self._watch()
+        self._update_idle_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes. What follows a refused request is not looked at."""
-        if not self._refused:
+        """Handle bytes, unless they follow a refused request."""
+        if not self._is_refused:
             super().data_received(data)
-            self._watch()
+            self._update_idle_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
-        for timer in (self._overdue, self._unread):
+        for timer in (self._idle_timer, self._unread_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """Called when the client does not read: start the timer."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self.patience, self.transport.abort)
+        self._unread_timer = self.loop.call_later(self.patience, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Called when the client reads again: stop the timer."""
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, or has too large headers; then let the client finish, so that it reads why."""
+        """Refuse what is not HTTP or has too large headers, and let the client finish so that it reads the reason."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        words = "the headers are too large" if status == 431 else "this is not a request of HTTP/1.1"
-        self._refused = True
+        message = "the headers are too large" if status == 431 else "this is not a valid HTTP/1.1 request"
+        self._is_refused = True
+        # A response that has begun cannot become an error.
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        body = dump({"error": words, "error_type": "validation"})
+        body = dump_json({"error": message, "error_type": "validation"})
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for part in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(part) or b"")
+        # Close only this direction: closing both could discard the response before the client reads it.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_DRAIN_SECONDS, self.transport.abort)
 
-    def _watch(self) -> None:
-        """Wait so long for a request to come in, or for the rest of one that has its answer."""
-        waits = self.conn.our_state in (h11.IDLE, h11.DONE)
-        if waits and self._overdue is None:
-            self._overdue = self.loop.call_later(self.patience, self.transport.abort)
-        elif not waits and self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
+    def _update_idle_timer(self) -> None:
+        """Run the timer while the server waits for a request, or for the rest of one that has its response."""
+        is_idle = self.conn.our_state in (h11.IDLE, h11.DONE)
+        if is_idle and self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.patience, self.transport.abort)
+        elif not is_idle and self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
 
 class Server(uvicorn.Server):
-    """A server that, asked to stop, takes nothing more, and finishes what it has or tells each client that it will not.
+    """A server that, when asked to stop, accepts nothing more and finishes or aborts the requests in progress.
 
     Args:
         app: the application.
-        driver: of its engine.
-        on_start: told the address, once it answers there.
+        engine: the application's engine.
+        on_start: called with the URL once the server listens.
     """
 
     def __init__(
-        self, app: FastAPI, driver: Driver, settings: ServeSettings, on_start: Callable[[str], None] = lambda _: None
+        self, app: FastAPI, engine: AsyncEngine, settings: ServeSettings, on_start: Callable[[str], None]
     ) -> None:
-        protocol: Any = type("Connection", (Connection,), {"patience": settings.patience})
+        protocol: Any = type("Connection", (HttpConnection,), {"patience": settings.patience})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -142,88 +150,92 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=HEADER_BYTES,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                # A last resort: `_abort` ends the requests earlier.
                 timeout_graceful_shutdown=int(settings.grace) + 10,
             )
         )
-        self.driver = driver
+        self.engine = engine
         self._grace = settings.grace
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            host, port = bound_address(self)
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Ctrl-C and SIGTERM end the server, and not the process with a signal; a second one ends it at once."""
-        here = threading.current_thread() is threading.main_thread()
-        with handling(self.handle_exit, *((signal.SIGINT, signal.SIGTERM) if here else ())):
+        """Handle SIGINT and SIGTERM. Unlike uvicorn, do not raise them again once the server has stopped."""
+        is_main = threading.current_thread() is threading.main_thread()
+        with handle_signals(self.handle_exit, *((signal.SIGINT, signal.SIGTERM) if is_main else ())):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal."""
+        """Stop after the requests in progress; on a second signal, abort them."""
         if self.should_exit and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._give_up, _DRAIN_SECONDS)
+            self._loop.call_soon_threadsafe(self._abort, _DRAIN_SECONDS)
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop: asked to, or because the engine cannot go on."""
-        return await super().on_tick(counter) or self.driver.broken is not None
+        """Return whether to stop: because of a signal, or because the engine cannot continue."""
+        return await super().on_tick(counter) or self.engine.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End in order: no new requests, then those under way, for a while."""
-        self.driver.stopping = True
-        if self.driver.open:
-            told = {"requests": self.driver.open, "grace_seconds": self._grace}
-            LOGGER.info("stopping when these are finished; a second signal ends it at once", extra={"told": told})
-        timer = asyncio.get_running_loop().call_later(self._grace, self._give_up, 5 * _DRAIN_SECONDS)
+        """Accept nothing more, and give the requests in progress some time to finish."""
+        self.engine.is_stopping = True
+        if self.engine.num_requests:
+            fields = {"requests": self.engine.num_requests, "grace_seconds": self._grace}
+            LOGGER.info("shutting down after these requests; a second signal aborts them", extra={"fields": fields})
+        timer = asyncio.get_running_loop().call_later(self._grace, self._abort, 5 * _DRAIN_SECONDS)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
 
-    def _give_up(self, seconds: float) -> None:
-        """Tell everyone that it ends, and so much later leave who has not read that."""
+    def _abort(self, drain_seconds: float) -> None:
+        """Fail all requests, and later close the connections of clients that have not read their responses."""
         self._grace = 0.0
-        late = ServeError(503, "the server stops, and this took too long to finish", kind="incomplete_generation")
-        self.driver.abandon(late)
-        asyncio.get_running_loop().call_later(seconds, self._leave)
+        error = ApiError(503, "the server is shutting down and aborted the request", kind="incomplete_generation")
+        self.engine.abort_all(error)
+        asyncio.get_running_loop().call_later(drain_seconds, self._close_connections)
 
-    def _leave(self) -> None:
-        for connection in list(self.server_state.connections):
+    def _close_connections(self) -> None:
+        for connection in open_connections(self):
             connection.transport.abort()
 
 
-def make(
-    engine: Driven,
+def build_server(
+    engine: BaseEngine,
     settings: ServeSettings,
     name: str,
-    speech: Speech | None = None,
-    on_start: Callable[[str], None] = lambda _: None,
+    chat_format: ChatFormat | None,
+    on_start: Callable[[str], None],
 ) -> Server:
-    """A server, not started yet."""
-    metrics = Metrics(name)
-    driver = Driver(engine, settings.queue, settings.timeout, metrics.ended)
-    service = Service(engine.loaded, driver, settings, metrics, name, speech)
-    return Server(create(service), driver, settings, on_start)
+    """Return a server that has not been started."""
+    metrics = ServerMetrics(name)
+    async_engine = AsyncEngine(engine, settings.queue, settings.timeout, metrics.record)
+    service = Service(engine.model, async_engine, settings, metrics, name, chat_format)
+    return Server(create_app(service), async_engine, settings, on_start)
 
 
-def run(engine: Driven, settings: ServeSettings, name: str, speech: Speech | None, listener: socket.socket) -> None:
-    """Serve until a signal asks to stop. Raises RuntimeError where the engine fails and cannot go on."""
+def run_server(
+    engine: BaseEngine, settings: ServeSettings, name: str, chat_format: ChatFormat | None, listener: socket.socket
+) -> None:
+    """Serve until a signal asks to stop. Raises RuntimeError if the engine fails and cannot continue."""
 
-    def tell(address: str) -> None:
-        print(f"{name} answers at {address}", flush=True)
+    def announce(url: str) -> None:
+        print(f"{name} is served at {url}", flush=True)
         if not settings.hosts and not settings.keys:
-            print("Whoever reaches this address can use it: no API key is asked for.", file=sys.stderr, flush=True)
+            print("Warning: everyone who can reach this address can use it without an API key.", file=sys.stderr)
+            sys.stderr.flush()
 
-    log_to_stderr()
-    server = make(engine, settings, name, speech, tell)
+    configure_logging()
+    server = build_server(engine, settings, name, chat_format, announce)
     server.run([listener])
-    if server.driver.broken is not None:
-        raise RuntimeError("the engine failed and could not go on, so the server has ended") from server.driver.broken
+    if server.engine.failure is not None:
+        raise RuntimeError("the engine failed and could not continue, so the server ended") from server.engine.failure

@@ -1,36 +1,29 @@
-"""What the handlers of both protocols share: the model, its names, prompts to ids, and choices put together."""
+"""What the handlers of all protocols share: the model, its names, and the tokenization of prompts."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 
-from jingu.infer.load import Loaded
-from jingu.infer.request import Constraint, Event, Finish, Request, Token, room_after
-from jingu.infer.sampling import Sampling
-from jingu.serve.answers import unless_gone
-from jingu.serve.driver import Driver, Ticket
-from jingu.serve.errors import ServeError, invalid
-from jingu.serve.metrics import Metrics
-from jingu.serve.schema import GenerateParameters, Sampled
-from jingu.tune.speak import Speech
+from jingu.chat.chat_format import ChatFormat
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.request import Request, max_new_tokens
+from jingu.serve.async_engine import AsyncEngine, RequestHandle
+from jingu.serve.http_errors import ApiError
+from jingu.serve.prometheus import ServerMetrics
+from jingu.serve.responses import cancel_on_disconnect
 
 T = TypeVar("T")
-PLACEHOLDERS = frozenset({"", "dummy", "tgi"})
-"""Names that clients of text-generation-inference send, which knows only one model; they stand for the base."""
-_LONG = 4_000
-"""Characters from which on a prompt is tokenized on a thread of its own."""
-_GREEDY_BELOW = 1e-4
-"""Temperatures below this could make infinities of scores, and choose no other token than the likeliest."""
-_SAME = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# Model names that clients of text-generation-inference send, whose server has only one model. They mean the base.
+PLACEHOLDER_MODELS = frozenset({"", "dummy", "tgi"})
+# Texts of more characters are tokenized on another thread, so that they do not block the event loop.
+_LONG_TEXT = 4_000
 
 
 @dataclass(frozen=True)
@@ -39,17 +32,17 @@ class ServeSettings:
 
     Attributes:
         host: address to listen on.
-        port: to listen on; 0 takes a free one.
-        queue: requests accepted and not finished, at most.
+        port: port to listen on; 0 picks a free one.
+        queue: most unfinished requests.
         timeout: seconds that a request may take.
-        grace: seconds that requests under way get to finish when the server is asked to stop.
-        patience: seconds to wait for a client that does not send, or does not read.
-        body_bytes: the largest body of a request.
-        keys: of which a client must send one; none: nobody is asked.
-        origins: pages from there may call the server (CORS).
-        hosts: names by which it may be called; none: any.
-        log_prompts: whether logs have the text of prompts.
-        pooling: how an embedding is made of the states of its tokens.
+        grace: seconds that requests in progress may take once the server is asked to stop.
+        patience: seconds to wait for a client that does not send or does not read.
+        body_bytes: most bytes of a request's body.
+        keys: API keys, of which a client must send one; empty: no key is required.
+        origins: web origins whose pages may call the server (CORS).
+        hosts: host names to which the server answers; empty: any.
+        log_prompts: whether the log contains the text of prompts.
+        pooling: which hidden states an embedding is made of: their mean, or the last token's.
     """
 
     host: str = "127.0.0.1"
@@ -68,127 +61,89 @@ class ServeSettings:
 
 @dataclass(frozen=True)
 class Service:
-    """A model that is served.
+    """A served model and everything that handlers need of it.
 
     Attributes:
-        name: of the base, by which clients ask for it.
-        speech: how conversations are written; None: the model has none.
+        name: the name by which clients ask for the base model.
+        chat_format: how conversations are written; None if the model has no chat template.
+        created: when the server started, in seconds since the epoch.
     """
 
-    loaded: Loaded
-    driver: Driver
+    model: InferenceModel
+    engine: AsyncEngine
     settings: ServeSettings
-    metrics: Metrics
+    metrics: ServerMetrics
     name: str
-    speech: Speech | None = None
-    started: int = field(default_factory=lambda: int(time.time()))
+    chat_format: ChatFormat | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters, by which clients ask for them."""
-        return self.loaded.adapters.names
+        """The names by which clients ask for adapters."""
+        return self.model.adapters.names
 
-    def adapter(self, model: str | None) -> str | None:
-        """The adapter that a model's name asks for; None: the base. Raises ServeError for another name."""
-        if model is None or model == self.name or model in PLACEHOLDERS:
+    def find_adapter(self, model: str | None) -> str | None:
+        """Return the adapter that a model name means, None for the base. Raises ApiError for an unknown name."""
+        if model is None or model == self.name or model in PLACEHOLDER_MODELS:
             return None
         if model in self.adapters:
             return model
         names = ", ".join([self.name, *self.adapters])
-        raise ServeError(404, f"there is no model {model[:200]!r} here, but {names}", field="model")
+        raise ApiError(404, f"the model {model[:200]!r} does not exist; available: {names}", field="model")
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a prompt as it stands: special tokens written in it are such."""
+        """Return the token ids of a prompt, in which special tokens act as such, after the BOS token (if any)."""
 
-        def ids() -> tuple[int, ...]:
-            found = tuple(self.loaded.tokenizer.encode(text, special=True))
-            begin = self.loaded.beginning
-            return found if begin and found[: len(begin)] == begin else (*begin, *found)
+        def tokenize() -> tuple[int, ...]:
+            ids = tuple(self.model.tokenizer.encode(text, parse_special_tokens=True))
+            prefix = self.model.prompt_prefix_ids
+            # Clients that apply a template themselves may have written the BOS token.
+            return ids if prefix and ids[: len(prefix)] == prefix else (*prefix, *ids)
 
-        return await off_loop(ids, len(text))
+        return await run_off_loop(tokenize, len(text))
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """Tokens that can follow a prompt; at least 1, for the engine to refuse in its words."""
-        return max(room_after(self.loaded.spec, len(prompt)), 1)
+    def max_new_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens fit after a prompt; at least 1, since the engine reports a prompt that is too long."""
+        return max(max_new_tokens(self.model.spec, len(prompt)), 1)
 
     def token_text(self, token: int) -> str:
-        """A token by itself, as text."""
-        return self.loaded.tokenizer.decode([token], special=True)
+        """Return the text of a single token."""
+        return self.model.tokenizer.decode([token], keep_special_tokens=True)
 
     def token_name(self, token: int) -> str:
-        """A token as text; where its bytes are part of a character, as `bytes:` and these."""
-        found = self.loaded.tokenizer.bytes_of(token)
+        """Return the text of a single token; if its bytes are not valid UTF-8, `bytes:` followed by them."""
+        content = self.model.tokenizer.token_bytes(token)
         try:
-            return found.decode()
+            return content.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    async def submit(self, http: HttpRequest, requests: Sequence[Request]) -> Ticket:
-        """As `Driver.submit`. The log tells of the ticket."""
-        ticket = await unless_gone(http.receive, self.driver.submit(requests, http.state.arrived))
-        http.state.log["ticket"] = ticket
+    async def submit(self, http_request: HttpRequest, requests: Sequence[Request]) -> RequestHandle:
+        """Submit requests to the engine on behalf of an HTTP request, and note them for its log line.
+
+        Raises:
+            ApiError: the server is full, stopping or broken, or the client has disconnected.
+            JinguError: one of the requests can never be served.
+        """
+        state = http_request.state
+        handle = await cancel_on_disconnect(http_request.receive, self.engine.submit(requests, state.arrival_time))
+        state.log["handle"] = handle
         if self.settings.log_prompts:
-            http.state.log["prompts"] = [self.loaded.tokenizer.decode(list(each.prompt)) for each in requests]
-        return ticket
+            state.log["prompts"] = [self.model.tokenizer.decode(list(request.prompt)) for request in requests]
+        return handle
 
 
-def service_of(request: HttpRequest) -> Service:
-    """The service behind an application."""
-    found: Service = request.app.state.service
-    return found
+def get_service(request: HttpRequest) -> Service:
+    """Return the service behind an application."""
+    service: Service = request.app.state.service
+    return service
 
 
-Served = Annotated[Service, Depends(service_of)]
+ServiceDependency = Annotated[Service, Depends(get_service)]
 
 
-def sampling(asked: Sampled | GenerateParameters, temperature: float, **more: Any) -> Sampling:
-    """How tokens are chosen: what both protocols call the same, and `more`. A request without a seed gets one."""
-    same = {name: value for name in _SAME if (value := getattr(asked, name, None)) is not None}
-    seed = secrets.randbits(31) if asked.seed is None else asked.seed
-    return Sampling(temperature if temperature >= _GREEDY_BELOW else 0.0, seed=seed, **same, **more)
-
-
-def constraint(kind: str, value: Any, field: str) -> Constraint:
-    """What a text must be: of kind regex an expression, else what a schema of JSON allows."""
-    if kind != "regex":
-        return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value))
-    if not isinstance(value, str):
-        raise invalid(f"`{field}.value` of a regex must be text", field)
-    return Constraint("regex", value)
-
-
-async def off_loop(function: Callable[[], T], size: int) -> T:
-    """The value of a function that takes time with so many characters: of many, on another thread."""
-    return await asyncio.to_thread(function) if size > _LONG else function()
-
-
-@dataclass
-class Choice:
-    """One answer, put together of its events."""
-
-    tokens: list[Token] = field(default_factory=list)
-    prompt: tuple[Token, ...] = ()
-    finish: Finish = "length"
-    logprob: float = 0.0
-
-    def take(self, event: Event) -> None:
-        """Add what a step has brought."""
-        self.prompt = self.prompt or event.prompt
-        if event.token is not None:
-            self.tokens.append(event.token)
-        self.finish = event.finish or self.finish
-        self.logprob = event.logprob
-
-    @property
-    def text(self) -> str:
-        """The answer."""
-        return "".join(token.text for token in self.tokens)
-
-
-async def gathered(ticket: Ticket) -> list[list[Choice]]:
-    """All answers of a ticket, by request and choice. Raises ServeError."""
-    choices = [[Choice() for _ in range(request.n)] for request in ticket.requests]
-    async for lot in ticket.batches():
-        for place, event in lot:
-            choices[place][event.choice].take(event)
-    return choices
+async def run_off_loop(function: Callable[[], T], text_length: int) -> T:
+    """Return the value of a function that processes text of a length: long text on another thread."""
+    if text_length > _LONG_TEXT:
+        return await asyncio.to_thread(function)
+    return function()

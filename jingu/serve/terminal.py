@@ -13,18 +13,19 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from jingu.errors import JinguError
+from jingu.chat.chat_format import ChatFormat
+from jingu.chat.messages import ConversationError, Message
+from jingu.errors import JinguError, pluralize
 from jingu.infer.engine import Engine
-from jingu.infer.request import Request, room_after
-from jingu.infer.sampling import Sampling
-from jingu.infer.verbs import Compute, write
-from jingu.runtime.files import cannot_write, replace_text, unreadable
-from jingu.runtime.signals import handling
-from jingu.tune.rows import Message, RowError
-from jingu.tune.speak import Speech, speaking
+from jingu.infer.generate import InferenceOptions, print_stream
+from jingu.infer.request import Request, max_new_tokens
+from jingu.infer.sampling import SamplingParams
+from jingu.runtime.files import read_error, write_error, write_text_atomically
+from jingu.runtime.signals import handle_signals
+from jingu.serve.chat_model import load_chat_model
 
-_WHOLE = ("max_tokens", "top_k", "seed")
-_SETTINGS = ("max_tokens", *(each.name for each in fields(Sampling) if each.name != "logit_bias"))
+_INTEGER_SETTINGS = ("max_tokens", "top_k", "seed")
+_SETTINGS = ("max_tokens", *(param.name for param in fields(SamplingParams) if param.name != "logit_bias"))
 _COMMANDS = ("help", "system", "reset", "undo", "retry", "set", "save", "load", "quit")
 _QUOTES = '"""'
 
@@ -35,86 +36,88 @@ def chat(
     system: str | None = None,
     template: str | None = None,
     max_tokens: int = 1024,
-    temperature: float = 0.7,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    **compute: Any,
+    **options: Any,
 ) -> None:
-    """Talk with a model; where it has no template for conversations, it continues the text.
+    """Chat with a model. A model without chat template continues the text.
 
-    At a terminal a mistake is told and the conversation goes on; where lines come from elsewhere, it ends there.
+    At a terminal an error is printed and the conversation continues. Input from elsewhere ends at the first error.
 
     Args:
         model: a run, a step of a run, a Hugging Face folder, a GGUF file or a packaged model.
         system: the system prompt.
-        template: a template's name or file; None: the model's own.
+        template: name or file of a chat template; None: the model's own.
         max_tokens: most tokens of an answer.
-        compute: as of `jingu.infer.verbs.Compute`.
+        options: fields of `SamplingParams` and of `jingu.infer.generate.InferenceOptions`.
 
     Raises:
-        JinguError: what is wrong with the model, the settings or, not at a terminal, a message.
+        JinguError: the model, the settings or, unless at a terminal, a message cannot be used.
     """
-    sampling = Sampling(temperature, top_k, 1.0 if top_p is None else top_p, repetition_penalty, seed, min_p)
-    how = Compute(**compute)
-    found, speech = speaking(lambda: how.load(model), model, template)
-    talk = Conversation(how.engine(found, max_batch=1), speech, sampling, max_tokens)
+    settings = {name: options.pop(name) for name in _SETTINGS if name in options}
+    # An option that was not given is None.
+    params = {"temperature": 0.7} | {name: value for name, value in settings.items() if value is not None}
+    sampling = SamplingParams(**params)
+    inference = InferenceOptions(**options)
+    chat_model, chat_format = load_chat_model(lambda: inference.load(model), model, template)
+    session = ChatSession(inference.make_engine(chat_model, max_batch=1), chat_format, sampling, max_tokens)
     if system:
-        talk.system(system)
+        session.system(system)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
-        import readline  # noqa: F401 (what is typed can be edited, and called back)
+        # Importing it lets `input` edit lines and recall earlier ones.
+        import readline  # noqa: F401
 
-        print(f"{found.name}: {'a conversation' if speech else 'it continues the text'}. /help tells the commands.")
-    converse(talk, at_terminal)
+        mode = "a conversation" if chat_format else "no chat template, it continues the text"
+        print(f"{chat_model.name}: {mode}. /help lists the commands.")
+    run_chat_loop(session, at_terminal)
 
 
-def converse(talk: Conversation, at_terminal: bool) -> None:
-    """Read messages and commands until there are no more."""
-    # Ctrl-C breaks off what is read or done; one that comes while the last is answered would end the program.
-    with handling(signal.SIG_IGN, signal.SIGINT):
-        while not talk.ended:
+def run_chat_loop(session: ChatSession, at_terminal: bool) -> None:
+    """Handle messages and commands until the input or the session ends."""
+    # Ctrl-C interrupts the current line or answer. Between them it is ignored, or it would end the program.
+    with handle_signals(signal.SIG_IGN, signal.SIGINT):
+        while not session.has_ended:
             try:
-                with handling(signal.default_int_handler, signal.SIGINT):
-                    words = _read(at_terminal)
-                    if words is None:
+                with handle_signals(signal.default_int_handler, signal.SIGINT):
+                    text = _read_message(at_terminal)
+                    if text is None:
                         return
-                    if words.startswith("/") and not words.startswith("//"):
-                        talk.command(words)
-                    elif words.strip():
-                        talk.say(words.removeprefix("/") if words.startswith("//") else words)
+                    if text.startswith("/") and not text.startswith("//"):
+                        session.run_command(text)
+                    elif text.strip():
+                        # A message that begins with a slash is typed with two.
+                        session.say(text.removeprefix("/") if text.startswith("//") else text)
             except KeyboardInterrupt:
-                print("\n/quit or Ctrl-D leaves.")
-            except (JinguError, RowError) as error:
+                print("\nType /quit or Ctrl-D to leave.")
+            except (JinguError, ConversationError) as error:
                 if not at_terminal:
                     raise error if isinstance(error, JinguError) else JinguError(f"{error}.") from error
                 print(f"jingu: {error}", file=sys.stderr)
 
 
-def _read(at_terminal: bool) -> str | None:
-    """The next message, None at the end: a line, and the next where it ends in a backslash; or what stands between
-    lines of three quotes."""
+def _read_message(at_terminal: bool) -> str | None:
+    """Return the next message, None at the end of the input.
+
+    A message is a line, with the next one if it ends in a backslash, or the lines between two lines of three quotes.
+    """
     lines: list[str] = []
-    quoted = False
+    is_quoted = False
     while True:
-        line = _line(("… " if lines or quoted else "> ") if at_terminal else None)
+        line = _read_line(("… " if lines or is_quoted else "> ") if at_terminal else None)
         if line is None:
             return "\n".join(lines) if lines else None
         if line.strip() == _QUOTES:
-            if quoted:
+            if is_quoted:
                 return "\n".join(lines)
-            quoted = not lines
-            if quoted:
+            if not lines:
+                is_quoted = True
                 continue
-        goes_on = not quoted and line.endswith("\\")
-        lines.append(line[:-1] if goes_on else line)
-        if not quoted and not goes_on:
+        is_continued = not is_quoted and line.endswith("\\")
+        lines.append(line[:-1] if is_continued else line)
+        if not is_quoted and not is_continued:
             return "\n".join(lines)
 
 
-def _line(prompt: str | None) -> str | None:
+def _read_line(prompt: str | None) -> str | None:
     if prompt is None:
         line = sys.stdin.readline()
         return line.removesuffix("\n") if line else None
@@ -125,179 +128,201 @@ def _line(prompt: str | None) -> str | None:
         return None
 
 
-class Conversation:
-    """What was said, and how it is answered.
+class ChatSession:
+    """A conversation with a model, and the settings with which it answers.
 
     Attributes:
-        messages: all turns, a system prompt first where there is one. A model without a template continues their texts.
-        ended: whether to leave.
+        messages: all turns, beginning with the system prompt if there is one.
+        has_ended: whether the user has left.
     """
 
-    def __init__(self, engine: Engine, speech: Speech | None, sampling: Sampling, max_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, chat_format: ChatFormat | None, sampling: SamplingParams, max_tokens: int
+    ) -> None:
         self.messages: list[Message] = []
-        self.ended = False
+        self.has_ended = False
         self._engine = engine
-        self._speech = speech
+        self._chat_format = chat_format
         self._sampling = sampling
         self._max_tokens = max_tokens
-        self._answers = 0
+        self._num_answers = 0
         self._file: Path | None = None
 
     def say(self, text: str) -> None:
-        """Say something, and print the answer as it comes."""
-        said = Message("user", text)
-        answer = write(self._engine, self._request([*self.messages, said]))
-        self._answers += 1
-        self.messages += [said, Message("assistant", answer.text)]
-        full = answer.tokens < self._max_tokens
-        cut = "cut off: the model's context is full" if full else f"cut off at max_tokens={answer.tokens}"
-        end = {"cancelled": "stopped", "length": cut}.get(answer.finish or "")
-        notes = [*([end] if end else []), *([answer.speed] if sys.stdin.isatty() else [])]
+        """Send a message, and print the answer while it is generated."""
+        message = Message("user", text)
+        # The messages are kept only after an answer, so that an error leaves the conversation as it was.
+        answer = print_stream(self._engine, self._build_request([*self.messages, message]))
+        self._num_answers += 1
+        self.messages += [message, Message("assistant", answer.text)]
+        notes = []
+        if answer.finish == "cancelled":
+            notes.append("stopped")
+        elif answer.finish == "length" and answer.tokens < self._max_tokens:
+            notes.append("truncated: the model's context is full")
+        elif answer.finish == "length":
+            notes.append(f"truncated at max_tokens={answer.tokens}")
+        if sys.stdin.isatty():
+            notes.append(answer.speed)
         if notes:
             print(f"({'; '.join(notes)})", file=sys.stderr)
 
-    def _request(self, messages: Sequence[Message]) -> Request:
-        """The engine's request for the answer to these. Each answer has another seed, so that /retry makes another."""
-        found = self._engine.loaded
-        if self._speech is not None:
-            ids = self._speech.prompt(tuple(messages))
+    def _build_request(self, messages: Sequence[Message]) -> Request:
+        """Return the engine's request for the answer to the messages."""
+        model = self._engine.model
+        if self._chat_format is not None:
+            ids = self._chat_format.encode_prompt(tuple(messages))
+            stop = self._chat_format.stop
         else:
-            ids = found.encode("".join(message.content for message in messages))
-        room = room_after(found.spec, len(ids))
+            ids = model.encode("".join(message.content for message in messages))
+            stop = ()
+        room = max_new_tokens(model.spec, len(ids))
         if room < 1:
             raise JinguError(
-                f"the conversation has {len(ids)} tokens, and the model's context is {found.spec.context}.",
-                fix="Take back a message (/undo), or begin anew (/reset).",
+                f"the conversation has {len(ids)} tokens, but the model's context is "
+                f"{model.spec.max_position_embeddings} tokens.",
+                fix="Remove a message (/undo), or start over (/reset).",
             )
-        sampling = replace(self._sampling, seed=self._sampling.seed + self._answers)
-        return Request(ids, sampling, min(self._max_tokens, room), self._speech.stop if self._speech else ())
+        # Each answer has a seed of its own, so that /retry gives another one.
+        sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
+        return Request(ids, sampling, min(self._max_tokens, room), stop)
 
-    # Commands
+    # Commands. Their docstrings are what /help prints.
 
-    def command(self, words: str) -> None:
-        """Do what a line that begins with a slash says."""
-        name, _, rest = words[1:].partition(" ")
+    def run_command(self, line: str) -> None:
+        """Run the command of a line that begins with a slash."""
+        name, _, argument = line[1:].partition(" ")
         if name not in _COMMANDS:
-            near = get_close_matches(name, _COMMANDS, n=1)
-            fix = f"Did you mean /{near[0]}?" if near else "/help lists them; a message that begins with / is typed //."
+            matches = get_close_matches(name, _COMMANDS, n=1)
+            fix = "/help lists the commands; type // to begin a message with a slash."
+            if matches:
+                fix = f"Did you mean /{matches[0]}?"
             raise JinguError(f"there is no command /{name}.", fix=fix)
-        getattr(self, name)(rest.strip())
+        getattr(self, name)(argument.strip())
 
     def help(self, _: str) -> None:
-        """/help: what can be said."""
+        """/help: list the commands"""
         for name in _COMMANDS:
             print(getattr(self, name).__doc__)
         print(
-            f"A line that ends in \\ goes on in the next; {_QUOTES} alone on a line begins and ends a long message.\n"
-            "Ctrl-C stops an answer. A message that begins with / is typed //."
+            f"End a line with \\ to continue it in the next; enclose a long message in lines of {_QUOTES}.\n"
+            "Ctrl-C stops an answer. Type // to begin a message with a slash."
         )
 
     def system(self, text: str) -> None:
-        """/system TEXT: set the system prompt; without TEXT, show it."""
-        said = [message for message in self.messages if message.role != "system"]
-        if text:
-            if self._speech is None:
-                raise JinguError(
-                    "the model continues text, and a system prompt has no place in that.",
-                    fix="Name a template for conversations: --template chatml.",
-                )
-            self.messages = [Message("system", text), *said]
-        else:
-            print(self.messages[0].content if len(said) < len(self.messages) else "(none)")
+        """/system TEXT: set the system prompt; without TEXT, show it"""
+        rest = [message for message in self.messages if message.role != "system"]
+        if not text:
+            print(self.messages[0].content if len(rest) < len(self.messages) else "(none)")
+            return
+        if self._chat_format is None:
+            raise JinguError(
+                "the model has no chat template, so there is no place for a system prompt.",
+                fix="Name a chat template: --template chatml.",
+            )
+        self.messages = [Message("system", text), *rest]
 
     def reset(self, _: str) -> None:
-        """/reset: begin anew; the system prompt stays."""
+        """/reset: start over; the system prompt stays"""
         self.messages = [message for message in self.messages if message.role == "system"]
 
     def undo(self, _: str) -> None:
-        """/undo: take back the last message and its answer."""
-        self._last_message()
+        """/undo: remove the last message and its answer"""
+        self._last_user_message()
         while self.messages.pop().role != "user":
             pass
 
     def retry(self, _: str) -> None:
-        """/retry: another answer to the last message."""
-        last, before = self._last_message(), list(self.messages)
+        """/retry: generate another answer to the last message"""
+        message = self._last_user_message()
+        previous = list(self.messages)
         self.undo("")
         try:
-            self.say(last.content)
+            self.say(message.content)
         except BaseException:
-            self.messages = before
+            self.messages = previous
             raise
 
-    def _last_message(self) -> Message:
-        last = next((message for message in reversed(self.messages) if message.role == "user"), None)
-        if last is None:
-            raise JinguError("nothing was said yet.")
-        return last
+    def _last_user_message(self) -> Message:
+        for message in reversed(self.messages):
+            if message.role == "user":
+                return message
+        raise JinguError("there is no message yet.")
 
-    def set(self, words: str) -> None:
-        """/set: show the settings; /set temperature=0.3 top_p=0.9 changes them."""
-        for word in words.split():
-            name, sign, value = word.partition("=")
+    def set(self, assignments: str) -> None:
+        """/set: show the settings; /set temperature=0.3 top_p=0.9 changes them"""
+        for assignment in assignments.split():
+            name, sign, value = assignment.partition("=")
             if name not in _SETTINGS or not sign:
-                raise JinguError(f"there is no setting {name}.", fix=f"Known are {', '.join(_SETTINGS)}.")
+                raise JinguError(f"there is no setting {name}.", fix=f"The settings are {', '.join(_SETTINGS)}.")
             self._set(name, value)
-        if not words:
-            shown = self._settings().items()
-            print("\n".join(f"{name}={'none' if value is None else value}" for name, value in shown))
+        if not assignments:
+            for name, value in self._settings().items():
+                print(f"{name}={'none' if value is None else value}")
 
     def _set(self, name: str, value: Any) -> None:
-        try:
-            none = name == "top_k" and value in ("none", None)
-            given: Any = None if none else int(value) if name in _WHOLE else float(value)
-        except (ValueError, TypeError):
-            kind = "a whole number" if name in _WHOLE else "a number"
-            raise JinguError(f"{name} takes {kind}, not {value}.") from None
+        is_integer = name in _INTEGER_SETTINGS
+        number: Any = None
+        if name != "top_k" or value not in ("none", None):
+            try:
+                number = int(value) if is_integer else float(value)
+            except (ValueError, TypeError):
+                kind = "an integer" if is_integer else "a number"
+                raise JinguError(f"{name} takes {kind}, not {value}.") from None
         if name != "max_tokens":
-            self._sampling = replace(self._sampling, **{name: given})
-        elif given is None or given < 1:
-            raise JinguError(f"max_tokens is {value}, and should be 1 or more.")
+            self._sampling = replace(self._sampling, **{name: number})
+        elif number < 1:
+            raise JinguError(f"max_tokens is {value}, but must be at least 1.")
         else:
-            self._max_tokens = int(given)
+            self._max_tokens = number
 
     def _settings(self) -> dict[str, Any]:
-        return {name: value for name, value in {"max_tokens": self._max_tokens, **asdict(self._sampling)}.items()
-                if name in _SETTINGS}  # fmt: skip
+        values = {"max_tokens": self._max_tokens, **asdict(self._sampling)}
+        return {name: values[name] for name in _SETTINGS}
 
     def save(self, name: str) -> None:
-        """/save FILE: write the conversation as JSON, a row that `jingu tune` reads."""
-        file = self._named(name)
+        """/save FILE: write the conversation as JSON, which is also a row for `jingu tune`"""
+        file = self._resolve_file(name)
+        # Only the session's own file may be overwritten.
         if file.exists() and file != self._file:
-            raise JinguError("there is a file already.", where=file, fix="Choose another name.")
-        said = [{"role": message.role, "content": message.content} for message in self.messages]
-        value = {"settings": self._settings(), "messages": said}
+            raise JinguError("the file exists already.", where=file, fix="Choose another name.")
+        messages = [{"role": message.role, "content": message.content} for message in self.messages]
+        value = {"settings": self._settings(), "messages": messages}
         try:
-            replace_text(file, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+            write_text_atomically(file, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
         except OSError as error:
-            raise cannot_write(error, file) from error
+            raise write_error(error, file) from error
         self._file = file
 
     def load(self, name: str) -> None:
-        """/load FILE: go on with a conversation that was saved so, or exported from the chat page."""
-        file = self._named(name)
+        """/load FILE: continue a conversation that /save wrote or the chat page exported"""
+        file = self._resolve_file(name)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
-            said = TypeAdapter(list[Message]).validate_python(value["messages"])
+            messages = TypeAdapter(list[Message]).validate_python(value["messages"])
         except OSError as error:
-            raise unreadable(file, error) from error
+            raise read_error(file, error) from error
         except (ValueError, LookupError, TypeError) as error:
-            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise JinguError(
-                f"this is no conversation ({why}).", where=file, fix="Give a file that /save wrote."
+                f"the file is not a conversation ({reason}).", where=file, fix="Name a file that /save wrote."
             ) from error
         settings = value.get("settings")
-        for key, setting in (settings if isinstance(settings, dict) else {}).items():
-            if key in _SETTINGS:
-                self._set(key, setting)
-        self.messages, self._file = said, file
-        print(f"{len(said)} message{'s' * (len(said) != 1)}")
+        if isinstance(settings, dict):
+            for key in filter(settings.__contains__, _SETTINGS):
+                self._set(key, settings[key])
+        self.messages = messages
+        self._file = file
+        print(pluralize(len(messages), "message"))
 
-    def _named(self, name: str) -> Path:
-        if not name and self._file is None:
-            raise JinguError("the name of a file is missing.", fix="Say for example /save talk.json.")
-        return Path(name).expanduser() if name else self._file  # type: ignore[return-value]
+    def _resolve_file(self, name: str) -> Path:
+        """Return the named file, or the one last saved or loaded."""
+        if name:
+            return Path(name).expanduser()
+        if self._file is None:
+            raise JinguError("the name of a file is missing.", fix="For example: /save chat.json.")
+        return self._file
 
     def quit(self, _: str) -> None:
-        """/quit: leave (so does Ctrl-D)."""
-        self.ended = True
+        """/quit: leave (as Ctrl-D does)"""
+        self.has_ended = True

@@ -10,64 +10,68 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from jingu import __version__
-from jingu.infer.request import Constraint, Finish, Request, Token
-from jingu.serve.answers import MAY_STREAM, EventStream, Json, event, whole
-from jingu.serve.driver import Ticket
-from jingu.serve.errors import ServeError, invalid
-from jingu.serve.schema import GenerateParameters, GenerateRequest, Grammar, StrictRoute, TokenizeRequest
-from jingu.serve.service import Choice, Served, Service, constraint, gathered, off_loop, sampling
+from jingu.infer.request import FinishReason, Request, Token
+from jingu.serve.async_engine import Completion, RequestHandle
+from jingu.serve.http_errors import ApiError, bad_request
+from jingu.serve.protocol import GenerateParameters, GenerateRequest, StrictRoute, TokenizeRequest
+from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
+from jingu.serve.service import Service, ServiceDependency, run_off_loop
 
 router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
-_REASONS: dict[Finish, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}
-_MOST_STOPS = 16
+_FINISH_REASONS: dict[FinishReason, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}
+# As the protocol's `StopStrings`; /info reports it.
+_MAX_STOP_STRINGS = 16
 
 
-@router.post("/", responses=MAY_STREAM)
-async def compatible(body: GenerateRequest, request: HttpRequest, service: Served) -> Response:
-    """Generate; as a stream where the body says `stream`."""
-    return await _answer(body, request, service, stream=bool(body.stream), listed=True)
+@router.post("/", responses=STREAMING_RESPONSES)
+async def generate_compat(body: GenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Generate text, streamed if the body says `stream`."""
+    return await _generate(body, request, service, stream=bool(body.stream), as_list=True)
 
 
 @router.post("/generate")
-async def generate(body: GenerateRequest, request: HttpRequest, service: Served) -> Response:
-    """Generate a text."""
-    return await _answer(body, request, service)
+async def generate(body: GenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Generate text."""
+    return await _generate(body, request, service)
 
 
-@router.post("/generate_stream", responses=MAY_STREAM)
-async def generate_stream(body: GenerateRequest, request: HttpRequest, service: Served) -> Response:
-    """Generate a text, an event a token."""
-    return await _answer(body, request, service, stream=True)
+@router.post("/generate_stream", responses=STREAMING_RESPONSES)
+async def generate_stream(body: GenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Generate text, with an event for each token."""
+    return await _generate(body, request, service, stream=True)
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: Served) -> Response:
-    """Tokens of a text, with the characters that each is of."""
-    ids, places = await off_loop(
-        lambda: service.loaded.tokenizer.encode_places(body.inputs, special=True), len(body.inputs)
+async def tokenize(body: TokenizeRequest, service: ServiceDependency) -> Response:
+    """Tokenize a text; tell which characters each token covers."""
+    tokenizer = service.model.tokenizer
+    ids, positions = await run_off_loop(
+        lambda: tokenizer.encode_with_offsets(body.inputs, parse_special_tokens=True), len(body.inputs)
     )
-    shown = [
+    tokens = [
         {"id": token, "text": body.inputs[start:stop], "start": start, "stop": stop}
-        for token, (start, stop) in zip(ids, places, strict=True)
+        for token, (start, stop) in zip(ids, positions, strict=True)
     ]
-    begin = service.loaded.beginning if body.add_special_tokens and ids[:1] != [*service.loaded.beginning[:1]] else ()
-    return Json([{"id": token, "text": service.token_text(token), "start": 0, "stop": 0} for token in begin] + shown)
+    prefix = service.model.prompt_prefix_ids
+    if body.add_special_tokens and ids[:1] != list(prefix[:1]):
+        tokens = [{"id": token, "text": service.token_text(token), "start": 0, "stop": 0} for token in prefix] + tokens
+    return JsonResponse(tokens)
 
 
 @router.get("/info")
-async def info(service: Served) -> Response:
-    """What is served, and its limits."""
-    spec, settings = service.loaded.spec, service.settings
-    return Json(
+async def info(service: ServiceDependency) -> Response:
+    """Describe the model and the limits of the server."""
+    spec = service.model.spec
+    return JsonResponse(
         {
             "model_id": service.name,
             "model_sha": None,
-            "model_pipeline_tag": "text-generation" if spec.encoder_layers is None else "text2text-generation",
-            "max_concurrent_requests": settings.queue,
+            "model_pipeline_tag": "text-generation" if spec.num_encoder_layers is None else "text2text-generation",
+            "max_concurrent_requests": service.settings.queue,
             "max_best_of": 16,
-            "max_stop_sequences": _MOST_STOPS,
-            "max_input_tokens": spec.context - 1,
-            "max_total_tokens": spec.context,
+            "max_stop_sequences": _MAX_STOP_STRINGS,
+            "max_input_tokens": spec.max_position_embeddings - 1,
+            "max_total_tokens": spec.max_position_embeddings,
             "validation_workers": 1,
             "max_client_batch_size": 1,
             "router": "jingu",
@@ -80,122 +84,133 @@ async def info(service: Served) -> Response:
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=Response)
-async def health(service: Served) -> Response:
-    """200 while the server can take requests."""
-    driver = service.driver
-    if driver.broken is not None or driver.stopping:
-        raise ServeError(503, "the engine has failed" if driver.broken else "the server is stopping")
+async def health(service: ServiceDependency) -> Response:
+    """Return 200 while the server accepts requests."""
+    if service.engine.failure is not None:
+        raise ApiError(503, "the engine has failed")
+    if service.engine.is_stopping:
+        raise ApiError(503, "the server is shutting down")
     return Response()
 
 
-async def _answer(
-    body: GenerateRequest, http: HttpRequest, service: Service, *, stream: bool = False, listed: bool = False
+async def _generate(
+    body: GenerateRequest,
+    http_request: HttpRequest,
+    service: Service,
+    *,
+    stream: bool = False,
+    as_list: bool = False,
 ) -> Response:
     parameters = body.parameters or GenerateParameters()
-    request = await _request(body.inputs, parameters, service, stream)
+    request = await _build_request(body.inputs, parameters, service, stream)
+    # Clients that want the full text get the prompt in front of the answer.
     prefix = body.inputs if parameters.return_full_text else ""
-    ticket = await service.submit(http, [request])
+    handle = await service.submit(http_request, [request])
     if stream:
-        return EventStream(ticket, _stream(ticket, service, prefix))
+        return EventStream(handle, _stream(handle, service, prefix))
 
-    async def made() -> Any:
-        (made,) = await gathered(ticket)
-        choices = sorted(made, key=lambda choice: choice.logprob / len(choice.tokens), reverse=True)
-        answer: dict[str, Any] = {"generated_text": prefix + choices[0].text}
+    async def collect() -> Any:
+        (completions,) = await handle.collect()
+        # The best comes first: the highest mean log-probability of a token.
+        completions.sort(key=lambda completion: completion.cumulative_logprob / len(completion.tokens), reverse=True)
+        best, *others = completions
+        answer: dict[str, Any] = {"generated_text": prefix + best.text}
         if parameters.details or parameters.decoder_input_details:
-            answer["details"] = _details(choices[0], request, service)
-            if len(choices) > 1:
+            answer["details"] = _format_details(best, request, service)
+            if others:
                 answer["details"]["best_of_sequences"] = [
-                    {"generated_text": prefix + other.text, **_details(other, request, service)}
-                    for other in choices[1:]
+                    {"generated_text": prefix + other.text, **_format_details(other, request, service)}
+                    for other in others
                 ]
-        return [answer] if listed else answer
+        return [answer] if as_list else answer
 
-    return await whole(http, ticket, made())
+    return await respond_once(http_request, handle, collect())
 
 
-async def _request(inputs: str, wanted: GenerateParameters, service: Service, stream: bool) -> Request:
-    """What the engine is asked."""
-    if wanted.watermark:
-        raise invalid("`watermark` is not supported: texts are not marked", "watermark")
-    if wanted.typical_p is not None and wanted.typical_p < 1:
-        raise invalid("`typical_p` below 1 is not supported; `top_p` is", "typical_p")
-    best_of = wanted.best_of or 1
-    chosen = (wanted.temperature not in (None, 1.0), wanted.top_k is not None, (wanted.top_p or 1) < 1)
-    samples = bool(wanted.do_sample) or any(chosen)
-    if best_of > 1 and not samples:
-        raise invalid("you must use sampling when `best_of` is > 1: set `do_sample`", "best_of")
+async def _build_request(inputs: str, parameters: GenerateParameters, service: Service, stream: bool) -> Request:
+    """Validate the parameters, and return the engine's request."""
+    if parameters.watermark:
+        raise bad_request("`watermark` is not supported", "watermark")
+    if parameters.typical_p is not None and parameters.typical_p < 1:
+        raise bad_request("`typical_p` below 1 is not supported; use `top_p`", "typical_p")
+    best_of = parameters.best_of or 1
+    if best_of > 1 and not parameters.samples:
+        raise bad_request("you must use sampling when `best_of` is > 1: set `do_sample`", "best_of")
     if best_of > 1 and stream:
-        raise invalid("`best_of` is not supported for streams", "best_of")
-    if wanted.decoder_input_details and stream:
-        raise invalid("`decoder_input_details` is not supported for streams", "decoder_input_details")
-    if wanted.return_full_text and service.loaded.spec.encoder_layers is not None:
-        raise invalid("`return_full_text` has no meaning where the prompt is what an encoder reads", "return_full_text")
+        raise bad_request("`best_of` is not supported for streams", "best_of")
+    if parameters.decoder_input_details and stream:
+        raise bad_request("`decoder_input_details` is not supported for streams", "decoder_input_details")
+    if parameters.return_full_text and service.model.spec.num_encoder_layers is not None:
+        raise bad_request("`return_full_text` is not supported for encoder-decoder models", "return_full_text")
     if not inputs:
-        raise invalid("`inputs` cannot be empty", "inputs")
+        raise bad_request("`inputs` cannot be empty", "inputs")
     prompt = await service.encode(inputs)
-    prompt = prompt[-wanted.truncate :] if wanted.truncate else prompt
+    if parameters.truncate:
+        # The end of a prompt matters more than its beginning.
+        prompt = prompt[-parameters.truncate :]
+    max_tokens = parameters.max_new_tokens
+    if max_tokens is None:
+        max_tokens = service.max_new_tokens(prompt)
     return Request(
         prompt,
-        sampling(wanted, (1.0 if wanted.temperature is None else wanted.temperature) * samples, top_k=wanted.top_k),
-        service.room(prompt) if wanted.max_new_tokens is None else wanted.max_new_tokens,
-        stop=tuple(wanted.stop or ()),
-        logprobs=wanted.top_n_tokens or 0,
-        prompt_logprobs=bool(wanted.decoder_input_details),
+        parameters.sampling_params(),
+        max_tokens,
+        stop=tuple(parameters.stop or ()),
+        logprobs=parameters.top_n_tokens or 0,
+        prompt_logprobs=bool(parameters.decoder_input_details),
         n=best_of,
-        constraint=_constraint(wanted.grammar),
-        adapter=service.adapter(wanted.adapter_id),
+        constraint=parameters.grammar.constraint() if parameters.grammar else None,
+        adapter=service.find_adapter(parameters.adapter_id),
     )
 
 
-def _constraint(grammar: Grammar | None) -> Constraint | None:
-    if grammar is None:
-        return None
-    named = grammar.value.get("schema") if grammar.type == "json_schema" and isinstance(grammar.value, dict) else None
-    return constraint(grammar.type, grammar.value if named is None else named, "grammar")
-
-
-def _token(token: Token, service: Service) -> dict[str, Any]:
-    special = token.id in service.loaded.tokenizer.special_tokens.values()
+def _format_token(token: Token, service: Service) -> dict[str, Any]:
+    special = token.id in service.model.tokenizer.special_tokens.values()
     return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": special}
 
 
-def _tops(token: Token, service: Service) -> list[dict[str, Any]]:
-    return [_token(Token(id_, service.token_text(id_), logprob), service) for id_, logprob in token.top]
+def _format_top_tokens(token: Token, service: Service) -> list[dict[str, Any]]:
+    # The engine gives alternatives as ids and log-probabilities only.
+    alternatives = [Token(token_id, service.token_text(token_id), logprob) for token_id, logprob in token.top]
+    return [_format_token(alternative, service) for alternative in alternatives]
 
 
-def _details(choice: Choice, request: Request, service: Service) -> dict[str, Any]:
-    shown = _end(choice, request)
-    shown["prefill"] = [{"id": each.id, "text": each.text, "logprob": each.logprob} for each in choice.prompt]
-    shown["tokens"] = [_token(token, service) for token in choice.tokens]
+def _format_details(completion: Completion, request: Request, service: Service) -> dict[str, Any]:
+    details = _format_end(completion, request)
+    details["prefill"] = [
+        {"id": token.id, "text": token.text, "logprob": token.logprob} for token in completion.prompt_logprobs
+    ]
+    details["tokens"] = [_format_token(token, service) for token in completion.tokens]
     if request.logprobs:
-        shown["top_tokens"] = [_tops(token, service) for token in choice.tokens]
-    return shown
+        details["top_tokens"] = [_format_top_tokens(token, service) for token in completion.tokens]
+    return details
 
 
-def _end(choice: Choice, request: Request) -> dict[str, Any]:
+def _format_end(completion: Completion, request: Request) -> dict[str, Any]:
     return {
-        "finish_reason": _REASONS[choice.finish],
-        "generated_tokens": len(choice.tokens),
+        "finish_reason": _FINISH_REASONS[completion.finish_reason],
+        "generated_tokens": len(completion.tokens),
         "seed": request.sampling.seed if request.sampling.temperature > 0 else None,
     }
 
 
-async def _stream(ticket: Ticket, service: Service, prefix: str) -> AsyncIterator[bytes]:
-    (request,) = ticket.requests
-    choice = Choice()
-    async for lot in ticket.batches():
-        parts = []
-        for _, each in lot:
-            choice.take(each)
-            if each.token is None:
+async def _stream(handle: RequestHandle, service: Service, prefix: str) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a generation; the last one has the whole text."""
+    (request,) = handle.requests
+    completion = Completion()
+    async for batch in handle.batches():
+        events = []
+        for _, event in batch:
+            completion.add(event)
+            # An event without token only reports the end of the request.
+            if event.token is None:
                 continue
-            shown: dict[str, Any] = {"index": len(choice.tokens), "token": _token(each.token, service)}
+            chunk: dict[str, Any] = {"index": len(completion.tokens), "token": _format_token(event.token, service)}
             if request.logprobs:
-                shown["top_tokens"] = _tops(each.token, service)
-            shown |= {"generated_text": None, "details": None}
-            if each.finish is not None:
-                shown["generated_text"] = prefix + choice.text
-                shown["details"] = {**_end(choice, request), "input_length": each.prompt_tokens}
-            parts.append(event(shown))
-        yield b"".join(parts)
+                chunk["top_tokens"] = _format_top_tokens(event.token, service)
+            chunk |= {"generated_text": None, "details": None}
+            if event.finish_reason is not None:
+                chunk["generated_text"] = prefix + completion.text
+                chunk["details"] = {**_format_end(completion, request), "input_length": event.prompt_tokens}
+            events.append(format_event(chunk))
+        yield b"".join(events)

@@ -1,4 +1,4 @@
-"""The corpus: files, folders and patterns read as documents, in an order and in units fixed by the input alone."""
+"""The corpus: files, folders, patterns and URLs as a list of files and as units of work, fixed by the input alone."""
 
 from __future__ import annotations
 
@@ -13,60 +13,64 @@ from pathlib import Path
 from typing import Any
 
 from jingu.config.sections.data import DataSettings, SourceSettings
-from jingu.errors import JinguError, either
-from jingu.runtime.files import unreadable
-from jingu.text.readers import Span, Tally, read_documents
-from jingu.text.storage import CorpusFile, filesystem, is_address, plain_name
+from jingu.errors import JinguError, join_words
+from jingu.runtime.files import read_error
+from jingu.text.corpus_file import CorpusFile, is_url, open_filesystem, strip_compression_suffix
+from jingu.text.document_reader import ReadCounts, Span, read_documents
 
+# A unit of work has at least about this many bytes: several small files, or a part of a large .jsonl.
 UNIT_BYTES = 1 << 20
-"""A unit of work holds at least about this many bytes: several small files, or a piece of a large .jsonl."""
-MOST_UNITS = 4096
-"""Units of a large corpus, but for those of files that cannot be divided."""
-SAMPLE_BYTES = 256 << 10
-"""Pieces in which a corpus is sampled."""
+# Units of a large corpus, not counting those of files that cannot be divided.
+MAX_UNITS = 4096
+# A corpus is sampled in chunks of this size.
+SAMPLE_CHUNK_BYTES = 256 << 10
 
 
-def checked_corpora(data: DataSettings) -> list[SourceSettings]:
-    """`data.corpora`, where they do not contradict each other."""
-    plain = DataSettings()
-    if data.sources and (data.input != plain.input or data.path != plain.path):
+def validate_sources(data: DataSettings) -> list[SourceSettings]:
+    """Return `data.all_sources`. Raises JinguError if the settings contradict each other."""
+    defaults = DataSettings()
+    if data.sources and (data.input != defaults.input or data.path != defaults.path):
         raise JinguError(
-            "data.sources is there, and so is data.input or data.path.",
+            "data.sources is set, and so is data.input or data.path.",
             where="data",
             fix="Make the one corpus another of data.sources.",
         )
-    paths = [source.path for source in data.corpora]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise JinguError(f"two sources have the same path, {twice}.", where="data.sources")
-    return data.corpora
+    paths = [source.path for source in data.all_sources]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise JinguError(f"two sources have the same path, {path}.", where="data.sources")
+    return data.all_sources
 
 
 def find_files(settings: DataSettings) -> list[CorpusFile]:
-    """Every file of `data.input`, each once: inputs in the given order, a folder's or pattern's files sorted.
+    """Return every file of `data.input` once: inputs in their order, the files of a folder or pattern sorted.
 
-    A folder is read recursively and gives the files with one of `data.suffixes`, compressed ones too; where
-    `datasets` saved it, its .arrow files. A file named directly or by a pattern (`*`, `?`, `[…]`, `**`) is taken
-    whatever its ending. An address (such as s3://…) is a file or a pattern.
+    A folder is searched recursively for files with one of `data.suffixes`, compressed ones too; if `datasets` saved it,
+    for its .arrow files. A file that is named directly or matches a pattern (`*`, `?`, `[…]`, `**`) is taken whatever
+    its suffix. A URL (such as s3://…) is a file or a pattern.
     """
-    given = [source.input for source in settings.corpora]
-    inputs = [name for each in given for name in ([each] if isinstance(each, str) else each)]
+    inputs: list[str] = []
+    for source in settings.all_sources:
+        inputs += [source.input] if isinstance(source.input, str) else source.input
     if not inputs:
         fix = "Name text files, .jsonl files, folders or patterns."
         raise JinguError("no corpus is given.", where="data.input", fix=fix)
+    paths = dict.fromkeys(path for name in inputs for path in _expand_input(name, settings.suffixes))
     files: list[CorpusFile] = []
-    for path in dict.fromkeys(path for name in inputs for path in _expand(name, settings.suffixes)):
+    for path in paths:
         try:
-            size = filesystem(path)[0].size(path) if is_address(path) else Path(path).stat().st_size
+            size = open_filesystem(path)[0].size(path) if is_url(path) else Path(path).stat().st_size
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise read_error(path, error) from error
         file = CorpusFile(path, size)
-        by_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")
-        files.append(replace(file, splits=by_parts and not file.compression, number=len(files)))
+        # Only files of many documents can be divided, and only if any part can be read by itself.
+        has_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")
+        files.append(replace(file, splits=has_parts and not file.compression, number=len(files)))
     return files
 
 
 def describe_files(files: list[CorpusFile]) -> dict[str, Any]:
-    """What tells this corpus from another without reading it: number, bytes, and a hash of names and sizes."""
+    """Return what identifies a corpus without reading it: number of files, bytes, and a hash of names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(f"{Path(file.path).name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
@@ -74,129 +78,133 @@ def describe_files(files: list[CorpusFile]) -> dict[str, Any]:
 
 
 def plan_units(files: list[CorpusFile], unit_bytes: int | None = None) -> list[tuple[Span, ...]]:
-    """Cut the corpus into units of about `unit_bytes` (None: as suits its size); they depend on the files alone."""
-    unit_bytes = unit_bytes or max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
+    """Divide the corpus into units of about `unit_bytes` (None: by its size). They depend on the files alone."""
+    if unit_bytes is None:
+        unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MAX_UNITS)
     units: list[tuple[Span, ...]] = []
     unit: list[Span] = []
     size = 0
     for file in files:
-        step = unit_bytes if file.splits else max(file.size, 1)
-        for start in range(0, max(file.size, 1), step):
-            end = min(start + step, file.size)
+        # An empty file is a span, too.
+        file_bytes = max(file.size, 1)
+        for start in range(0, file_bytes, unit_bytes if file.splits else file_bytes):
+            end = min(start + unit_bytes, file.size) if file.splits else file.size
             unit.append(Span(file, start, end))
             size += end - start
             if size >= unit_bytes:
                 units.append(tuple(unit))
-                unit, size = [], 0
+                unit = []
+                size = 0
     if unit:
         units.append(tuple(unit))
     return units
 
 
 def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[tuple[str, int]]:
-    """About `sample_bytes` of the corpus spread evenly over its bytes, as (text, bytes of input passed so far).
+    """Yield about `sample_bytes` of the corpus, spread evenly over it, as (text, bytes of input passed so far).
 
-    Long text files are taken in pieces, so that no more than a piece is in memory; of files that can only be read
-    from their beginning, the first documents.
+    Long text files are sampled in chunks, so that no more than a chunk is in memory. Of files that can only be read
+    from their beginning, the first documents are taken.
     """
     total = sum(file.size for file in files)
-    seen = taken = 0
+    seen = 0
+    sampled_bytes = 0
     for file in files:
         if not file.splits and (file.compression or file.kind != "text"):
             seen += file.size
-            for document in read_documents([Span(file, 0, file.size)], settings, Tally()):
-                if taken * total >= sample_bytes * seen:
+            for document in read_documents([Span(file, 0, file.size)], settings, ReadCounts()):
+                # Enough is read when sampled_bytes / sample_bytes reaches seen / total.
+                if sampled_bytes * total >= sample_bytes * seen:
                     break
-                taken += document.bytes
+                sampled_bytes += document.bytes
                 yield document.text, seen
             continue
-        for start in range(0, file.size, SAMPLE_BYTES):
-            span = Span(file, start, min(start + SAMPLE_BYTES, file.size))
-            wanted = taken * total < sample_bytes * (seen + span.end - start)
+        for start in range(0, file.size, SAMPLE_CHUNK_BYTES):
+            span = Span(file, start, min(start + SAMPLE_CHUNK_BYTES, file.size))
+            is_sampled = sampled_bytes * total < sample_bytes * (seen + span.end - start)
             seen += span.end - start
-            if not wanted:
+            if not is_sampled:
                 continue
-            taken += span.end - start
-            if file.splits or file.size <= SAMPLE_BYTES:
-                for document in read_documents([span], settings, Tally()):
+            sampled_bytes += span.end - start
+            if file.splits or file.size <= SAMPLE_CHUNK_BYTES:
+                for document in read_documents([span], settings, ReadCounts()):
                     yield document.text, seen
             else:
-                yield _piece(span), seen
+                yield _read_chunk(span), seen
 
 
-def _expand(name: str, suffixes: list[str]) -> list[str]:
-    """The files that one entry of `data.input` stands for."""
-    if is_address(name):
-        return _addresses(name)
+def _expand_input(name: str, suffixes: list[str]) -> list[str]:
+    """Return the files that one entry of `data.input` stands for."""
+    if is_url(name):
+        return _expand_url(name)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _walk(path, suffixes)
+        return _walk_folder(path, suffixes)
     if path.exists():
         return [str(path)]
-    found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (keeps absolute patterns simple)
-    if not found:
-        what = (
-            f'no file matches the pattern "{name}".'
-            if glob.has_magic(name)
-            else f'there is no file or folder "{name}".'
-        )
-        fix = f"It was looked for at {path.absolute()}; check the spelling and the folder you are in."
+    matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (keeps absolute patterns simple)
+    if not matches:
+        what = f'there is no file or folder "{name}".'
+        if glob.has_magic(name):
+            what = f'no file matches the pattern "{name}".'
+        fix = f"The path is {path.absolute()}; check the spelling and the current folder."
         raise JinguError(what, where="data.input", fix=fix)
-    return [file for match in found for file in (_walk(Path(match), suffixes) if Path(match).is_dir() else [match])]
+    files: list[str] = []
+    for match in matches:
+        files += _walk_folder(Path(match), suffixes) if Path(match).is_dir() else [match]
+    return files
 
 
-def _addresses(name: str) -> list[str]:
-    """The files that an address or a pattern of addresses stands for."""
-    system, path = filesystem(name)
-    found = sorted(system.glob(path)) if glob.has_magic(path) else [path]
-    if not found or not all(system.isfile(each) for each in found):
-        raise JinguError(
-            f'no file has the address "{name}".', where="data.input", fix="Check its spelling, and access."
-        )
-    return [system.unstrip_protocol(each) for each in found]
+def _expand_url(url: str) -> list[str]:
+    """Return the files that a URL or a pattern of URLs stands for."""
+    filesystem, path = open_filesystem(url)
+    matches = sorted(filesystem.glob(path)) if glob.has_magic(path) else [path]
+    if not matches or not all(filesystem.isfile(match) for match in matches):
+        fix = "Check its spelling and your access."
+        raise JinguError(f'no file has the URL "{url}".', where="data.input", fix=fix)
+    return [filesystem.unstrip_protocol(match) for match in matches]
 
 
-def _walk(folder: Path, suffixes: list[str]) -> list[str]:
-    """The folder's files with one of the suffixes, sorted; links are followed, each folder once."""
+def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
+    """Return the folder's files with one of the suffixes, sorted. Links are followed, each folder once."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(item.name for item in folder.iterdir() if item.is_dir()))
         what = f"`datasets` saved several splits here: {splits}."
-        raise JinguError(what, where=folder, fix="Name one of them, as a folder of this one.")
+        raise JinguError(what, where=folder, fix="Name the folder of one of them.")
     if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [str(folder / file["filename"]) for file in state["_data_files"]]
     endings = tuple(suffix.lower() for suffix in suffixes)
-    found: list[str] = []
-    others: Counter[str] = Counter()
-    visited = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(place) in visited:
+    files: list[str] = []
+    other_suffixes: Counter[str] = Counter()
+    visited: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        # A link can lead back to a folder above it.
+        if os.path.realpath(parent) in visited:
             folders.clear()
             continue
-        visited.add(os.path.realpath(place))
+        visited.add(os.path.realpath(parent))
         folders.sort()
         for name in names:
-            if name.lower().endswith(endings) or plain_name(name).endswith(endings):
-                found.append(str(Path(place, name)))
+            if name.lower().endswith(endings) or strip_compression_suffix(name).endswith(endings):
+                files.append(str(Path(parent, name)))
             else:
-                others[Path(name).suffix or "(no ending)"] += 1
-    if not found:
-        there = ", ".join(f"{count} {ending}" for ending, count in others.most_common(5)) or "no files at all"
-        raise JinguError(
-            f"no file in this folder ends in {either(suffixes)}; it holds {there}.",
-            where=folder,
-            fix="Set data.suffixes to the endings of your files."
-            if others
-            else "Set data.input to where your texts are.",
-        )
-    return sorted(found)
+                other_suffixes[Path(name).suffix or "(no suffix)"] += 1
+    if not files:
+        contents = ", ".join(f"{count} {suffix}" for suffix, count in other_suffixes.most_common(5))
+        fix = "Set data.suffixes to the suffixes of your files."
+        if not contents:
+            fix = "Set data.input to the folder of your texts."
+        what = f"no file in this folder ends in {join_words(suffixes)}; it contains {contents or 'no files at all'}."
+        raise JinguError(what, where=folder, fix=fix)
+    return sorted(files)
 
 
-def _piece(span: Span) -> str:
-    """A piece of a long text file; characters cut at its ends, and bytes that are not UTF-8, fall away."""
+def _read_chunk(span: Span) -> str:
+    """Read a part of a long text file, without the characters cut at its ends and bytes that are not UTF-8."""
     try:
         with open(span.file.path, "rb") as stream:  # noqa: PTH123
             stream.seek(span.start)
             return stream.read(span.end - span.start).decode(errors="ignore")
     except OSError as error:
-        raise unreadable(span.file.path, error) from error
+        raise read_error(span.file.path, error) from error

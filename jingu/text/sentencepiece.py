@@ -1,6 +1,6 @@
-"""Sentencepiece models (Kudo and Richardson, 2018): pieces with scores, as a tokenizer of the `tokenizers` library.
+"""Convert sentencepiece models (Kudo and Richardson, 2018) to tokenizers of the `tokenizers` library.
 
-The file is one protobuf message; only the fields that decide about ids are declared here, with the numbers of
+The file is one protobuf message. Only the fields that determine ids are declared here, with the numbers of
 https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto.
 """
 
@@ -37,15 +37,15 @@ _FIELDS: dict[str, dict[str, tuple[int, str, str]]] = {
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What decides about the ids of a text.
+class SentencePieceModel:
+    """What determines the ids of a text: pieces with scores, and how text is normalized.
 
     Attributes:
         types: of each piece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 a byte.
-        unigram: whether the likeliest pieces are taken together, instead of merging the best pair again and again.
-        charsmap: the compiled map that normalises characters; empty where there is none.
+        unigram: whether the most likely pieces are taken together, instead of merging the best pair repeatedly.
+        charsmap: the compiled map that normalizes characters; empty if there is none.
         prefix: whether a space is put before the text.
-        collapse: whether spaces at the ends go, and several become one.
+        collapse: whether spaces at the ends are removed, and several become one.
     """
 
     pieces: list[str]
@@ -58,25 +58,25 @@ class Pieces:
     collapse: bool = False
 
 
-def read_sentencepiece(data: bytes, *, begins: bool = True) -> tuple[str, dict[str, str]]:
-    """The text of a tokenizer.json, and the names of the special tokens, out of a sentencepiece `.model`.
+def read_sentencepiece(data: bytes, *, add_bos_token: bool = True) -> tuple[str, dict[str, str]]:
+    """Return the text of a tokenizer.json, and the names of the special tokens, of a sentencepiece `.model`.
 
     Args:
-        begins: whether a prompt begins with the model's first token, where it is BPE (as Llama has it).
+        add_bos_token: whether a prompt begins with the BOS token if the model is BPE, as for Llama.
 
-    Raises ValueError, or the protobuf library's own exception, for content that is not one or is of a kind that
-    has no counterpart.
+    Raises:
+        Exception: the content is not a model (the protobuf library's own), or of an unsupported kind (ValueError).
     """
     model = _message("Model")()
     model.ParseFromString(data)
     if not model.pieces:
-        raise ValueError("it holds no pieces")
+        raise ValueError("it contains no pieces")
     trainer, normalizer = model.trainer, model.normalizer
     if trainer.model_type not in (_UNIGRAM, _BPE):
-        raise ValueError("its pieces are words or characters, and not of BPE or Unigram")
+        raise ValueError("its pieces are words or characters, not those of BPE or Unigram")
     if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         raise ValueError("its pieces do not begin with their space")
-    found = Pieces(
+    pieces = SentencePieceModel(
         [piece.piece for piece in model.pieces],
         [piece.score for piece in model.pieces],
         [piece.type for piece in model.pieces],
@@ -87,87 +87,90 @@ def read_sentencepiece(data: bytes, *, begins: bool = True) -> tuple[str, dict[s
         normalizer.remove_extra_whitespaces,
     )
     ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "pad_token": trainer.pad_id}
-    ids["unk_token"] = found.types.index(_UNKNOWN) if _UNKNOWN in found.types else -1
-    named = {name: found.pieces[id_] for name, id_ in ids.items() if 0 <= id_ < len(found.pieces)}
-    inner = build(found)
-    if begins and not found.unigram and "bos_token" in named:
-        begin_with(inner, named["bos_token"])
+    ids["unk_token"] = pieces.types.index(_UNKNOWN) if _UNKNOWN in pieces.types else -1
+    named = {name: pieces.pieces[id_] for name, id_ in ids.items() if 0 <= id_ < len(pieces.pieces)}
+    inner = build_sentencepiece(pieces)
+    if add_bos_token and not pieces.unigram and "bos_token" in named:
+        prepend_token(inner, named["bos_token"])
     return inner.to_str(), named
 
 
 @cache
 def _message(name: str) -> Any:
-    """The class of one of the messages."""
+    """Return the class of one of the messages."""
     file = descriptor_pb2.FileDescriptorProto(name="sentencepiece.proto", package="pieces", syntax="proto2")
     for message, fields in _FIELDS.items():
-        described = file.message_type.add(name=message)
+        descriptor = file.message_type.add(name=message)
         for field, (number, kind, default) in fields.items():
             proto = descriptor_pb2.FieldDescriptorProto
-            added = described.field.add(name=field, number=number, label=proto.LABEL_OPTIONAL)
+            item = descriptor.field.add(name=field, number=number, label=proto.LABEL_OPTIONAL)
             if kind in _FIELDS:
-                added.type, added.type_name = proto.TYPE_MESSAGE, f".pieces.{kind}"
-                added.label = proto.LABEL_REPEATED if field == "pieces" else proto.LABEL_OPTIONAL
+                item.type = proto.TYPE_MESSAGE
+                item.type_name = f".pieces.{kind}"
+                item.label = proto.LABEL_REPEATED if field == "pieces" else proto.LABEL_OPTIONAL
             else:
-                added.type, added.default_value = proto.Type.Value(f"TYPE_{kind}"), default
+                item.type = proto.Type.Value(f"TYPE_{kind}")
+                item.default_value = default
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"pieces.{name}"))
 
 
-def build(found: Pieces) -> Any:
-    """The tokenizer of the library that gives a text the same ids."""
-    id_ = found.types.index(_UNKNOWN) if _UNKNOWN in found.types else None
-    if found.unigram:
-        # Control pieces and bytes (<0x0A>) would be found in text like any other: so nothing makes them the likeliest,
-        # unless one of their letters is unknown.
-        never = 100 * min(found.scores, default=0.0)
+def build_sentencepiece(pieces: SentencePieceModel) -> Any:
+    """Build the library's tokenizer that gives a text the same ids."""
+    id_ = pieces.types.index(_UNKNOWN) if _UNKNOWN in pieces.types else None
+    if pieces.unigram:
+        # Control pieces and bytes (<0x0A>) would match text like any other piece. With such a score they are the most
+        # likely pieces only if one of their letters is unknown.
+        unlikely = 100 * min(pieces.scores, default=0.0)
         scores = [
-            never if t in (_CONTROL, _BYTE) else score for score, t in zip(found.scores, found.types, strict=True)
+            unlikely if t in (_CONTROL, _BYTE) else score for score, t in zip(pieces.scores, pieces.types, strict=True)
         ]
-        vocabulary = list(zip(found.pieces, scores, strict=True))
-        model: Any = models.Unigram(vocabulary, id_, found.byte_fallback)
+        vocab = list(zip(pieces.pieces, scores, strict=True))
+        model: Any = models.Unigram(vocab, id_, pieces.byte_fallback)
     else:
-        ids = {piece: number for number, piece in enumerate(found.pieces)}
-        unknown = None if id_ is None else found.pieces[id_]
-        model = models.BPE(ids, _merges(found), unk_token=unknown, fuse_unk=True, byte_fallback=found.byte_fallback)
+        ids = {piece: number for number, piece in enumerate(pieces.pieces)}
+        unknown = None if id_ is None else pieces.pieces[id_]
+        model = models.BPE(ids, _merges(pieces), unk_token=unknown, fuse_unk=True, byte_fallback=pieces.byte_fallback)
     inner: Any = tokenizers.Tokenizer(model)
-    inner.normalizer = _normalizer(found)
-    if not any("▁" in piece.lstrip("▁") for piece in found.pieces):
-        # The same ids, much sooner: no piece reaches over the space between two words.
+    inner.normalizer = _normalizer(pieces)
+    if not any("▁" in piece.lstrip("▁") for piece in pieces.pieces):
+        # Much faster, with the same ids: no piece extends across the space between two words.
         inner.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+|▁+"), "isolated")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if found.prefix else steps)
-    for piece, type_ in zip(found.pieces, found.types, strict=True):
+    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.prefix else steps)
+    for piece, type_ in zip(pieces.pieces, pieces.types, strict=True):
         if type_ in (_UNKNOWN, _CONTROL, _USER):
             inner.add_tokens([AddedToken(piece, special=type_ != _USER, normalized=False)])
     return inner
 
 
-def begin_with(inner: Any, token: str) -> None:
-    """Let a prompt begin with a special token; what went on around the text still does."""
+def prepend_token(inner: Any, token: str) -> None:
+    """Put a special token in front of prompts, around which the existing post-processor still works."""
     template = processors.TemplateProcessing(
         single=f"{token} $A",
         pair=f"{token} $A {token}:1 $B:1",
         special_tokens=[(token, inner.token_to_id(token))],
     )
-    before = inner.post_processor
-    inner.post_processor = template if before is None else processors.Sequence([before, template])
+    existing = inner.post_processor
+    inner.post_processor = template if existing is None else processors.Sequence([existing, template])
 
 
-def _normalizer(found: Pieces) -> Any:
-    steps: list[Any] = [normalizers.Precompiled(found.charsmap)] if found.charsmap else []
-    if found.collapse:
+def _normalizer(pieces: SentencePieceModel) -> Any:
+    """Return the normalizer that prepares text as sentencepiece does."""
+    steps: list[Any] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
+    if pieces.collapse:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if found.prefix:
+    if pieces.prefix:
         steps.append(normalizers.Prepend("▁"))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
 
 
-def _merges(found: Pieces) -> list[tuple[str, str]]:
-    """Every way in which a piece is made of two others; those of the piece with the best score first."""
+def _merges(pieces: SentencePieceModel) -> list[tuple[str, str]]:
+    """Return every split of a piece into two others, those of the piece with the best score first."""
     ranks = {
         piece: (-score, id_)
-        for id_, (piece, score, type_) in enumerate(zip(found.pieces, found.scores, found.types, strict=True))
+        for id_, (piece, score, type_) in enumerate(zip(pieces.pieces, pieces.scores, pieces.types, strict=True))
         if type_ in (_NORMAL, _UNUSED)
     }
     pairs = [

@@ -15,346 +15,391 @@ import numpy.typing as npt
 import tokenizers
 
 from jingu.errors import JinguError
-from jingu.text.formats import BYTES, GPT2_SPLIT, read_tokenizer, tokenizer_file
-from jingu.text.words import PATTERNS, Words
+from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN, LETTER_TO_BYTE, find_tokenizer_file, read_tokenizer
+from jingu.text.word_cache import SUPPORTED_PATTERNS, CachedWordEncoder
 
-PART = 1 << 20
-"""Texts longer than this many characters are encoded in parts, to bound memory."""
+# Longer texts are encoded in chunks of about this many characters, to bound memory.
+MAX_CHUNK_CHARS = 1 << 20
+# No token of a split pattern extends from a newline into a word.
 _SAFE_CUT = re.compile(r"\n(?=\w)")
-"""No piece of a splitting pattern reaches over a newline into a word."""
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
+# Usual names of the EOS token.
+_EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+
+# How the vocabulary spells text: in GPT-2's byte alphabet, with ▁ for spaces (and <0x0A> for bytes), or as it is.
+VocabSpelling = Literal["bytes", "metaspace", "plain"]
 
 
 class Tokenizer:
-    """A fast tokenizer (the `tokenizers` library) with the few things that jingu needs of it."""
+    """A fast tokenizer (of the `tokenizers` library) with the methods that jingu needs."""
 
     def __init__(self, content: str, config: dict[str, Any]) -> None:
-        """`content` is the text of tokenizer.json, `config` the object in tokenizer_config.json.
+        """Create a tokenizer from the text of tokenizer.json and the object in tokenizer_config.json.
 
-        Raises ValueError, or the library's own exceptions, for content that is not a tokenizer's.
+        Raises:
+            Exception: the content is not a tokenizer's (ValueError, or the library's own bare exceptions).
         """
         self.content = content
         self._config = config
         self._spec: dict[str, Any] = json.loads(content)
-        self._inner = _library(content)
-        # Text is data: "<|endoftext|>" written in a document must not end it.
+        self._inner = _load_library_tokenizer(content)
+        # Text is data: a document that mentions "<|endoftext|>" must not end there.
         self._inner.encode_special_tokens = True
         self._added: list[dict[str, Any]] = self._spec.get("added_tokens") or []
-        self._written = {token["content"] for token in self._added}
+        self._added_texts = {token["content"] for token in self._added}
         self._special = {token["content"]: token["id"] for token in self._added if token.get("special")}
-        self.end_id = self._find_end()
-        self.kind = _kind(self._spec)
-        self._prefix = self._spec["model"].get("continuing_subword_prefix") or ""
-        self._cuts = _splits_words(self._spec)
+        self.eos_token_id = self._find_eos()
+        self.spelling = _detect_spelling(self._spec)
+        self._subword_prefix = self._spec["model"].get("continuing_subword_prefix") or ""
+        self._is_divisible = _can_divide_text(self._spec)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, or else a tokenizer of another format, and what there is beside it, in `folder`; it may
-        also be the file itself. Raises JinguError where that cannot be."""
-        fix = "Run `jingu tokenizer train` (or `jingu import` a model to begin with), or set tokenizer.path to one."
+        """Read tokenizer.json (or a tokenizer of another format) and its configuration in `folder`.
+
+        `folder` may also be the tokenizer's file itself. Raises JinguError if there is no tokenizer, or a damaged one.
+        """
+        fix = "Run `jingu tokenizer train` (or `jingu import` a model to start from), or set tokenizer.path to one."
         if not folder.exists():
             raise JinguError("there is no tokenizer folder here.", where=folder, fix=fix)
-        file = tokenizer_file(folder)
+        file = find_tokenizer_file(folder)
         if file is None:
             raise JinguError("the tokenizer's folder has no tokenizer.json.", where=folder, fix=fix)
-        given, folder = folder, file.parent
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         try:
-            # Older releases of transformers kept special tokens in the first of these.
-            for name, read in (("special_tokens_map.json", _content), ("tokenizer_config.json", lambda value: value)):
-                if (folder / name).is_file():
-                    found = json.loads((folder / name).read_text(encoding="utf-8"))
-                    if not isinstance(found, dict):
-                        raise ValueError(f"{name} is not a JSON object")
-                    config |= {key: read(value) for key, value in found.items() if value is not None}
-            if (folder / "chat_template.jinja").is_file():
-                config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-            content, named = read_tokenizer(file, config, _ENDS)
+            config = _read_config(file.parent)
+            content, special_names = read_tokenizer(file, config, _EOS_NAMES)
             if file.suffix != ".json":
-                config = {**named, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
+                config = {**special_names, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
                 config.pop("added_tokens_decoder", None)
             return cls(content, config)
         except Exception as error:  # the library raises bare Exception for bad content
-            raise JinguError(f"the tokenizer is damaged ({error}).", where=given, fix=fix) from error
+            raise JinguError(f"the tokenizer is damaged ({error}).", where=folder, fix=fix) from error
 
     def save(self, folder: Path) -> None:
-        """Write the two files into `folder`, as they were read; transformers' AutoTokenizer loads them."""
+        """Write tokenizer.json and tokenizer_config.json as they were read; AutoTokenizer loads them."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.content, encoding="utf-8")
         config = json.dumps(self._config, ensure_ascii=False, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text: no special token is added, and none is recognised in it unless `special` says so."""
-        if special:
-            return list(self._recognising.encode(text, add_special_tokens=False).ids)
-        return [id_ for part in self._parts(text) for id_ in self._ids(part)]
+    def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text. Special tokens in it are plain text unless `parse_special_tokens`."""
+        if parse_special_tokens:
+            return list(self._parsing.encode(text, add_special_tokens=False).ids)
+        return [id_ for chunk in self._divide_text(text) for id_ in self._encode_chunk(chunk)]
 
     def encode_parts(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
-        """`encode` for many texts, and for long ones: parts of the ids, one after another."""
-        if self._words is not None and (found := self._words.encode(text, dtype)) is not None:
-            yield from found
+        """Yield what `encode` returns, part by part: faster for many texts, and with less memory for long ones."""
+        parts = None if self._word_encoder is None else self._word_encoder.encode(text, dtype)
+        if parts is not None:
+            yield from parts
         else:
-            for part in self._parts(text):
-                yield np.array(self._ids(part), dtype)
+            for chunk in self._divide_text(text):
+                yield np.array(self._encode_chunk(chunk), dtype)
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode_chunk(self, text: str) -> list[int]:
         # A batch of one: the call that does not track offsets exists for batches only.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
-    def _words(self) -> Words | None:
-        """Where a text's ids are those of its words, and the words are split off in a known way."""
-        split = _split(self._spec)
-        plain = self._spec.get("normalizer") is None and len(self._added) == len(self._special)
-        known = split in PATTERNS and plain and not self._spec["model"].get("dropout")
-        return Words(split, self._inner.model, self._ids) if known else None
+    def _word_encoder(self) -> CachedWordEncoder | None:
+        """Looks up words in a cache, if the ids of a text are those of its words and the split pattern is known."""
+        pattern = _split_pattern(self._spec)
+        is_plain = self._spec.get("normalizer") is None and len(self._added) == len(self._special)
+        if pattern in SUPPORTED_PATTERNS and is_plain and not self._spec["model"].get("dropout"):
+            return CachedWordEncoder(pattern, self._inner.model, self._encode_chunk)
+        return None
 
-    def encode_places(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the text, and which of its characters each is of: together all, also where a piece leaves out the
-        space before it. Pieces of one character have the same."""
-        inner = self._recognising if special else self._inner
-        found, end = inner.encode(text, add_special_tokens=False), 0
-        places = []
-        for first, last in found.offsets:
-            places.append((min(first, end), last))
+    def encode_with_offsets(
+        self, text: str, *, parse_special_tokens: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, and the range of characters of each.
+
+        The ranges cover the whole text: a space that a piece leaves out belongs to it. Several pieces of one character
+        have the same range.
+        """
+        encoding = self._encode_text(text, parse_special_tokens)
+        offsets = []
+        end = 0
+        for first, last in encoding.offsets:
+            offsets.append((min(first, end), last))
             end = max(end, last)
-        return list(found.ids), places
+        return list(encoding.ids), offsets
 
     def encode_spans(
-        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = False
+        self, text: str, spans: Sequence[tuple[int, int]], *, parse_special_tokens: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the text; and for each span of its characters the first id that has one of them, and the first after
-        it that has none. A space that pieces leave out belongs to the piece after it."""
-        found = (self._recognising if special else self._inner).encode(text, add_special_tokens=False)
-        ids = list(found.ids)
+        """Return the ids of a text; and for each span of characters the first id in it, and the first id after it.
 
-        def first_at(place: int) -> int:
-            while place < len(text):
-                if (number := found.char_to_token(place)) is not None:
-                    return int(number)
-                place += 1
+        A space that pieces leave out belongs to the piece after it.
+        """
+        encoding = self._encode_text(text, parse_special_tokens)
+        ids = list(encoding.ids)
+
+        def first_token_from(position: int) -> int:
+            for character in range(position, len(text)):
+                token = encoding.char_to_token(character)
+                if token is not None:
+                    return int(token)
             return len(ids)
 
-        places = []
+        token_spans = []
         for start, end in spans:
-            last = first_at(end)
-            # A piece that begins in the span, or after a space in it, is the span's.
+            last = first_token_from(end)
+            # A piece that begins in the span, or after a space at the span's end, belongs to the span.
             if start < end and last < len(ids):
-                last += found.token_to_chars(last)[0] < end or found.char_to_token(end - 1) is None
-            places.append((first_at(start), last))
-        return ids, places
+                begins_inside = encoding.token_to_chars(last)[0] < end
+                last += begins_inside or encoding.char_to_token(end - 1) is None
+            token_spans.append((first_token_from(start), last))
+        return ids, token_spans
+
+    def _encode_text(self, text: str, parse_special_tokens: bool) -> Any:
+        inner = self._parsing if parse_special_tokens else self._inner
+        return inner.encode(text, add_special_tokens=False)
 
     @cached_property
-    def _recognising(self) -> Any:
-        return _library(self.content)
+    def _parsing(self) -> Any:
+        """The library's tokenizer that recognizes special tokens in text."""
+        return _load_library_tokenizer(self.content)
 
-    def decode(self, ids: list[int], *, special: bool = False) -> str:
-        """Text of the ids; special tokens are left out unless `special` says so."""
-        text: str = self._inner.decode(ids, skip_special_tokens=not special)
+    def decode(self, ids: list[int], *, keep_special_tokens: bool = False) -> str:
+        """Return the text of ids, without special tokens unless `keep_special_tokens`."""
+        text: str = self._inner.decode(ids, skip_special_tokens=not keep_special_tokens)
         return text
 
     @property
-    def vocabulary(self) -> int:
-        """Number of ids: the largest and one."""
-        return max(self.pieces().values()) + 1
+    def vocab_size(self) -> int:
+        """Number of ids: the largest id plus one."""
+        return max(self.vocab().values()) + 1
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Special tokens and their ids, by id."""
+        """Special tokens and their ids, in the order of the ids."""
         return dict(sorted(self._special.items(), key=lambda item: item[1]))
 
     @property
     def special_names(self) -> dict[str, str]:
-        """Special tokens by their part in the configuration, such as `bos_token`; `eos_token` is always there."""
-        named = {key: _content(value) for key, value in self._config.items() if key.endswith("_token")}
-        end = {"eos_token": self._inner.id_to_token(self.end_id), "bos_token": ""}
-        return end | {key: value for key, value in named.items() if isinstance(value, str)}
+        """Special tokens by their key in the configuration, such as `bos_token`; `eos_token` is always there."""
+        names = {"eos_token": self._inner.id_to_token(self.eos_token_id), "bos_token": ""}
+        for key, value in self._config.items():
+            if key.endswith("_token") and isinstance(_token_text(value), str):
+                names[key] = _token_text(value)
+        return names
 
     @property
     def chat_template(self) -> str | None:
-        """The tokenizer's own template for conversations; of several, the one called default."""
-        found = self._config.get("chat_template")
-        if isinstance(found, list):
-            found = next((each["template"] for each in found if each.get("name") == "default"), None)
-        return found if isinstance(found, str) else None
+        """The tokenizer's own chat template; of several, the one called default."""
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            template = next((item["template"] for item in template if item.get("name") == "default"), None)
+        return template if isinstance(template, str) else None
 
     @property
-    def start_id(self) -> int:
-        """The token before the first of a decoder with an encoder: `pad_token` of the configuration (as T5 has it),
-        or else the end token."""
-        return self.pieces().get(_content(self._config.get("pad_token")), self.end_id)
+    def decoder_start_token_id(self) -> int:
+        """The first token that the decoder of an encoder-decoder reads: the `pad_token` (as for T5), or else EOS."""
+        return self.vocab().get(_token_text(self._config.get("pad_token")), self.eos_token_id)
 
-    def _find_end(self) -> int:
-        """The token that ends every document: `eos_token` of the configuration, else one with a usual name, else the
-        first special token."""
-        vocabulary = self.pieces()
-        for name in (_content(self._config.get("eos_token")), *_ENDS):
-            if name in vocabulary:
-                return vocabulary[name]
+    def _find_eos(self) -> int:
+        """Return the configured `eos_token`, else a token with a usual name, else the first special token."""
+        vocab = self.vocab()
+        for name in (_token_text(self._config.get("eos_token")), *_EOS_NAMES):
+            if name in vocab:
+                return vocab[name]
         if not self._special:
             raise ValueError("it has no special token to end documents with")
         return int(min(self._special.values()))
 
-    def bytes_of(self, token: int) -> bytes:
-        """What one token adds to a text, also where that is part of a character; nothing for an unknown id."""
+    def token_bytes(self, token: int) -> bytes:
+        """Return what a token adds to a text, which can be a part of a character; empty for an unknown id."""
         piece = self._inner.id_to_token(token) or ""
-        return piece.encode() if piece in self._written else self.spelled(piece)
+        return piece.encode() if piece in self._added_texts else self.piece_bytes(piece)
 
-    def spelled(self, piece: str) -> bytes:
-        """The bytes that an entry of the vocabulary stands for."""
-        piece = piece.removeprefix(self._prefix)
-        if self.kind == "bytes" and BYTES.keys() >= set(piece):
-            return bytes(BYTES[letter] for letter in piece)
-        if self.kind == "metaspace" and _BYTE.fullmatch(piece):
-            return bytes([int(piece[1:5], 16)])
-        return (piece.replace("▁", " ") if self.kind == "metaspace" else piece).encode()
+    def piece_bytes(self, piece: str) -> bytes:
+        """Return the bytes that an entry of the vocabulary stands for."""
+        piece = piece.removeprefix(self._subword_prefix)
+        if self.spelling == "bytes" and LETTER_TO_BYTE.keys() >= set(piece):
+            return bytes(LETTER_TO_BYTE[letter] for letter in piece)
+        if self.spelling == "metaspace":
+            if _BYTE_PIECE.fullmatch(piece):
+                return bytes([int(piece[1:5], 16)])
+            piece = piece.replace("▁", " ")
+        return piece.encode()
 
     def byte_lengths(self) -> npt.NDArray[np.int32]:
-        """[vocabulary] bytes of UTF-8 that each id stands for; 0 for special tokens.
+        """Return [vocab_size] the bytes of UTF-8 that each id stands for; 0 for special tokens.
 
-        Exact for byte-level BPE; sentencepiece-like ones count the space that they put before a text.
+        Exact for byte-level BPE. Sentencepiece-like tokenizers count the space that they put before a text.
         """
-        lengths = np.zeros(self.vocabulary, dtype=np.int32)
+        lengths = np.zeros(self.vocab_size, dtype=np.int32)
         for piece, id_ in self._inner.get_vocab(with_added_tokens=False).items():
-            lengths[id_] = len(self.spelled(piece))
-        for added in self._added:
-            lengths[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
+            lengths[id_] = len(self.piece_bytes(piece))
+        for token in self._added:
+            lengths[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
         return lengths
 
     @property
-    def beginning(self) -> list[int]:
-        """What it would have a prompt begin with: `<s>` of Llama, say; nothing with most."""
-        plain, whole = (self._inner.encode("a", add_special_tokens=added).ids for added in (False, True))
-        places = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
-        return list(whole[: places[0]]) if places else []
+    def prompt_prefix_ids(self) -> list[int]:
+        """Ids that the tokenizer's template puts in front of a prompt, such as Llama's `<s>`; mostly none."""
+        plain = self._inner.encode("a", add_special_tokens=False).ids
+        framed = self._inner.encode("a", add_special_tokens=True).ids
+        for start in range(len(framed)):
+            if framed[start : start + len(plain)] == plain:
+                return list(framed[:start])
+        return []
 
-    def pieces(self) -> dict[str, int]:
-        """Every entry as the vocabulary spells it, and its id."""
-        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
-        return vocabulary
+    def vocab(self) -> dict[str, int]:
+        """Return every entry as the vocabulary spells it, and its id."""
+        vocab: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return vocab
 
-    def parts_of(self, piece: str) -> list[int]:
-        """Ids of the entries that an unknown one, spelled as the vocabulary would, is made of."""
+    def split_piece(self, piece: str) -> list[int]:
+        """Return the ids of the entries that make up an unknown piece, spelled as in the vocabulary."""
         unknown = self._spec["model"].get("unk_token")
         return [token.id for token in self._inner.model.tokenize(piece) if token.value != unknown]
 
     @property
     def algorithm(self) -> str:
-        """How pieces are found: BPE, Unigram or WordPiece."""
+        """BPE, Unigram or WordPiece."""
         return str(self._spec["model"].get("type", "BPE"))
 
-    def words(self, text: str) -> Iterator[tuple[str, ...]]:
-        """The text as words, each as its pieces, within which new pieces may be made.
+    def split_words(self, text: str) -> Iterator[tuple[str, ...]]:
+        """Yield the words of a text, each as its pieces: merges within a word can make new pieces.
 
-        What is split before merging is a word; where only spaces split, a word's letters are, and any other piece by
-        itself. A character that has no piece stands for itself in place of its bytes.
+        A word is what the tokenizer splits off before merging. If it splits at spaces only, the letters of a word are
+        one word, and each other piece is one by itself. A character without a piece stands for its bytes.
         """
-        found = self._inner.encode(text, add_special_tokens=False)
-        unknown, last = self._spec["model"].get("unk_token"), (0, 0, 0)
+        encoding = self._inner.encode(text, add_special_tokens=False)
+        unknown = self._spec["model"].get("unk_token")
+        previous = (0, 0, 0)
         word: list[str] = []
-        for piece, offsets, number in zip(found.tokens, found.offsets, found.word_ids, strict=True):
-            here = (number or 0, *offsets)
-            spelled = self.kind == "metaspace" and (piece == unknown or _BYTE.fullmatch(piece) is not None)
-            if spelled and here == last:
-                continue  # another byte of the same character
-            symbols = text[slice(*offsets)] if spelled else (piece,)
-            joined = here[0] == last[0] and (self.kind == "bytes" or (not piece.startswith("▁")))
-            last = here
+        for piece, offsets, word_id in zip(encoding.tokens, encoding.offsets, encoding.word_ids, strict=True):
+            current = (word_id or 0, *offsets)
+            is_byte = piece == unknown or _BYTE_PIECE.fullmatch(piece) is not None
+            is_spelled_out = self.spelling == "metaspace" and is_byte
+            if is_spelled_out and current == previous:
+                # Another byte of the same character.
+                continue
+            symbols = text[slice(*offsets)] if is_spelled_out else (piece,)
+            same_word = current[0] == previous[0] and (self.spelling == "bytes" or not piece.startswith("▁"))
+            previous = current
             for symbol in symbols:
-                letters = self.kind == "bytes" or symbol.lstrip("▁").isalpha()
-                if word and not (joined and letters):
+                is_letters = self.spelling == "bytes" or symbol.lstrip("▁").isalpha()
+                if word and not (same_word and is_letters):
                     yield tuple(word)
                     word = []
                 word.append(symbol)
-                if not letters:
+                if not is_letters:
                     yield tuple(word)
                     word = []
         if word:
             yield tuple(word)
 
-    def with_entries(self, characters: list[str], merges: list[tuple[str, str]], vocabulary: int) -> Tokenizer:
-        """A BPE with further entries, numbered on, and further merges after its own; at most `vocabulary` in all."""
+    def add_entries(self, characters: list[str], merges: list[tuple[str, str]], vocab_size: int) -> Tokenizer:
+        """Return a BPE tokenizer with more entries and merges after its own, of at most `vocab_size` entries."""
         spec = json.loads(self._inner.to_str())
-        pieces: dict[str, int] = spec["model"]["vocab"]
-        # Added tokens are numbered after the vocabulary, unless they are in it.
-        pieces |= {token["content"]: token["id"] for token in spec["added_tokens"]}
-        room = vocabulary - self.vocabulary
-        for piece, merge in [*((each, None) for each in characters), *((a + b, (a, b)) for a, b in merges)]:
-            if piece not in pieces:
-                if room == 0:
+        vocab: dict[str, int] = spec["model"]["vocab"]
+        # Added tokens have ids after the vocabulary, unless they are in it.
+        vocab |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+        next_id = self.vocab_size
+        for character in characters:
+            if character not in vocab and next_id < vocab_size:
+                vocab[character] = next_id
+                next_id += 1
+        for first, second in merges:
+            if first + second not in vocab:
+                if next_id == vocab_size:
                     break
-                pieces[piece] = vocabulary - room
-                room -= 1
-            if merge:
-                spec["model"]["merges"].append(merge)
+                vocab[first + second] = next_id
+                next_id += 1
+            spec["model"]["merges"].append((first, second))
         return Tokenizer(json.dumps(spec, ensure_ascii=False, indent=2), self._config)
 
     def fingerprint(self) -> str:
-        """32 hex digits: equal where the same text gives the same ids. It does not depend on library versions."""
+        """Return 32 hex digits: equal if the same text gives the same ids. Independent of library versions."""
         spec = {key: value for key, value in self._spec.items() if key not in ("truncation", "padding", "version")}
-        canonical = json.dumps([spec, self.end_id], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        canonical = json.dumps([spec, self.eos_token_id], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
-    def _parts(self, text: str) -> list[str]:
-        """Cut a long text where no token can reach over."""
-        if len(text) <= PART or not self._cuts:
+    def _divide_text(self, text: str) -> list[str]:
+        """Divide a long text where no token can extend across."""
+        if len(text) <= MAX_CHUNK_CHARS or not self._is_divisible:
             return [text]
-        parts, start = [], 0
-        while found := _SAFE_CUT.search(text, start + PART):
-            parts.append(text[start : found.end()])
-            start = found.end()
-        return [*parts, text[start:]]
+        chunks = []
+        start = 0
+        while cut := _SAFE_CUT.search(text, start + MAX_CHUNK_CHARS):
+            chunks.append(text[start : cut.end()])
+            start = cut.end()
+        return [*chunks, text[start:]]
 
 
-def _library(content: str) -> Any:
-    """The library's tokenizer, which gives a text the ids that it has, no fewer and no more."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the tokenizer's configuration with its special tokens and chat template."""
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    # Older releases of transformers stored special tokens in the first of these files.
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            continue
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{name} is not a JSON object")
+        for key, value in values.items():
+            if value is not None:
+                config[key] = _token_text(value) if name == "special_tokens_map.json" else value
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
+
+
+def _load_library_tokenizer(content: str) -> Any:
+    """Return the library's tokenizer without truncation and padding, so that a text has exactly its own ids."""
     inner: Any = tokenizers.Tokenizer.from_str(content)
     inner.no_truncation()
     inner.no_padding()
     return inner
 
 
-def sentinels(number: int) -> list[str]:
-    """Names of the special tokens that stand for removed spans, as T5's."""
+def sentinel_tokens(number: int) -> list[str]:
+    """Return the names of the special tokens that stand for removed spans, as T5 names them."""
     return [f"<extra_id_{n}>" for n in range(number)]
 
 
-Kind = Literal["bytes", "metaspace", "plain"]
-
-
-def _kind(spec: dict[str, Any]) -> Kind:
-    """How tokens spell text: in the byte alphabet, with ▁ for spaces (and <0x0A> for bytes), or as it is."""
+def _detect_spelling(spec: dict[str, Any]) -> VocabSpelling:
+    """Return how the vocabulary spells text."""
     parts = json.dumps([spec.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
     if '"type": "ByteLevel"' in parts:
         return "bytes"
     return "metaspace" if "▁" in parts else "plain"
 
 
-def _content(token: Any) -> Any:
-    """The text of a token that transformers wrote with its properties; anything else as it is."""
+def _token_text(token: Any) -> Any:
+    """Return the text of a token that transformers stored with its properties; anything else as it is."""
     return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
-def _split(spec: dict[str, Any]) -> str:
-    """The pattern by which text is split, where bytes are merged within what it splits off and nothing is put before
-    it; empty where that is not so."""
-    first = spec.get("pre_tokenizer") or {}
-    *splits, last = first.get("pretokenizers", [first])
+def _pre_tokenizer_steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    pre_tokenizer = spec.get("pre_tokenizer") or {}
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return steps
+
+
+def _split_pattern(spec: dict[str, Any]) -> str:
+    """Return the pattern that splits text before bytes are merged; empty if the tokenizer does anything else."""
+    *splits, last = _pre_tokenizer_steps(spec)
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(splits) > 1:
         return ""
     if not splits:
-        return GPT2_SPLIT if last.get("use_regex") else ""
+        return GPT2_SPLIT_PATTERN if last.get("use_regex") else ""
     [split] = splits
-    plain = split.get("type") == "Split" and split["behavior"] == "Isolated" and not split["invert"]
-    return str(split["pattern"].get("Regex", "")) if plain and not last.get("use_regex") else ""
+    is_plain = split.get("type") == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+    if is_plain and not last.get("use_regex"):
+        return str(split["pattern"].get("Regex", ""))
+    return ""
 
 
-def _splits_words(spec: dict[str, Any]) -> bool:
-    """Whether a long text may be cut at a line: text is split by a pattern first, and nothing is put before it."""
-    first = spec.get("pre_tokenizer") or {}
-    steps = first.get("pretokenizers", [first])
-    levels = [step for step in steps if step.get("type") == "ByteLevel"]
-    splits = any(step.get("type") == "Split" for step in steps) or any(step.get("use_regex") for step in levels)
-    return bool(levels) and splits and not any(step.get("add_prefix_space") for step in levels)
+def _can_divide_text(spec: dict[str, Any]) -> bool:
+    """Return whether a long text may be divided at a line: a pattern splits it first, and nothing is prepended."""
+    steps = _pre_tokenizer_steps(spec)
+    byte_levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    splits = any(step.get("type") == "Split" for step in steps) or any(step.get("use_regex") for step in byte_levels)
+    return bool(byte_levels) and splits and not any(step.get("add_prefix_space") for step in byte_levels)

@@ -1,233 +1,229 @@
-"""The loop: one for every task, read from top to bottom."""
+"""The training loop: one for every task. Read it from top to bottom."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
 from jingu.checkpoint.resume import step_folder
-from jingu.config.batch import BatchPlan
+from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.train import FP16Settings
-from jingu.errors import counted
-from jingu.parallel.pipeline import Model
+from jingu.errors import pluralize
+from jingu.formatting import format_duration, format_rounded
+from jingu.parallel.pipeline import ParallelModel
 from jingu.runtime.device import peak_memory
-from jingu.runtime.log import say
-from jingu.runtime.ranks import Ranks
-from jingu.runtime.signals import SharedStop
-from jingu.train.evaluate import evaluate, write_samples
-from jingu.train.keep import Keeper, Progress
+from jingu.runtime.log import log_info
+from jingu.runtime.ranks import RankInfo
+from jingu.runtime.signals import CollectiveStop
+from jingu.train.checkpointing import Checkpointer, Progress
 from jingu.train.optimizer import set_learning_rate
 from jingu.train.run import Run
 from jingu.train.schedule import learning_rate
 from jingu.train.step import StepResult, train_step
 from jingu.train.task import Task
-from jingu.words import duration, rounded
+from jingu.train.throughput import ThroughputMeter
 
-Write = Callable[..., None]
-"""`MetricsFile.write`; on ranks other than the first it does nothing."""
+# `MetricsFile.write`; on ranks other than the first it does nothing.
+WriteMetrics = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Loop:
-    """What is trained, on what, and how a step is divided: it stays the same while the loop runs."""
+class Trainer:
+    """What the loop works with: it stays the same from the first step to the last.
+
+    Attributes:
+        plan: how the global batch is divided over ranks and micro-batches.
+    """
 
     run: Run
     plan: BatchPlan
-    ranks: Ranks
+    ranks: RankInfo
     task: Task
-    model: Model
+    model: ParallelModel
     optimizer: torch.optim.Optimizer
-    compiles: bool
+    meter: ThroughputMeter
+    is_compiled: bool
 
 
-def train_loop(loop: Loop, progress: Progress, keeper: Keeper, meter: Meter, stop: SharedStop, write: Write) -> bool:
-    """Train from `progress.step` to the last step, saving on the way and at the end.
+def train_loop(
+    trainer: Trainer, progress: Progress, checkpointer: Checkpointer, stop: CollectiveStop, write: WriteMetrics
+) -> bool:
+    """Train from `progress.step` to the last step.
 
     Args:
-        progress: where to start; brought up to date in place.
+        progress: where to start; updated in place.
 
     Returns:
-        Whether the run is complete; False where a stop was asked for (and the state saved).
+        Whether the run is complete; False if a signal stopped it (and the state is saved).
     """
-    config, steps = loop.run.config, loop.run.config.train.steps
-    losses = torch.tensor(progress.loss_sum, dtype=torch.float64, device=loop.ranks.device)
+    config = trainer.run.config
+    steps = config.train.steps
+    # Losses are summed on the device, so that most steps never wait for it.
+    loss_sum = torch.tensor(progress.loss_sum, dtype=torch.float64, device=trainer.ranks.device)
+    has_diverged = False
     if progress.evaluation_due:
+        # The run was stopped right before this evaluation.
         progress.evaluation_due = False
-        _evaluate(loop, progress, write)
-    held_out, diverged = None, False
-    meter.begin(progress)
-    hidden = None if loop.ranks.is_first else True  # None: where there is no terminal
-    with tqdm(total=steps, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True) as bar:
+        _evaluate(trainer, progress, write)
+    trainer.meter.start(progress)
+    # tqdm disables a bar by itself (None) where there is no terminal.
+    disable_bar = None if trainer.ranks.is_first else True
+    with tqdm(total=steps, initial=progress.step, unit="step", disable=disable_bar, dynamic_ncols=True) as bar:
         while progress.step < steps:
-            result = _step(loop, progress)
-            losses += result.loss
+            # 1. Take one optimizer step.
+            result = _run_step(trainer, progress)
+            loss_sum += result.loss
             progress.step += 1
             progress.loss_steps += 1
-            progress.tokens += loop.plan.tokens_per_step
+            progress.tokens += trainer.plan.tokens_per_step
             bar.update()
 
-            ends = progress.step == steps
-            told = stop.ask(*keeper.wishes())
-            stops = bool(told.stop) and not ends
-            logs = ends or _due(progress.step, config.train.log_every)
-            saves = ends or stops or keeper.due(progress.step, told)
-            copies = not (ends or stops) and keeper.copies(progress.step)
-            due = ends or _due(progress.step, config.evaluation.every)
-            evaluates, progress.evaluation_due = due and not stops, due and stops
-            if logs or evaluates or saves or copies:
-                progress.loss_sum = float(losses.item())  # waits for the device, so the clock is read after it
-                meter.read(progress)
+            # 2. Decide, equally on all ranks, what follows the step.
+            shared = stop.ask(*checkpointer.status())
+            is_last = progress.step == steps
+            is_stopped = bool(shared.stop) and not is_last
+            logs = is_last or _is_due(progress.step, config.train.log_every)
+            saves = is_last or is_stopped or checkpointer.should_save(progress.step, shared)
+            copies = not (is_last or is_stopped) and checkpointer.should_copy(progress.step)
+            evaluation_due = is_last or _is_due(progress.step, config.evaluation.every)
+            evaluates = evaluation_due and not is_stopped
+            # A stopped run evaluates when it resumes.
+            progress.evaluation_due = evaluation_due and is_stopped
+            if not (logs or saves or copies or evaluates):
+                continue
+
+            # 3. Read the losses, which waits for the device; only then does the clock show the time of the steps.
+            progress.loss_sum = float(loss_sum.item())
+            trainer.meter.update(progress)
+
+            # 4. Log, evaluate and save.
             if logs:
-                diverged = _log(loop, progress, result, meter, write, bar, diverged)
-                losses.zero_()
+                has_diverged = _log(trainer, progress, result, write, bar, has_diverged)
+                loss_sum.zero_()
             if evaluates:
-                held_out = _evaluate(loop, progress, write)
-            if ends:
-                keeper.save_last(progress)
-            elif stops:
-                keeper.save_last(progress, config.checkpoint.grace, told.stop)
+                _evaluate(trainer, progress, write)
+            if is_last:
+                checkpointer.save_final(progress)
+            elif is_stopped:
+                checkpointer.save_final(progress, config.checkpoint.grace_seconds, shared.stop)
             elif saves:
-                keeper.save(progress)
+                checkpointer.save(progress)
             if copies:
-                keeper.copy(progress)
-            if stops:
-                say(f"Stopped at step {progress.step} of {steps}, and saved. The same command goes on from here.")
+                checkpointer.copy(progress)
+            if is_stopped:
+                log_info(f"Stopped and saved at step {progress.step} of {steps}. The same command resumes the run.")
                 break
-            if logs or evaluates or saves or copies:
-                meter.skip()
+            # 5. Leave evaluation and saving out of the training time.
+            trainer.meter.skip()
     stop.settle()
-    if progress.step >= steps:
-        words = "" if held_out is None else f" with a held-out loss of {held_out:.4f}"
-        say(f"Complete: {counted(steps, 'step')}{words}. The checkpoint is {step_folder(loop.run.checkpoints, steps)}.")
+    if progress.step == steps:
+        results = ", ".join(filter(None, [pluralize(steps, "step"), _format_validation(progress)]))
+        log_info(f"Complete: {results}. The checkpoint is {step_folder(trainer.run.checkpoints, steps)}.")
     return progress.step >= steps
 
 
-def _step(loop: Loop, progress: Progress) -> StepResult:
-    config = loop.run.config
-    rate = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
-    set_learning_rate(loop.optimizer, rate)
-    scaled, scale = config.precision if isinstance(config.precision, FP16Settings) else None, progress.loss_scale
-    result = train_step(
-        loop.model,
-        loop.optimizer,
-        loop.task,
-        loop.plan,
-        step=progress.step,
-        zero=config.parallel.zero,
-        clip_norm=config.train.clip_norm,
-        loss_scale=scale.on_sum(loop.plan.tokens_per_step) if scaled else None,
-    )
-    if scaled:
-        scale.update(scaled, finite=not result.skipped)
-    if result.skipped:
-        say(f"Step {progress.step + 1} is skipped: its gradient overflowed fp16. The loss scale is {scale.value:g}.")
-    return result
-
-
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-class Meter:
-    """The clock of training, which leaves out evaluation and saving; and how near the machine's peak it comes.
-
-    Args:
-        flops_per_token: training operations a token (forward and backward).
-        measure: measures the peak of all ranks together.
-    """
-
-    def __init__(self, flops_per_token: float, measure: Callable[[], float]) -> None:
-        self.flops_per_token, self._measure, self.peak = flops_per_token, measure, measure()
-
-    def begin(self, progress: Progress) -> None:
-        """Start the clock."""
-        self._start = time.perf_counter()
-        self._logged = (progress.tokens, progress.seconds)
-
-    def read(self, progress: Progress) -> None:
-        """Add the time since the last reading to the run's training time."""
-        now = time.perf_counter()
-        progress.seconds += now - self._start
-        self._start = now
-
-    def skip(self) -> None:
-        """Leave out the time since the last reading."""
-        self._start = time.perf_counter()
-
-    def rate(self, progress: Progress) -> float:
-        """Tokens a second since the last call."""
-        tokens, seconds = self._logged
-        self._logged = (progress.tokens, progress.seconds)
-        return (progress.tokens - tokens) / max(progress.seconds - seconds, 1e-9)
-
-    def share(self, rate: float) -> float:
-        """Share of the peak, at so many tokens a second. Training that is faster than it shows that the measuring was
-        disturbed: it is done again, and what training reaches is a measure, too."""
-        flops = rate * self.flops_per_token
-        if flops > self.peak:
-            self.peak = max(flops, self._measure())
-        return flops / self.peak
+def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
+    """Take one optimizer step with the learning rate and the loss scale of the moment."""
+    config = trainer.run.config
+    # The schedule is a pure function of the step, so a resumed run needs no other state.
+    lr = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
+    set_learning_rate(trainer.optimizer, lr)
+    precision = config.precision
+    loss_scale = None
+    if isinstance(precision, FP16Settings):
+        loss_scale = progress.loss_scale.for_sum(trainer.plan.tokens_per_step)
+    result = train_step(
+        trainer.model,
+        trainer.optimizer,
+        trainer.task,
+        trainer.plan,
+        step=progress.step,
+        max_grad_norm=config.train.max_grad_norm,
+        loss_scale=loss_scale,
+    )
+    if isinstance(precision, FP16Settings):
+        progress.loss_scale.update(precision, finite=not result.skipped)
+    if result.skipped:
+        log_info(
+            f"Step {progress.step + 1} is skipped: its gradient overflowed fp16. The loss scale is now "
+            f"{progress.loss_scale.value:g}."
+        )
+    return result
 
 
 def _log(
-    loop: Loop, progress: Progress, result: StepResult, meter: Meter, write: Write, bar: tqdm, diverged: bool
+    trainer: Trainer, progress: Progress, result: StepResult, write: WriteMetrics, bar: tqdm, has_diverged: bool
 ) -> bool:
-    """Write a line of metrics, and tell it. Whether the loss is no number is told where it is not as it was
-    (`diverged`), and returned."""
-    loss, scale = progress.loss_sum / progress.loss_steps, progress.loss_scale
-    progress.loss_sum, progress.loss_steps = 0.0, 0
-    rate = meter.rate(progress)
-    share = meter.share(rate)
-    words = f"loss {loss:.3f}, {rounded(rate)} tokens/s, {share:.0%} of peak"
-    bar.set_postfix_str(words)
-    if bar.disable and loop.ranks.is_first:
-        steps = loop.run.config.train.steps
-        left = (steps - progress.step) * loop.plan.tokens_per_step / max(rate, 1e-9)
-        say(f"step {progress.step} of {steps}: {words}" + (f", {duration(left)} left" if left else ""))
-    scaled = loop.run.config.precision.type == "fp16"
+    """Write a line of metrics, and warn when the loss becomes non-finite and when it recovers.
+
+    Returns:
+        Whether the loss is non-finite.
+    """
+    loss = progress.loss_sum / progress.loss_steps
+    progress.loss_sum = 0.0
+    progress.loss_steps = 0
+    speed = trainer.meter.tokens_per_second(progress)
+    share = trainer.meter.peak_share(speed)
+    message = f"loss {loss:.3f}, {format_rounded(speed)} tokens/s, {share:.0%} of peak"
+    bar.set_postfix_str(message)
+    if bar.disable and trainer.ranks.is_first:
+        # Without a progress bar, each logged step is a line.
+        steps = trainer.run.config.train.steps
+        seconds_left = (steps - progress.step) * trainer.plan.tokens_per_step / max(speed, 1e-9)
+        time_left = f", {format_duration(seconds_left)} left" if seconds_left else ""
+        log_info(f"step {progress.step} of {steps}: {message}{time_left}")
+    metrics = {name: float(value.item()) for name, value in result.metrics.items()}
+    if trainer.run.config.precision.type == "fp16":
+        metrics["loss_scale"] = progress.loss_scale.value
+        metrics["skipped"] = progress.loss_scale.skipped
     write(
         "train",
         progress.step,
         loss=loss,
-        lr=loop.optimizer.param_groups[0]["lr"],
+        lr=trainer.optimizer.param_groups[0]["lr"],
         grad_norm=float(result.grad_norm.item()),
-        **{name: float(value.item()) for name, value in result.others.items()},
-        **({"loss_scale": scale.value, "skipped": scale.skipped} if scaled else {}),
+        **metrics,
         tokens=progress.tokens,
-        tokens_per_second=rate,
+        tokens_per_second=speed,
         seconds=progress.seconds,
         peak_share=share,
-        memory_bytes=peak_memory(loop.ranks.device),
+        memory_bytes=peak_memory(trainer.ranks.device),
     )
-    if diverged and math.isfinite(loss):
-        say(f"The loss is a number again at step {progress.step}.")
-    elif not diverged and not math.isfinite(loss):
-        say(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
+    if has_diverged and math.isfinite(loss):
+        log_info(f"The loss is finite again at step {progress.step}.")
+    elif not has_diverged and not math.isfinite(loss):
+        log_info(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
     return not math.isfinite(loss)
 
 
-def _evaluate(loop: Loop, progress: Progress, write: Write) -> float | None:
-    """Measure and write samples; returns the held-out loss, where there is held-out text."""
-    run, settings, rows, loss = loop.run, loop.run.config.evaluation, loop.task.held_out, None
-    if not settings.every:
-        return None
-    if rows is not None:
-        ends = progress.step == run.config.train.steps
-        wanted = settings.sequences_at_end if ends and settings.sequences_at_end else settings.sequences
-        sequences, lengths = None if wanted == "all" else wanted, run.tokenizer.byte_lengths()
-        if sequences is None:  # this may take long
-            say(f"step {progress.step}: measuring the loss on all held-out text, {counted(rows.count, 'sequence')}")
-        started = time.perf_counter()
-        found = evaluate(loop.model, loop.task, rows, lengths, sequences=sequences, micro_size=loop.plan.micro_size)
-        loss, bits, progress.evaluation = found.loss, found.bits_per_byte, asdict(found)
-        told = "" if bits is None else f", {bits:.4f} bits per byte"
-        say(f"step {progress.step}: held-out loss {loss:.4f}{told}")
-        write("evaluation", progress.step, **asdict(found), seconds=time.perf_counter() - started)
-    for prompt, text in write_samples(run, loop.model):
+def _evaluate(trainer: Trainer, progress: Progress, write: WriteMetrics) -> None:
+    """Let the task evaluate the model, and write what it returns."""
+    config = trainer.run.config
+    if not config.evaluation.every:
+        return
+    start_time = time.perf_counter()
+    final = progress.step == config.train.steps
+    evaluation = trainer.task.evaluate(trainer.model, trainer.plan.micro_batch_size, final=final)
+    if evaluation.metrics:
+        progress.evaluation = evaluation.metrics
+        log_info(f"step {progress.step}: {_format_validation(progress)}")
+        write("evaluation", progress.step, **evaluation.metrics, seconds=time.perf_counter() - start_time)
+    for prompt, text in evaluation.samples:
         write("sample", progress.step, prompt=prompt, text=text)
-    return loss
+
+
+def _format_validation(progress: Progress) -> str:
+    """Return the metrics of the last evaluation, such as `validation loss 2.1234, bits per byte 0.9876`; counts are
+    left out."""
+    metrics = progress.evaluation or {}
+    values = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if isinstance(value, float)]
+    return f"validation {', '.join(values)}" if values else ""

@@ -1,10 +1,10 @@
-"""Optimizers: of each parameter a rank holds a part, and every layout comes to the same numbers.
+"""Optimizers for sharded parameters: every layout computes the same numbers.
 
-AdamW and Lion look at each number by itself. Adafactor needs sums over rows and columns, which ranks add up; Muon the
-matrix itself, which they gather. Of AdamW's moments with 8 bits (Dettmers et al., 2022, arXiv:2110.02861) each 256
-elements of a row share a scale, so that ranks that divide a matrix by rows compute what one does.
+AdamW and Lion update each number by itself. Adafactor needs sums over rows and columns, which ranks all-reduce; Muon
+needs the matrix itself, which they gather. In 8-bit AdamW (Dettmers et al., 2022, arXiv:2110.02861) each 256 elements
+of a row share a scale, so that ranks that divide a matrix by rows compute what one rank does.
 
-Shapes: R rows, C columns, of the last two dims; before them stand a mixture's experts.
+Shapes: R rows and C columns are the last two dims; the experts of a mixture stand before them.
 """
 
 from __future__ import annotations
@@ -18,88 +18,92 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from jingu.compat.torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from jingu.config.schema import RunConfig
 from jingu.config.sections.train import AdafactorSettings, AdamWSettings, LionSettings, MuonSettings, Optimizer
 from jingu.errors import JinguError
-from jingu.model.packed import load_bitsandbytes, need_bitsandbytes
-from jingu.model.products import product_dtype
-from jingu.parallel.offload import Disk, stream_steps
-from jingu.parallel.sharing import Part, add_up, local
+from jingu.model.matmul_kernels import matmul_dtype
+from jingu.model.quantized_weight import import_bitsandbytes, require_bitsandbytes
+from jingu.parallel.offload import DiskStorage, stream_optimizer_steps
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import ParameterSharding, all_reduce_shards, local_tensor
 
-WHOLE = frozenset({"row_var", "col_var"})
-"""State of which every rank has all, whatever part of the parameter it holds."""
-BLOCK = 256
-"""Elements that share a scale."""
-SCALES = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
-"""State that has one number for each BLOCK elements of a row of the parameter."""
+# Slots of optimizer state that are whole on every rank, whatever part of the parameter a rank holds.
+REPLICATED_STATE = frozenset({"row_var", "col_var"})
+# Elements of 8-bit state that share a scale, and the slots that hold one number for so many elements of a row.
+QUANTIZATION_BLOCK = 256
+QUANTIZATION_SCALES = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
+# Coefficients of the quintic iteration that Muon's author found (Jordan, 2024), and how often it is applied.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration that Muon's author found (Jordan, 2024)."""
 _ITERATIONS = 5
-Group = dict[str, Any]
-"""Parameters (`params`) that share `lr`, `weight_decay` and whatever else `build_optimizer` groups them by."""
+# Parameters (`params`) that share `lr`, `weight_decay` and the other keys that `build_optimizer` groups them by.
+ParamGroup = dict[str, Any]
 
 
-class Updates(torch.optim.Optimizer):
-    """What all have: the state is made at once, so that it can be saved and loaded by name at any time.
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Base of all optimizers. The state is created at once, so that it can be saved and loaded by name at any time.
 
     Args:
-        parts: how parameters are divided; one that is not in it is whole.
-        zeros_like: makes the state that is as large as its parameter.
+        shardings: how each parameter is divided; a parameter without one is whole.
+        zeros_like: allocates state of the size of its parameter.
     """
 
     settings: Any
 
     def __init__(
         self,
-        groups: list[Group],
+        groups: list[ParamGroup],
         settings: Any,
-        parts: Mapping[nn.Parameter, Part],
+        shardings: Mapping[nn.Parameter, ParameterSharding],
         zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
         super().__init__(groups, {"lr": settings.lr})
-        self.settings, self.parts, self.zeros_like = settings, parts, zeros_like
+        self.settings = settings
+        self.shardings = shardings
+        self.zeros_like = zeros_like
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = self.first_state(parameter, group)
+                self.state[parameter] = self.init_state(parameter, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient, whose memory may be used for it."""
+        """Update every parameter that has a gradient. The memory of gradients may be overwritten."""
         assert closure is None
         for group in self.param_groups:
-            if params := [parameter for parameter in group["params"] if parameter.grad is not None]:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if params:
                 self.update(params, group)
 
-    def first_state(self, parameter: nn.Parameter, group: Group) -> dict[str, Tensor]:
-        """The state of a parameter before the first step."""
+    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
+        """Return the state of a parameter before the first step."""
         raise NotImplementedError
 
-    def update(self, params: list[nn.Parameter], group: Group) -> None:
-        """Update parameters of a group, which have gradients."""
+    def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
+        """Update parameters of a group, which all have gradients."""
         raise NotImplementedError
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
-        """That of the whole parameter."""
-        part = self.parts.get(parameter)
-        return parameter.shape if part is None else part.shape
+        """Return the shape of the whole parameter."""
+        sharding = self.shardings.get(parameter)
+        return parameter.shape if sharding is None else sharding.shape
 
 
-class AdamW(Updates):
-    """AdamW (Loshchilov and Hutter, 2019), by PyTorch's fused kernels."""
+class AdamW(ShardedOptimizer):
+    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernels."""
 
     settings: AdamWSettings | MuonSettings
 
-    def first_state(self, parameter: nn.Parameter, group: Group) -> dict[str, Tensor]:
+    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
         moments = {slot: self.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")}
-        return {"step": first_step(parameter), **moments}
+        return {"step": step_counter(parameter), **moments}
 
-    def update(self, params: list[nn.Parameter], group: Group) -> None:
+    def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         states = [self.state[parameter] for parameter in params]
         adamw(
-            [local(parameter) for parameter in params],
-            [gradient_of(parameter) for parameter in params],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [local_tensor(parameter) for parameter in params],
+            [local_gradient(parameter) for parameter in params],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -108,301 +112,355 @@ class AdamW(Updates):
             beta2=self.settings.beta2,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=self.settings.epsilon,
+            eps=self.settings.eps,
             maximize=False,
         )
 
 
 class AdamW8bit(AdamW):
-    """AdamW, of which parameters have such moments whose rows, of more than one, are whole blocks."""
+    """AdamW with 8-bit moments for matrices whose rows are whole blocks, and fp32 moments for all other parameters."""
 
     settings: AdamWSettings
 
     def __init__(self, *arguments: Any) -> None:
-        load_bitsandbytes()
+        import_bitsandbytes()
         super().__init__(*arguments)
         self._steps: dict[nn.Parameter, int] = {}
-        self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._codebooks: dict[torch.device, list[Tensor]] = {}
 
-    def first_state(self, parameter: nn.Parameter, group: Group) -> dict[str, Tensor]:
-        """The state of a parameter.
+    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
+        """Return the state of a parameter.
 
         Raises:
             JinguError: the rows of a matrix are whole blocks, and this rank's parts of them are not.
         """
-        shape, held = self.shape(parameter), local(parameter)
-        if len(shape) < 2 or shape[-1] % BLOCK:
-            return super().first_state(parameter, group)
-        if held.shape[-1] % BLOCK:
+        columns = self.shape(parameter)[-1]
+        if len(self.shape(parameter)) < 2 or columns % QUANTIZATION_BLOCK:
+            return super().init_state(parameter, group)
+        shard = local_tensor(parameter)
+        if shard.shape[-1] % QUANTIZATION_BLOCK:
             raise JinguError(
-                f"ranks of `tensor` divide rows of {shape[-1]:,} elements into parts of {held.shape[-1]:,}, "
-                f"and each {BLOCK} elements of moments of 8 bits share a scale.",
+                f"ranks of `tensor` divide rows of {columns:,} elements into parts of {shard.shape[-1]:,}, and each "
+                f"{QUANTIZATION_BLOCK} elements of 8-bit moments share a scale.",
                 where="parallel.tensor",
-                fix="Choose another number of ranks, or set optimizer.moments=fp32.",
+                fix="Choose another number of ranks, or set optimizer.state_dtype=fp32.",
             )
-        codes = torch.empty_like(held, dtype=torch.uint8)
-        scales = held.new_empty((*held.shape[:-1], held.shape[-1] // BLOCK), dtype=torch.float32)
+        codes = torch.empty_like(shard, dtype=torch.uint8)
+        scales = shard.new_empty((*shard.shape[:-1], shard.shape[-1] // QUANTIZATION_BLOCK), dtype=torch.float32)
         slots = {"exp_avg": codes, "exp_avg_scale": scales, "exp_avg_sq": codes, "exp_avg_sq_scale": scales}
-        return {"step": first_step(parameter), **{slot: self.zeros_like(each) for slot, each in slots.items()}}
+        moments = {slot: self.zeros_like(tensor) for slot, tensor in slots.items()}
+        return {"step": step_counter(parameter), **moments}
 
-    def update(self, params: list[nn.Parameter], group: Group) -> None:
-        plain = [parameter for parameter in params if "exp_avg_scale" not in self.state[parameter]]
-        super().update(plain, group)
-        for parameter in params:
-            if "exp_avg_scale" in self.state[parameter]:
-                self._update(parameter, group)
+    def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
+        quantized = [parameter for parameter in params if "exp_avg_scale" in self.state[parameter]]
+        super().update([parameter for parameter in params if "exp_avg_scale" not in self.state[parameter]], group)
+        for parameter in quantized:
+            self._update_quantized(parameter, group)
 
-    def _update(self, parameter: nn.Parameter, group: Group) -> None:
+    def _update_quantized(self, parameter: nn.Parameter, group: ParamGroup) -> None:
         from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
 
-        state, weight = self.state[parameter], local(parameter)
-        settings: Any = self.settings
-        # Counted here, too: to read it would wait for the device.
-        self._steps[parameter] = step = 1 + (self._steps[parameter] if parameter in self._steps else int(state["step"]))
+        state = self.state[parameter]
+        weight = local_tensor(parameter)
+        # The steps are counted on the host, too, since reading the tensor would wait for the device.
+        if parameter not in self._steps:
+            self._steps[parameter] = int(state["step"])
+        self._steps[parameter] += 1
         state["step"] += 1
-        if weight.device not in self._codes:
-            signed, unsigned = (create_dynamic_map(signed=kind).to(weight.device) for kind in (True, False))
-            self._codes[weight.device] = signed, unsigned
         if not weight.numel():
             return
+        if weight.device not in self._codebooks:
+            # Signed codes for the first moment, unsigned ones for the second.
+            codebooks = [create_dynamic_map(signed=signed).to(weight.device) for signed in (True, False)]
+            self._codebooks[weight.device] = codebooks
+        signed_codes, unsigned_codes = self._codebooks[weight.device]
         optimizer_update_8bit_blockwise(
             "adam",
-            gradient_of(parameter),
+            local_gradient(parameter),
             weight,
-            *(state["exp_avg"], state["exp_avg_sq"]),
-            *(settings.beta1, settings.beta2, 0.0, 0.0, settings.epsilon, step, group["lr"]),
-            *self._codes[weight.device],
-            *(state["exp_avg_scale"].view(-1), state["exp_avg_sq_scale"].view(-1)),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            beta1=self.settings.beta1,
+            beta2=self.settings.beta2,
+            beta3=0.0,
+            alpha=0.0,
+            eps=self.settings.eps,
+            step=self._steps[parameter],
+            lr=group["lr"],
+            qmap1=signed_codes,
+            qmap2=unsigned_codes,
+            absmax1=state["exp_avg_scale"].view(-1),
+            absmax2=state["exp_avg_sq_scale"].view(-1),
             weight_decay=group["weight_decay"],
         )
 
 
-class Lion(Updates):
+class Lion(ShardedOptimizer):
     """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum."""
 
     settings: LionSettings
 
-    def first_state(self, parameter: nn.Parameter, group: Group) -> dict[str, Tensor]:
+    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
         return {"exp_avg": self.zeros_like(parameter)}
 
-    def update(self, params: list[nn.Parameter], group: Group) -> None:
-        weights = [local(parameter) for parameter in params]
-        grads = [gradient_of(parameter) for parameter in params]
-        momenta = [local(self.state[parameter]["exp_avg"]) for parameter in params]
-        directions = torch._foreach_lerp(grads, momenta, self.settings.beta1)
-        torch._foreach_sign_(directions)
-        torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, directions, alpha=-group["lr"])
-        torch._foreach_lerp_(momenta, grads, 1.0 - self.settings.beta2)
+    def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
+        weights = [local_tensor(parameter) for parameter in params]
+        gradients = [local_gradient(parameter) for parameter in params]
+        momenta = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in params]
+        directions = foreach_lerp(gradients, momenta, self.settings.beta1)
+        foreach_sign_(directions)
+        foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+        foreach_add_(weights, directions, alpha=-group["lr"])
+        foreach_lerp_(momenta, gradients, 1.0 - self.settings.beta2)
 
 
-class Adafactor(Updates):
+class Adafactor(ShardedOptimizer):
     """Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235) with decoupled decay, as `torch.optim.Adafactor`."""
 
     settings: AdafactorSettings
 
-    def first_state(self, parameter: nn.Parameter, group: Group) -> dict[str, Tensor]:
-        shape, held = self.shape(parameter), local(parameter)
+    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
+        shape = self.shape(parameter)
         if len(shape) == 1:
-            return {"step": first_step(parameter), "variance": self.zeros_like(parameter)}
-        rows, columns = held.new_zeros(shape[:-1]), held.new_zeros(_columns(shape))
-        return {"step": first_step(parameter), "row_var": rows, "col_var": columns}
+            return {"step": step_counter(parameter), "variance": self.zeros_like(parameter)}
+        shard = local_tensor(parameter)
+        row_var = shard.new_zeros(shape[:-1])
+        col_var = shard.new_zeros(_column_shape(shape))
+        return {"step": step_counter(parameter), "row_var": row_var, "col_var": col_var}
 
-    def update(self, params: list[nn.Parameter], group: Group) -> None:
-        parts = [self.parts.get(parameter) for parameter in params]
+    def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
+        shardings = [self.shardings.get(parameter) for parameter in params]
+        # 1. Sum squares of weights and gradients over the ranks that share a parameter.
         sums = [self._sums(parameter) for parameter in params]
-        add_up([(part, each) for part, found in zip(parts, sums, strict=True) for each in found])
-        for parameter, found in zip(params, sums, strict=True):
-            self._precondition(parameter, found)
-        squares = [gradient_of(parameter).square().sum() for parameter in params]
-        add_up(list(zip(parts, squares, strict=True)))
-        for parameter, found, square in zip(params, sums, squares, strict=True):
-            size, step = prod(self.shape(parameter)), self.state[parameter]["step"].double()
-            scale = (found[0] / size).sqrt().clamp_min(self.settings.floor) * step.rsqrt().clamp_max(group["lr"])
-            factor = scale / ((square / size).sqrt() / self.settings.clip).clamp_min(1.0)
-            local(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
-            local(parameter).sub_(gradient_of(parameter).mul_(factor.to(parameter.dtype)))
+        all_reduce_shards([(sharding, x) for sharding, xs in zip(shardings, sums, strict=True) for x in xs])
+        # 2. Divide each gradient by the root of its second moment.
+        for parameter, parameter_sums in zip(params, sums, strict=True):
+            self._precondition(parameter, parameter_sums)
+        # 3. Clip the root mean square of the update, and scale it by that of the weights.
+        squares = [local_gradient(parameter).square().sum() for parameter in params]
+        all_reduce_shards(list(zip(shardings, squares, strict=True)))
+        for parameter, parameter_sums, square in zip(params, sums, squares, strict=True):
+            size = prod(self.shape(parameter))
+            weight_rms = (parameter_sums[0] / size).sqrt().clamp_min(self.settings.min_weight_rms)
+            step_size = self.state[parameter]["step"].double().rsqrt().clamp_max(group["lr"])
+            clip = ((square / size).sqrt() / self.settings.clip_threshold).clamp_min(1.0)
+            factor = weight_rms * step_size / clip
+            weight = local_tensor(parameter)
+            weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+            weight.sub_(local_gradient(parameter).mul_(factor.to(parameter.dtype)))
 
-    def _spread(self, parameter: nn.Parameter, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of all rows and columns as views of the shape of what this rank holds."""
-        part, shape = self.parts.get(parameter), self.shape(parameter)
-        over_rows, over_columns = rows.unsqueeze(-1).expand(shape), columns.unsqueeze(-2).expand(shape)
-        return (over_rows, over_columns) if part is None else (part.cut(over_rows), part.cut(over_columns))
+    def _expand(self, parameter: nn.Parameter, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums of all rows and columns as views of the shape of this rank's part."""
+        shape = self.shape(parameter)
+        rows = rows.unsqueeze(-1).expand(shape)
+        columns = columns.unsqueeze(-2).expand(shape)
+        sharding = self.shardings.get(parameter)
+        if sharding is None:
+            return rows, columns
+        return sharding.cut(rows), sharding.cut(columns)
 
     def _sums(self, parameter: nn.Parameter) -> list[Tensor]:
-        """This rank's share of the squares of the weights, and of the gradient's squares by row and by column."""
-        shape, gradient = self.shape(parameter), gradient_of(parameter)
-        found = [local(parameter).square().sum()]
-        if len(shape) > 1:
+        """Return this rank's share of the squares of the weights, and of the gradient by row and by column."""
+        shape = self.shape(parameter)
+        gradient = local_gradient(parameter)
+        sums = [local_tensor(parameter).square().sum()]
+        if len(shape) == 1:
+            return sums
+        rows = gradient.new_zeros(shape[:-1])
+        columns = gradient.new_zeros(_column_shape(shape))
+        if gradient.numel():
             squares = gradient.square()
-            rows, columns = gradient.new_zeros(shape[:-1]), gradient.new_zeros(_columns(shape))
-            if gradient.numel():
-                over_rows, over_columns = self._spread(parameter, rows, columns)
-                over_rows[..., 0] = squares.sum(-1)
-                over_columns[..., 0, :] = squares.sum(-2)
-            found += [rows, columns]
-        return found
+            local_rows, local_columns = self._expand(parameter, rows, columns)
+            local_rows[..., 0] = squares.sum(-1)
+            local_columns[..., 0, :] = squares.sum(-2)
+        return [*sums, rows, columns]
 
     def _precondition(self, parameter: nn.Parameter, sums: list[Tensor]) -> None:
         """Divide the gradient by the root of its second moment, in place."""
-        state, shape, gradient = self.state[parameter], self.shape(parameter), gradient_of(parameter)
+        state = self.state[parameter]
+        shape = self.shape(parameter)
+        gradient = local_gradient(parameter)
+        eps = torch.finfo(gradient.dtype).eps
         state["step"] += 1
-        fresh = state["step"].double().pow(-self.settings.power).to(gradient.dtype)
-        least = torch.finfo(gradient.dtype).eps
+        weight = state["step"].double().pow(-self.settings.decay_rate).to(gradient.dtype)
         if len(shape) == 1:
-            moment = local(state["variance"]).lerp_(gradient.square(), fresh)
+            moment = local_tensor(state["variance"]).lerp_(gradient.square(), weight)
         else:
-            rows = state["row_var"].lerp_(sums[1] / shape[-1], fresh)
-            columns = state["col_var"].lerp_(sums[2] / shape[-2], fresh)
-            rows = rows / rows.mean(-1, keepdim=True).clamp_min(least)
-            over_rows, over_columns = self._spread(parameter, rows, columns)
-            moment = over_rows * over_columns
-        gradient.mul_(moment.clamp_min(least * least).rsqrt())
+            # The second moment is factored into means of rows and columns.
+            rows = state["row_var"].lerp_(sums[1] / shape[-1], weight)
+            columns = state["col_var"].lerp_(sums[2] / shape[-2], weight)
+            rows = rows / rows.mean(-1, keepdim=True).clamp_min(eps)
+            local_rows, local_columns = self._expand(parameter, rows, columns)
+            moment = local_rows * local_columns
+        gradient.mul_(moment.clamp_min(eps * eps).rsqrt())
 
 
 class Muon(AdamW):
-    """Muon (Jordan, 2024) for groups that are `matrices`: momentum made orthogonal, as `torch.optim.Muon`, at the
-    scale of AdamW's steps (Liu et al., 2025, arXiv:2502.16982); AdamW for the others."""
+    """Muon (Jordan, 2024) for groups of `matrices`, and AdamW for the others.
+
+    The momentum of a matrix is orthogonalized, as in `torch.optim.Muon`, and applied at the scale of AdamW's steps
+    (Liu et al., 2025, arXiv:2502.16982).
+    """
 
     settings: MuonSettings
 
-    def first_state(self, parameter: nn.Parameter, group: Group) -> dict[str, Tensor]:
-        return {"exp_avg": self.zeros_like(parameter)} if group["matrices"] else super().first_state(parameter, group)
+    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
+        if not group["matrices"]:
+            return super().init_state(parameter, group)
+        return {"exp_avg": self.zeros_like(parameter)}
 
-    def update(self, params: list[nn.Parameter], group: Group) -> None:
+    def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         if not group["matrices"]:
             super().update(params, group)
             return
         for number, parameter in enumerate(params):
-            weight, momentum = local(parameter), local(self.state[parameter]["exp_avg"])
-            gradient = gradient_of(parameter)
+            gradient = local_gradient(parameter)
+            momentum = local_tensor(self.state[parameter]["exp_avg"])
             momentum.lerp_(gradient, 1.0 - self.settings.momentum)
-            update = gradient.lerp(momentum, self.settings.momentum)
-            part = self.parts.get(parameter)
-            direction = orthogonal(update) if part is None else part.cut(_shared(update, part, number))
+            direction = gradient.lerp(momentum, self.settings.momentum)  # Nesterov
+            sharding = self.shardings.get(parameter)
+            if sharding is None:
+                direction = orthogonalize(direction)
+            else:
+                direction = _orthogonalize_shared(direction, sharding, number)
             *_, rows, columns = self.shape(parameter)
+            weight = local_tensor(parameter)
             weight.mul_(1.0 - group["lr"] * group["weight_decay"])
             weight.sub_(direction.to(weight.dtype), alpha=group["lr"] * 0.2 * sqrt(max(rows, columns)))
 
 
-def _shared(held: Tensor, part: Part, number: int) -> Tensor:
-    """The orthogonal form of a matrix of which each rank holds a part, computed by one of the ranks that share it."""
-    whole = part.whole(held)
-    if part.has_turn(number):
-        whole = orthogonal(whole)
+def _orthogonalize_shared(shard: Tensor, sharding: ParameterSharding, number: int) -> Tensor:
+    """Orthogonalize a matrix that ranks share. One of them computes it, and each gets its part."""
+    whole = sharding.whole(shard)
+    # Ranks take turns, matrix by matrix.
+    if sharding.has_turn(number):
+        whole = orthogonalize(whole)
     else:
         whole.zero_()
-    add_up([(part, whole)])
-    return whole
+    all_reduce_shards([(sharding, whole)])
+    return sharding.cut(whole)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """About U·Vᵀ of a matrix U·S·Vᵀ, or of several, by Newton and Schulz's iteration: in bf16 where there are units
-    for it, in fp64 of such a matrix."""
-    narrow = product_dtype(torch.bfloat16, matrix.device)
-    x = matrix.to(matrix.dtype if matrix.dtype == torch.float64 else narrow).view(-1, *matrix.shape[-2:])
-    wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return about U·Vᵀ of a matrix U·S·Vᵀ, or of several, by the Newton-Schulz iteration.
+
+    It computes in bf16 where the device has units for it, and in fp64 for a matrix in fp64.
+    """
+    dtype = matrix.dtype if matrix.dtype == torch.float64 else matmul_dtype(torch.bfloat16, matrix.device)
+    x = matrix.to(dtype).view(-1, *matrix.shape[-2:])
+    # x @ x.mT is smaller if x is wide.
+    is_wide = x.shape[-2] <= x.shape[-1]
+    x = x if is_wide else x.mT
     x = x / x.flatten(1).norm(dim=1).clamp_min(1e-7)[:, None, None]
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mT).reshape(matrix.shape).to(matrix.dtype)
+    x = x if is_wide else x.mT
+    return x.reshape(matrix.shape).to(matrix.dtype)
 
 
-def first_step(parameter: nn.Parameter) -> Tensor:
-    """The count of a parameter's steps, where PyTorch's kernels expect it."""
+def step_counter(parameter: nn.Parameter) -> Tensor:
+    """Return a counter of a parameter's steps, as PyTorch's kernels expect it."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter's gradient."""
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a parameter's gradient."""
     assert parameter.grad is not None
-    return local(parameter.grad)
+    return local_tensor(parameter.grad)
 
 
-def _columns(shape: torch.Size) -> tuple[int, ...]:
+def _column_shape(shape: torch.Size) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1])
 
 
-UPDATES: dict[str, type[Updates]] = {"adamw": AdamW, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
+OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"adamw": AdamW, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
 
 
-def build_optimizer(settings: Optimizer, model: nn.Module, disk: Disk | None = None) -> torch.optim.Optimizer:
-    """The optimizer, its state zeroed. Matrices and embeddings decay; norms and biases (one dim) do not.
+def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | None = None) -> torch.optim.Optimizer:
+    """Build the optimizer, with zero state. Matrices and embeddings decay; norms and biases (one dim) do not.
 
     Args:
-        disk: where its state lies; it then takes its steps a layer at a time.
+        disk: storage of the state; the optimizer then steps layer by layer.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    sharing = getattr(model, "sharing", None)
-    parts = {} if sharing is None else {parameter: sharing.parts[name] for name, parameter in trained.items()}
-    alike: dict[tuple[str, float, float, bool], list[nn.Parameter]] = {}
-    for name, parameter in trained.items():
-        rate, decay = _rate_and_decay(settings, name, parameter)
-        matrices = isinstance(settings, MuonSettings) and parameter.dim() > 1 and "blocks." in name
-        alike.setdefault((_layer(name) if disk else "", rate, decay, matrices), []).append(parameter)
-    groups = [
-        {"params": held, "layer": layer, "rate": rate, "weight_decay": decay, "matrices": matrices}
-        # A stage of a pipeline may train nothing.
-        for (layer, rate, decay, matrices), held in (alike or {("", 1.0, 0.0, False): []}).items()
-    ]
-    kind = AdamW8bit if isinstance(settings, AdamWSettings) and settings.moments == "int8" else UPDATES[settings.type]
-    optimizer = kind(groups, settings, parts, torch.zeros_like if disk is None else disk.zeros_like)
+    params = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shardings = {}
+    if isinstance(model, ParallelModel):
+        shardings = {parameter: model.sharding.parts[name] for name, parameter in params.items()}
+    groups: dict[tuple[Any, ...], ParamGroup] = {}
+    for name, parameter in params.items():
+        lr_multiplier, weight_decay = _group_settings(settings, name, parameter)
+        key = {
+            "layer": _layer_name(name) if disk else "",
+            "lr_multiplier": lr_multiplier,
+            "weight_decay": weight_decay,
+            "matrices": isinstance(settings, MuonSettings) and parameter.dim() > 1 and "blocks." in name,
+        }
+        groups.setdefault(tuple(key.values()), {"params": [], **key})["params"].append(parameter)
+    if not groups:  # a stage of a pipeline may train nothing, and PyTorch demands a group
+        groups[()] = {"params": [], "layer": "", "lr_multiplier": 1.0, "weight_decay": 0.0, "matrices": False}
+    optimizer_type = OPTIMIZERS[settings.type]
+    if isinstance(settings, AdamWSettings) and settings.state_dtype == "int8":
+        optimizer_type = AdamW8bit
+    zeros_like = torch.zeros_like if disk is None else disk.zeros_like
+    optimizer = optimizer_type(list(groups.values()), settings, shardings, zeros_like)
     if disk is not None:
-        stream_steps(optimizer, disk)
+        stream_optimizer_steps(optimizer, disk)
     return optimizer
 
 
-def _rate_and_decay(settings: Optimizer, name: str, parameter: nn.Parameter) -> tuple[float, float]:
-    """Of a parameter, the multiple of the learning rate and the decay; of the groups that it is in, the last counts."""
-    rate, decay = 1.0, settings.weight_decay if parameter.dim() >= 2 else 0.0
-    for group in settings.groups:
+def _group_settings(settings: Optimizer, name: str, parameter: nn.Parameter) -> tuple[float, float]:
+    """Return the multiplier of the learning rate and the decay of a parameter; the last matching group decides."""
+    lr_multiplier = 1.0
+    weight_decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
+    for group in settings.param_groups:
         if fnmatchcase(name, group.match):
-            rate, decay = group.rate, decay if group.weight_decay is None else group.weight_decay
-    return rate, decay
+            lr_multiplier = group.lr_multiplier
+            if group.weight_decay is not None:
+                weight_decay = group.weight_decay
+    return lr_multiplier, weight_decay
 
 
-def check_groups(settings: Optimizer, names: Collection[str]) -> None:
-    """JinguError for a group of the settings that has none of the parameters."""
-    for number, group in enumerate(settings.groups):
+def check_param_groups(settings: Optimizer, names: Collection[str]) -> None:
+    """Raise JinguError if a group of the settings matches no parameter."""
+    for number, group in enumerate(settings.param_groups):
         if not any(fnmatchcase(name, group.match) for name in names):
             raise JinguError(
-                f"no parameter of the model has a name like {group.match}.",
-                where=f"optimizer.groups[{number}].match",
-                fix=f"Names are such as {', '.join(sorted(names)[:3])}; * stands for anything.",
+                f"no parameter of the model matches {group.match}.",
+                where=f"optimizer.param_groups[{number}].match",
+                fix=f"Names are such as {', '.join(sorted(names)[:3])}; * matches anything.",
             )
 
 
-def _layer(name: str) -> str:
-    """The block that a parameter belongs to, such as `blocks.3`, or else its module."""
+def _layer_name(name: str) -> str:
+    """Return the block that a parameter belongs to, such as `blocks.3`, or else its module."""
     parts = name.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: number + 1])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group to its multiple of this."""
+    """Set the learning rate of every group to its multiple of `lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["rate"]
+        group["lr"] = lr * group["lr_multiplier"]
 
 
-def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every state tensor as ("exp_avg/blocks.0.norm.weight", tensor)."""
+def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every state tensor as ("exp_avg/blocks.0.norm.weight", tensor)."""
     for name, parameter in model.named_parameters():
         for slot, tensor in optimizer.state.get(parameter, {}).items():
             yield f"{slot}/{name}", tensor
 
 
-def check_moments(config: RunConfig) -> None:
-    """JinguError where a run's moments cannot have 8 bits."""
-    if not isinstance(config.optimizer, AdamWSettings) or config.optimizer.moments == "fp32":
+def check_state_dtype(config: RunConfig) -> None:
+    """Raise JinguError if 8-bit moments are not available or do not fit the precision."""
+    if not isinstance(config.optimizer, AdamWSettings) or config.optimizer.state_dtype == "fp32":
         return
-    need_bitsandbytes("moments are kept in 8 bits", "optimizer.moments", "fp32")
+    require_bitsandbytes("moments are kept in 8 bits", "optimizer.state_dtype", "fp32")
     if config.precision.type == "fp64":
         raise JinguError(
-            "moments of 8 bits are for weights in fp32, and precision.type=fp64 keeps them in fp64.",
-            where="optimizer.moments",
-            fix="Set it to fp32, or another precision.",
+            "8-bit moments need weights in fp32, and precision.type=fp64 keeps them in fp64.",
+            where="optimizer.state_dtype",
+            fix="Set it to fp32, or choose another precision.",
         )

@@ -1,242 +1,250 @@
-"""The run as a folder: what must be true before the first step, and what is written before it."""
+"""Open a run, check that it can start, and write its folder."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from jingu.checkpoint.files import read_state
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.remote import Place
-from jingu.checkpoint.resume import checkpoints_of, complete_steps, step_folder
-from jingu.config.compare import differences, harmful_differences
-from jingu.config.load import dump_yaml, load_config
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
+from jingu.checkpoint.save_folder import read_state
+from jingu.config.compare import breaking_changes, changed_settings
+from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
-from jingu.config.sections.data import FOR_ENCODERS, SupervisedSettings
-from jingu.data.batches import BatchSource
-from jingu.data.dataset import joined, open_dataset
-from jingu.data.objective import Objective, plan_objective
-from jingu.data.sources import open_sources
-from jingu.data.supervised import join_rows, open_supervised
+from jingu.config.sections.data import ENCODER_OBJECTIVES
+from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.objective import Objective, build_objective
+from jingu.data.open_sources import open_sources
 from jingu.errors import JinguError
-from jingu.infer.load import encode_prompt
-from jingu.infer.request import room_after
+from jingu.infer.inference_model import encode_prompt
+from jingu.infer.request import max_new_tokens
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import ModelSpec
 from jingu.runtime import files
-from jingu.runtime.files import new_folder, replace_text
+from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.begin import spec_of_run, trained_spec
-from jingu.train.optimizer import check_groups, check_moments
-from jingu.train.task import HeldOut
+from jingu.train.optimizer import check_param_groups, check_state_dtype
+from jingu.train.run_spec import apply_tuning, build_run_spec
+from jingu.train.validation import ValidationRows, open_validation
 
 
 @dataclass(frozen=True)
-class Going:
-    """How a run may go on from its checkpoint."""
+class ResumeOptions:
+    """What may differ when a run resumes from its checkpoint.
+
+    Attributes:
+        allow: keys and sections of the configuration that may have changed though they make it another run.
+        fresh_optimizer: whether to load the weights alone and reset the optimizer.
+    """
 
     allow: tuple[str, ...] = ()
-    """Keys and sections of the configuration that may have changed though they make it another run."""
     fresh_optimizer: bool = False
-    """Whether the optimizer begins anew, with the weights as they are."""
 
     @property
-    def other_samples(self) -> bool:
-        """Whether what decides about samples may have changed."""
+    def allows_other_samples(self) -> bool:
+        """Whether settings that decide about samples may have changed."""
         return bool({"data", "seed", "batch"} & {key.partition(".")[0] for key in self.allow})
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the loop reads, opened and checked. Opening writes nothing."""
+    """Everything that training reads, opened and checked. Opening a run writes nothing.
+
+    Attributes:
+        objective: how rows of text become inputs and labels; None: every token predicts the next one.
+        changes: settings that have changed since the last start of the run.
+    """
 
     config: RunConfig
     folder: Path
     spec: ModelSpec
     tokenizer: Tokenizer
-    source: BatchSource
-    held_out: HeldOut | None
+    source: MixtureDataset
+    validation: ValidationRows | None
     objective: Objective | None
-    going: Going
+    resume_options: ResumeOptions
     changes: list[str] = field(default_factory=list)
-    """What of the configuration has changed since the run was last started."""
 
     @property
-    def checkpoints(self) -> Place:
-        return checkpoints_of(self.folder, self.config)
+    def checkpoints(self) -> CheckpointPath:
+        return checkpoints_path(self.folder, self.config)
 
     @property
-    def data_receipt(self) -> list[str]:
-        """What the training data is: checksums of its shards, source by source."""
-        splits = [each.dataset.manifest.train for each in self.source.sources]
-        return [shard.bin_xxh3 for split in splits for shard in (*split.shards, *split.beside)]
+    def data_checksums(self) -> list[str]:
+        """Checksums of the shards of the training data, source by source."""
+        splits = [source.dataset.manifest.train for source in self.source.sources]
+        return [shard.bin_xxh3 for split in splits for shard in (*split.shards, *split.sidecars)]
 
 
-def open_run(config: RunConfig, going: Going | None = None) -> Run:
-    """Open tokenizer and data set, build the spec, and check that they fit each other and the run's folder.
+def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> Run:
+    """Open tokenizer and data sets, build the spec, and check that they fit each other and the run's folder.
 
     Raises:
         JinguError: something is missing, or two things do not belong together.
     """
-    folder = Path(config.runs) / config.name
-    going = going or Going()
-    changes = _changes(folder, config, going.allow)
+    folder = Path(config.runs_dir) / config.name
+    resume_options = resume_options or ResumeOptions()
+    # A run that has started before may not become another run.
+    changes = _check_changes(folder, config, resume_options.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
-    spec = trained_spec(spec_of_run(config, folder, tokenizer), config)
-    check_groups(config.optimizer, parameter_shapes(spec).keys())
-    check_moments(config)
-    if config.train.noise and spec.encoder_layers is not None:
+    spec = apply_tuning(build_run_spec(config, folder, tokenizer), config)
+    # Settings that depend on the model.
+    check_param_groups(config.optimizer, parameter_shapes(spec).keys())
+    check_state_dtype(config)
+    _check_train_settings(config, spec)
+    _check_sample_prompts(config, spec, tokenizer)
+    objective = _build_objective(config, spec, source, tokenizer)
+    paths = [source.dataset.path for source in source.sources]
+    validation = open_validation(config, spec, paths, objective)
+    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes)
+    _check_checkpoints(run)
+    return run
+
+
+def _build_objective(
+    config: RunConfig, spec: ModelSpec, source: MixtureDataset, tokenizer: Tokenizer
+) -> Objective | None:
+    """Build the objective. Raise JinguError if it is one for an encoder and the model has none, or the reverse."""
+    settings = config.data.objective
+    needs_encoder = isinstance(settings, ENCODER_OBJECTIVES)
+    has_encoder = spec.num_encoder_layers is not None
+    if needs_encoder and not has_encoder:
         raise JinguError(
-            f"noise is put on the tokens that a decoder reads, and {spec.family} has an encoder.",
-            where="train.noise",
+            f"the objective {settings.type} needs an encoder, and {spec.family} has none.",
+            where="data.objective.type",
+            fix="Set it to causal, or choose a model.family with an encoder (t5).",
+        )
+    if has_encoder and not needs_encoder:
+        raise JinguError(
+            f"{spec.family} has an encoder, for which the objective {settings.type} has no input.",
+            where="data.objective.type",
+            fix="Set it to span_corruption, or choose a model.family without an encoder (llama).",
+        )
+    return build_objective(config, source, tokenizer)
+
+
+def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> list[str]:
+    """Return the settings that have changed since the last start of the run.
+
+    Raises:
+        JinguError: a setting has changed that makes it another run, and `allow` does not name it.
+    """
+    stored = folder / "config.yaml"
+    if not stored.exists():
+        return []
+    previous = load_stored_config(stored)
+    breaking = breaking_changes(previous, config, allow)
+    if breaking:
+        options = " ".join(f"--allow {change.partition(':')[0]}" for change in breaking)
+        raise JinguError(
+            f"this run was started with another configuration: {'; '.join(breaking)}.",
+            where=folder,
+            fix="To resume it would mix two runs. Choose another name (name=...), delete the folder to start over, or, "
+            f"if the change is intended, resume with {options}.",
+        )
+    return list(changed_settings(previous, config).values())
+
+
+def _check_train_settings(config: RunConfig, spec: ModelSpec) -> None:
+    if config.train.neftune_alpha and spec.num_encoder_layers is not None:
+        raise JinguError(
+            f"embedding noise supports only decoders, and {spec.family} has an encoder.",
+            where="train.neftune_alpha",
             fix="Set it to 0.",
         )
-    held_out = _held_out(config, spec, [each.dataset.path for each in source.sources])
-    objective = _objective(config, spec, source, tokenizer)
-    _check_prompts(config, spec, tokenizer)
     if config.train.tensorboard and find_spec("tensorboard") is None:
         raise JinguError(
             "train.tensorboard is on, but the tensorboard package is not installed.",
             fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
         )
-    held_out = held_out and replace(held_out, objective=objective)
-    run = Run(config, folder, spec, tokenizer, source, held_out, objective, going, changes)
-    _check_checkpoints(run)
-    return run
 
 
-def _objective(config: RunConfig, spec: ModelSpec, source: BatchSource, tokenizer: Tokenizer) -> Objective | None:
-    """What the text is made into; None: it is trained on as it is. JinguError where the model cannot be."""
-    settings = config.data.objective
-    reads = isinstance(settings, FOR_ENCODERS)
-    if reads != (spec.encoder_layers is not None):
-        raise JinguError(
-            f"{spec.family} has {'no' if reads else 'an'} encoder, and {settings.type} gives "
-            f"{'it a' if reads else 'that no'} source to read.",
-            where="data.objective.type",
-            fix=f"Set it to {'causal' if reads else 'span_corruption'}, or choose a model.family "
-            f"{'with' if reads else 'without'} an encoder ({'t5' if reads else 'llama'}).",
-        )
-    return plan_objective(config, source, tokenizer)
-
-
-def _held_out(config: RunConfig, spec: ModelSpec, places: Sequence[Path]) -> HeldOut | None:
-    """What evaluations read, of all data sets. JinguError where it does not fill one row of an encoder."""
-    if not (config.evaluation.every and config.data.held_out):
-        return None
-    text, length, rows = joined([open_dataset(at, "held_out") for at in places]), config.batch.sequence_length, None
-    if isinstance(settings := config.data.objective, SupervisedSettings):
-        rows = join_rows([open_supervised(at, "held_out", settings, config.batch, config.seed) for at in places])
-    if spec.encoder_layers is not None and text.tokens < length:
-        raise JinguError(
-            f"the data set holds {text.tokens:,} tokens out, which do not fill one sequence of {length:,}.",
-            where=config.data.path,
-            fix="Build it with a larger data.held_out, set batch.sequence_length lower, or evaluation.every to 0.",
-        )
-    return HeldOut(text, length, config.data.keeps_apart, rows, spec)
-
-
-def _changes(folder: Path, config: RunConfig, allowed: Collection[str]) -> list[str]:
-    """What has changed since the run was last started. Raises JinguError for what must not, unless it is allowed."""
-    stored = folder / "config.yaml"
-    if not stored.exists():
-        return []
-    before = load_config(stored, [])
-    harmful = harmful_differences(before, config, allowed)
-    if harmful:
-        keys = " ".join(f"--allow {text.partition(':')[0]}" for text in harmful)
-        raise JinguError(
-            f"this run was started with another configuration: {'; '.join(harmful)}.",
-            where=folder,
-            fix="Going on would mix two runs. Choose another name (name=...), delete the folder to start over, or, "
-            f"where that is what you want, go on with {keys}.",
-        )
-    return list(differences(before, config).values())
-
-
-def _check_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+def _check_sample_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     settings = config.evaluation
-    for number, prompt in enumerate(settings.prompts if settings.every else []):
+    if not settings.every:
+        return
+    for number, prompt in enumerate(settings.sample_prompts):
         size = len(encode_prompt(spec, tokenizer, prompt)) or 1
-        if settings.prompt_tokens > room_after(spec, size):
+        if settings.max_new_tokens > max_new_tokens(spec, size):
             raise JinguError(
-                f"the prompt has {size} tokens and {settings.prompt_tokens} more (evaluation.prompt_tokens) follow, "
-                f"but the model's context is {spec.context} tokens.",
-                where=f"evaluation.prompts[{number}]",
-                fix="Shorten the prompt, lower evaluation.prompt_tokens, or raise model.context.",
+                f"the prompt has {size} tokens and {settings.max_new_tokens} more (evaluation.max_new_tokens) follow, "
+                f"but the model's context is {spec.max_position_embeddings} tokens.",
+                where=f"evaluation.sample_prompts[{number}]",
+                fix="Shorten the prompt, lower evaluation.max_new_tokens, or raise model.max_position_embeddings.",
             )
 
 
 def _check_checkpoints(run: Run) -> None:
-    """What the run has already been trained with must be what it goes on with."""
+    """Raise JinguError if the run may not resume from its newest checkpoint, or was trained on another data set."""
     steps = complete_steps(run.checkpoints)
     if steps and run.config.checkpoint.resume == "never":
         raise JinguError(
             f"the run has a checkpoint at step {steps[-1]}, and checkpoint.resume is never.",
             where=run.folder,
-            fix="Set checkpoint.resume=auto to go on, or choose another name (name=...).",
+            fix="Set checkpoint.resume=auto to resume from it, or choose another name (name=...).",
         )
     for step in reversed(steps):
         try:
             state = read_state(step_folder(run.checkpoints, step))
         except CheckpointError:
-            continue  # a damaged one is passed over when the run resumes
-        if state["data"] != run.data_receipt and not run.going.other_samples:
+            continue  # a damaged checkpoint is skipped when the run resumes
+        if state["data"] != run.data_checksums and not run.resume_options.allows_other_samples:
+            paths = ", ".join(str(source.dataset.path) for source in run.source.sources)
             raise JinguError(
-                f"the run was trained until step {step} on another data set than the one in "
-                f"{', '.join(str(each.dataset.path) for each in run.source.sources)}.",
+                f"the run was trained until step {step} on another data set than the one in {paths}.",
                 where=run.folder,
-                fix="Put that data set back, start a new run (name=...), or go on all the same with --allow data.",
+                fix="Restore that data set, start a new run (name=...), or resume on this one with --allow data.",
             )
         return
 
 
 @contextmanager
-def held(run: Run) -> Iterator[None]:
-    """Make the run's folder and keep other processes from training the same run, while inside.
+def lock_run(run: Run) -> Iterator[None]:
+    """Create the run's folder, and keep other processes from training the same run while inside.
 
     Raises:
-        JinguError: the folder cannot be made, or another process trains the run.
+        JinguError: the folder cannot be created, or another process trains the run.
     """
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         if isinstance(run.checkpoints, Path):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(error, run.folder) from error
+        raise run_write_error(error, run.folder) from error
     fix = "Wait for it, stop it, or choose another name (name=...)."
-    with files.locked(run.folder, "another process is training this run now.", fix):
+    with files.lock_folder(run.folder, "another process is training this run now.", fix):
         yield
 
 
-def write_run(run: Run) -> None:
-    """Write what belongs to the whole run into its folder: configuration, spec, tokenizer.
+def write_run_files(run: Run) -> None:
+    """Write configuration, spec and tokenizer into the run's folder.
 
     Raises:
         JinguError: the folder cannot be written.
     """
     try:
-        replace_text(run.folder / "config.yaml", dump_yaml(run.config))
-        replace_text(run.folder / "model.json", run.spec.to_json())
+        write_text_atomically(run.folder / "config.yaml", dump_yaml(run.config))
+        write_text_atomically(run.folder / "model.json", run.spec.to_json())
         _copy_tokenizer(run)
     except OSError as error:
-        raise cannot_write(error, run.folder) from error
+        raise run_write_error(error, run.folder) from error
 
 
 def _copy_tokenizer(run: Run) -> None:
-    tokenizer = run.folder / "tokenizer"
-    if tokenizer.exists() and Tokenizer.load(tokenizer).fingerprint() == run.tokenizer.fingerprint():
+    folder = run.folder / "tokenizer"
+    if folder.exists() and Tokenizer.load(folder).fingerprint() == run.tokenizer.fingerprint():
         return
-    with new_folder(tokenizer) as partial:
+    with create_folder_atomically(folder) as partial:
         run.tokenizer.save(partial)
-        shutil.rmtree(tokenizer, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def cannot_write(error: OSError, where: Path) -> JinguError:
-    """The words for a run's file or folder that cannot be written."""
-    return files.cannot_write(error, Path(error.filename or where), "choose another folder for runs (runs=...)")
+def run_write_error(error: OSError, where: Path) -> JinguError:
+    """Return the error for a file of the run that cannot be written."""
+    return files.write_error(error, Path(error.filename or where), "choose another folder for runs (runs_dir=...)")

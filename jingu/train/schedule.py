@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step."""
+"""The learning rate, a pure function of the step."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ import math
 from jingu.config.sections.train import (
     ConstantSettings,
     ExponentialSettings,
+    InverseSqrtSettings,
     LinearSettings,
-    NoamSettings,
     Schedule,
-    WarmupStableDecaySettings,
-    in_steps,
+    WsdSettings,
+    resolve_steps,
 )
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> float:
-    """Rate used by step `step` (counted from 0) of a run of `steps`.
+    """Return the learning rate of a step (counted from 0) of a run of `steps`.
 
-    Warm-up is a straight line that reaches the peak at its last step; the shape covers the rest and arrives at its
-    lowest value at the run's last step. Once warmed up, the rate never falls below `schedule.minimum`.
+    Warm-up is linear and reaches the peak at its last step. The decay covers the rest, and arrives at its lowest value
+    at the run's last step. After warm-up, the rate never falls below `schedule.min_lr`.
     """
-    warmup = in_steps(schedule.warmup, steps)
+    warmup = resolve_steps(schedule.warmup, steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    done = (step + 1 - warmup) / max(1, steps - warmup)  # in (0, 1]
-    return max(schedule.minimum, _shape(schedule, peak, step, steps, warmup, min(done, 1.0)))
+    progress = (step + 1 - warmup) / max(1, steps - warmup)  # in (0, 1]
+    return max(schedule.min_lr, _decay(schedule, peak, step, steps, warmup, min(progress, 1.0)))
 
 
-def _shape(schedule: Schedule, peak: float, step: int, steps: int, warmup: int, done: float) -> float:
-    fall = peak - min(schedule.minimum, peak)
+def _decay(schedule: Schedule, peak: float, step: int, steps: int, warmup: int, progress: float) -> float:
+    range_ = peak - min(schedule.min_lr, peak)
     if isinstance(schedule, ConstantSettings):
         return peak
     if isinstance(schedule, LinearSettings):
-        return peak - fall * done
-    if isinstance(schedule, NoamSettings):
+        return peak - range_ * progress
+    if isinstance(schedule, InverseSqrtSettings):
         return peak * math.sqrt(max(1, warmup) / (step + 1))
     if isinstance(schedule, ExponentialSettings):
-        return peak * schedule.decay**done
-    if isinstance(schedule, WarmupStableDecaySettings):
-        decay = in_steps(schedule.decay, steps)
-        left = (steps - step - 1) / max(1, decay)
-        return peak - fall * (1.0 - min(1.0, left))
-    return peak - fall * 0.5 * (1.0 - math.cos(math.pi * done))
+        return peak * schedule.decay**progress
+    if isinstance(schedule, WsdSettings):
+        # Warmup-stable-decay: constant, then linear over the last steps.
+        decay_steps = resolve_steps(schedule.decay, steps)
+        remaining = (steps - step - 1) / max(1, decay_steps)
+        return peak - range_ * (1.0 - min(1.0, remaining))
+    return peak - range_ * 0.5 * (1.0 - math.cos(math.pi * progress))

@@ -1,7 +1,7 @@
-"""Fingerprints of what every module gives in the first step, to compare layouts with.
+"""Fingerprints of every module's output in the first step, to compare layouts with.
 
-A fingerprint of a token's features is a few fixed sums of them: small, and where ranks share the features, or each
-has computed a part of a sum, the fingerprints add up to that of the whole.
+The fingerprint of a token is a few fixed weighted sums of its features. It is small; and where ranks share the
+features, or each has computed one summand of them, the fingerprints of the ranks add up to that of the whole.
 
 Shapes: B rows, T tokens, F features, P sums.
 """
@@ -19,169 +19,191 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from jingu.model.sharding import styled
+from jingu.compat.torch import in_backward, without_dispatch_modes
+from jingu.model.sharding_table import iterate_styles
 from jingu.parallel.mesh import data_rank
-from jingu.parallel.pipeline import stages_of
-from jingu.parallel.sharing import sharing_of
+from jingu.parallel.pipeline import ParallelModel
 
-SUMS = 4
-AXES = ("context", "tensor")
-"""Mesh axes whose ranks see the same rows, and may share tokens or features."""
+_FREQUENCIES = (1.0, 2**0.5, 3**0.5, 5**0.5)
+NUM_SUMS = len(_FREQUENCIES)
+# Mesh axes whose ranks see the same rows, and may share tokens or features.
+TOKEN_AXES = ("context", "tensor")
 
 
 class Trace:
-    """Notes outputs of a rank's modules until it has seen its rows of one step, and writes them at the end."""
+    """Records outputs of a rank's modules until it has seen its rows of one step, and writes them at the end.
+
+    Args:
+        folder: where every rank writes a file.
+        rows: rows of a step on this rank.
+    """
 
     def __init__(self, folder: Path, rank: int, rows: int) -> None:
         self._file = folder / f"rank-{rank:05d}.safetensors"
         self._rows = rows
-        self._found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._records: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._features: dict[str, int] = {}
         self._summands: set[str] = set()
-        self._place: dict[str, Any] = {}
+        self._position: dict[str, Any] = {}
 
-    def attach(self, model: nn.Module) -> None:
-        """Begin to listen to the modules of a model, or of the stages of one that this rank has."""
-        mesh = sharing_of(model).mesh
-        axes = {axis: (mesh.get_local_rank(axis), mesh[axis].size()) for axis in AXES}
-        self._place = {"first_row": data_rank(mesh) * self._rows, "axes": axes}
-        for part in stages_of(model):
-            if axes["tensor"][1] > 1:
-                # Of a matrix whose inputs are divided each rank computes one summand, added up outside of the module.
-                self._summands |= {name for name, _, style in styled(part) if style in ("row", "from_heads")}
-            for name, module in part.named_modules():
+    def attach(self, model: ParallelModel) -> None:
+        """Register a hook on every module of this rank's stages."""
+        mesh = model.sharding.mesh
+        axes = {axis: (mesh.get_local_rank(axis), mesh[axis].size()) for axis in TOKEN_AXES}
+        tensor_rank, tensor_ranks = axes["tensor"]
+        self._position = {"first_row": data_rank(mesh) * self._rows, "axes": axes}
+        for stage in model.stages:
+            if tensor_ranks > 1:
+                # A matrix whose inputs are divided computes one summand on each rank; the sum comes after the module.
+                styles = iterate_styles(stage)
+                self._summands |= {name for name, _, style in styles if style in ("row", "from_heads")}
+            for name, module in stage.named_modules():
                 if name and not isinstance(module, nn.ModuleList):
-                    module.register_forward_hook(self._listener(name, axes["tensor"][0]))
+                    module.register_forward_hook(self._hook(name, tensor_rank))
 
-    def _listener(self, name: str, index: int) -> Any:
+    def _hook(self, name: str, tensor_rank: int) -> Any:
         @torch.no_grad()
-        def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # activation checkpointing computes it again, within the backward pass
-            found = output[0] if isinstance(output, tuple) else output
-            if not isinstance(found, Tensor) or found.dim() < 3:
+        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if in_backward():
+                return  # activation checkpointing recomputes the module
+            if isinstance(output, tuple):
+                output = output[0]
+            if not isinstance(output, Tensor) or output.dim() < 3:
                 return
-            notes = self._found.setdefault(name, [])
-            # An embedding that two sides share is asked for both: the first one is followed.
-            another = bool(notes) and notes[0][0].shape[1] != found.shape[1]
-            if another or sum(len(note) for note, _ in notes) >= self._rows:
+            records = self._records.setdefault(name, [])
+            # Encoder and decoder may share an embedding, which is then called for both: only the first is recorded.
+            is_other_side = bool(records) and records[0][0].shape[1] != output.shape[1]
+            if is_other_side or sum(len(whole) for whole, _ in records) >= self._rows:
                 return
-            found_BTF = (found.full_tensor() if isinstance(found, DTensor) else found).flatten(2).double()
-            self._features[name] = features = found_BTF.shape[-1]
-            with _disable_current_modes():  # else selective activation checkpointing keeps these products, too
-                whole, part = (found_BTF @ _sums(features, first, found.device) for first in (0, index * features))
-            notes.append((whole.cpu(), part.cpu()))
+            if isinstance(output, DTensor):
+                output = output.full_tensor()
+            output_BTF = output.flatten(2).double()
+            features = output_BTF.shape[-1]
+            self._features[name] = features
+            # Selective activation checkpointing would save these products, too.
+            with without_dispatch_modes():
+                whole_BTP = output_BTF @ _coefficients(features, 0, output.device)
+                part_BTP = output_BTF @ _coefficients(features, tensor_rank * features, output.device)
+            records.append((whole_BTP.cpu(), part_BTP.cpu()))
 
-        return listen
+        return record
 
     def write(self) -> None:
-        """Write what was found."""
+        """Write all records."""
         tensors = {}
-        for name, notes in self._found.items():
-            tensors[f"{name}/whole"] = torch.cat([whole for whole, _ in notes])
-            tensors[f"{name}/part"] = torch.cat([part for _, part in notes])
+        for name, records in self._records.items():
+            tensors[f"{name}/whole"] = torch.cat([whole_BTP for whole_BTP, _ in records])
+            tensors[f"{name}/part"] = torch.cat([part_BTP for _, part_BTP in records])
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        place = json.dumps({**self._place, "features": self._features, "summands": sorted(self._summands)})
-        save_file(tensors, self._file, {"place": place})
+        header = {**self._position, "features": self._features, "summands": sorted(self._summands)}
+        save_file(tensors, self._file, {"header": json.dumps(header)})
 
 
-def _sums(features: int, first: int, device: torch.device) -> Tensor:
-    """Coefficients [F, P] of the sums for features from `first` on: without a pattern that a mistake could share."""
-    places_F1 = torch.arange(first + 1, first + features + 1, dtype=torch.float64, device=device).unsqueeze(1)
-    return torch.sin(places_F1 * torch.tensor([1.0, 2**0.5, 3**0.5, 5**0.5], dtype=torch.float64, device=device))
+def _coefficients(features: int, first: int, device: torch.device) -> Tensor:
+    """Return the coefficients [F, P] of the sums for features from `first` on; a mistake can hardly share their
+    pattern."""
+    feature_F1 = torch.arange(first + 1, first + features + 1, dtype=torch.float64, device=device).unsqueeze(1)
+    return torch.sin(feature_F1 * torch.tensor(_FREQUENCIES, dtype=torch.float64, device=device))
 
 
 @dataclass(frozen=True)
-class Noted:
-    """What one rank noted of a module."""
+class ModuleTrace:
+    """What one rank recorded of a module.
+
+    Attributes:
+        first_row: the rank's first row in the global batch.
+        axes: position and size of the rank on the axes that share tokens or features.
+        features: number of features on this rank.
+        is_summand: whether the ranks of `tensor` hold summands of the output.
+        whole_BTP: fingerprints, with features counted from 0.
+        part_BTP: fingerprints, with features counted from where this rank stands on the axis `tensor`.
+    """
 
     first_row: int
     axes: dict[str, tuple[int, int]]
     features: int
-    summand: bool
-    """Whether the ranks of `tensor` hold summands of the output."""
-    whole: Tensor
-    """Fingerprints [B, T, P], the features counted from the first one on."""
-    part: Tensor
-    """The same, counted from where this rank stands on the axis `tensor`."""
+    is_summand: bool
+    whole_BTP: Tensor  # noqa: N815
+    part_BTP: Tensor  # noqa: N815
 
 
-def read_traces(folder: Path) -> dict[str, list[Noted]]:
-    """By module, in the order in which modules gave their outputs on the ranks, the first rank's modules first."""
-    modules: dict[str, list[Noted]] = {}
+def read_traces(folder: Path) -> dict[str, list[ModuleTrace]]:
+    """Return the traces of all ranks by module, in the order in which the modules ran, the first rank's first."""
+    traces: dict[str, list[ModuleTrace]] = {}
     for path in sorted(folder.glob("rank-*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            place = json.loads(file.metadata()["place"])
-            axes = {axis: tuple(pair) for axis, pair in place["axes"].items()}
-            for name, features in place["features"].items():
-                noted = (file.get_tensor(f"{name}/{kind}") for kind in ("whole", "part"))
-                modules.setdefault(name, []).append(
-                    Noted(place["first_row"], axes, features, name in place["summands"], *noted)
-                )
-    return modules
+            header = json.loads(file.metadata()["header"])
+            axes = {axis: tuple(pair) for axis, pair in header["axes"].items()}
+            for name, features in header["features"].items():
+                tensors = [file.get_tensor(f"{name}/{kind}") for kind in ("whole", "part")]
+                trace = ModuleTrace(header["first_row"], axes, features, name in header["summands"], *tensors)
+                traces.setdefault(name, []).append(trace)
+    return traces
 
 
-def differences(first: Sequence[Noted], second: Sequence[Noted]) -> float | None:
-    """Largest difference of a module's outputs in two layouts, as a share of the largest fingerprint; every copy
-    that ranks hold is compared.
+def max_difference(first: Sequence[ModuleTrace], second: Sequence[ModuleTrace]) -> float | None:
+    """Return the largest difference of a module's outputs in two layouts, as a share of the largest fingerprint. Every
+    copy that ranks hold is compared.
 
     Returns:
-        None where the two cannot be laid over one another.
+        None if the shapes of the two do not say how they lie over one another.
     """
-    features = max(noted.features for noted in (*first, *second))
-    tokens = max(noted.whole.shape[1] for noted in (*first, *second))
-    placed = [list(_placed(side, features, tokens)) for side in (first, second)]
-    if not all(placed):
+    features = max(trace.features for trace in (*first, *second))
+    tokens = max(trace.whole_BTP.shape[1] for trace in (*first, *second))
+    first_blocks = list(_global_blocks(first, features, tokens))
+    second_blocks = list(_global_blocks(second, features, tokens))
+    if not first_blocks or not second_blocks:
         return None
-    rows = max(row + len(values) for row, _, values in placed[0])
-    whole_BTP = torch.full((rows, tokens, SUMS), torch.nan, dtype=torch.float64)
-    for row, token, values in placed[0]:
-        whole_BTP[row : row + values.shape[0], token : token + values.shape[1]] = values
+    # Put the first side together, then compare each block of the second with it.
+    rows = max(row + len(block_BTP) for row, _, block_BTP in first_blocks)
+    whole_BTP = torch.full((rows, tokens, NUM_SUMS), torch.nan, dtype=torch.float64)
+    for row, token, block_BTP in first_blocks:
+        whole_BTP[row : row + block_BTP.shape[0], token : token + block_BTP.shape[1]] = block_BTP
     largest = 0.0
-    for row, token, values in placed[1]:
-        if not values.numel():
-            continue
-        apart = (whole_BTP[row : row + values.shape[0], token : token + values.shape[1]] - values).abs().max()
-        largest = max(largest, float(apart.nan_to_num(torch.inf)))
+    for row, token, block_BTP in second_blocks:
+        if block_BTP.numel():
+            expected_BTP = whole_BTP[row : row + block_BTP.shape[0], token : token + block_BTP.shape[1]]
+            difference = (expected_BTP - block_BTP).abs().max().nan_to_num(torch.inf)
+            largest = max(largest, float(difference))
     return largest / max(float(whole_BTP.abs().max()), 1e-300)
 
 
-def _placed(side: Sequence[Noted], features: int, tokens: int) -> Iterator[tuple[int, int, Tensor]]:
-    """First row, first token and fingerprints of the whole features, of every block that the ranks have noted."""
-    shared: dict[tuple[int, int, int], list[Tensor]] = {}
-    for noted in side:
-        token, kept = _tokens(noted, tokens)
-        if token is None:
+def _global_blocks(traces: Sequence[ModuleTrace], features: int, tokens: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield first row, first token and fingerprints of the whole features, of every block that ranks hold."""
+    # Fingerprints that add up to one block, by first row, first token and rank on `context`.
+    summands: dict[tuple[int, int, int], list[Tensor]] = {}
+    for trace in traces:
+        first_token, count = _token_range(trace, tokens)
+        if first_token is None:
             return
-        parts = shared.setdefault((noted.first_row, token, noted.axes["context"][0]), [])
-        if noted.summand:
-            parts.append(noted.whole[:, :kept])
-        elif noted.features == features:
-            yield noted.first_row, token, noted.whole[:, :kept]
-        elif noted.features * noted.axes["tensor"][1] == features:
-            parts.append(noted.part[:, :kept])
-    for row, token, context in [place for place, parts in shared.items() if parts]:
-        parts = shared[row, token, context]
+        key = (trace.first_row, first_token, trace.axes["context"][0])
+        if trace.is_summand:
+            summands.setdefault(key, []).append(trace.whole_BTP[:, :count])
+        elif trace.features == features:
+            yield trace.first_row, first_token, trace.whole_BTP[:, :count]
+        elif trace.features * trace.axes["tensor"][1] == features:
+            summands.setdefault(key, []).append(trace.part_BTP[:, :count])
+    for (row, token, _), parts in summands.items():
         yield row, token, torch.stack(parts).sum(0)
 
 
-def _tokens(noted: Noted, tokens: int) -> tuple[int | None, int]:
-    """Where the tokens of a block begin in the row and how many they are, without those that only fill it up.
+def _token_range(trace: ModuleTrace, tokens: int) -> tuple[int | None, int]:
+    """Return the first token of a rank's block within the row, and the number of its tokens that are no padding.
 
-    A row is filled up to divide over the ranks of `context` and `tensor`; then it is cut over `context`, and where
-    tokens are treated one by one further over `tensor`.
+    A row is padded to divide over the ranks of `context` and `tensor`. It is split over `context`, and where tokens are
+    independent of one another further over `tensor`.
     """
-    held = noted.whole.shape[1]
-    if held == tokens:
+    size = trace.whole_BTP.shape[1]
+    if size == tokens:
         return 0, tokens
-    (context, contexts), (tensor, tensors) = noted.axes["context"], noted.axes["tensor"]
+    context, contexts = trace.axes["context"]
+    tensor, tensors = trace.axes["tensor"]
     per_rank = -(-tokens // (contexts * tensors))
-    if held == per_rank:
-        begin = (context * tensors + tensor) * per_rank
-    elif held == per_rank * tensors:
-        begin = context * held
+    if size == per_rank:
+        first = (context * tensors + tensor) * per_rank
+    elif size == per_rank * tensors:
+        first = context * size
     else:
         return None, 0
-    return begin, max(0, min(held, tokens - begin))
+    return first, max(0, min(size, tokens - first))

@@ -1,4 +1,4 @@
-"""`jingu tune prepare`: rows of instruction data to ids and their weights, once, before any rank starts."""
+"""`jingu tune prepare`: tokenize rows of instruction data once, before any rank starts."""
 
 from __future__ import annotations
 
@@ -10,240 +10,269 @@ from pathlib import Path
 
 import numpy as np
 
+from jingu.chat.messages import ConversationError, Row
+from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.tokenization import TokenizedRow, tokenize_row
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.build import NOT_OF_THE_BUILD, Work, already_made, hash_of, load_once, make
-from jingu.data.indexed import best_dtype
-from jingu.data.supervised import NOT_MADE, open_supervised
-from jingu.data.writing import Encode, Encoded
-from jingu.errors import JinguError, counted
-from jingu.runtime.devices import usable_cores
-from jingu.text.corpus import checked_corpora, describe_files, find_files, plan_units
-from jingu.text.readers import Span, Tally
+from jingu.data import build
+from jingu.data.indexed_dataset import best_dtype
+from jingu.data.shard_writer import EncodedDocuments, UnitEncoder
+from jingu.data.supervised import BATCHING_SETTINGS, open_supervised
+from jingu.errors import JinguError, pluralize
+from jingu.runtime.gpus import num_usable_cores
+from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
+from jingu.text.document_reader import ReadCounts, Span
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.rows import BadRow, Row, RowError, bad_row, read_rows, rows_before, stop_at
-from jingu.tune.supervise import Supervised, supervise
-from jingu.tune.templates import Template, find_template
+from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows
 
 Unit = tuple[Span, ...]
-UNITS_A_WORKER = 2
-"""Processes start only where there is work for them: each takes seconds to begin."""
-READ, CUT, DIVIDED, KEPT, TOKENS, TRAINED, UNENDED = (
-    *("read: ", "cut", "divided", "made", "tokens", "trained tokens"),
-    "without an end",
-)
-LEFT_OUT = "left out: "
-"""How counts of a tally begin; a kind of row or a reason follows."""
+
+# Starting a process takes seconds, so each must have several units to work on.
+MIN_UNITS_PER_WORKER = 2
+
+# Keys of `ReadCounts.rows`. After the prefixes follows the form of a row, or the reason to drop it.
+READ_PREFIX = "read: "
+DROPPED_PREFIX = "dropped: "
+TOKENIZED = "tokenized"
+TOKENS = "tokens"
+TRAINED_TOKENS = "trained tokens"
+TRUNCATED = "truncated"
+SPLIT = "split"
+WITHOUT_END = "without an end token"
 
 
 @dataclass(frozen=True)
-class Maker:
-    """How rows become ids."""
+class RowTokenizer:
+    """Turns the rows of one corpus into token ids.
+
+    Attributes:
+        max_length: token ids that a row may have.
+    """
 
     data: DataSettings
+    objective: SupervisedSettings
     tokenizer: Tokenizer
-    template: Template
-    length: int
-    """Ids that a row may have."""
+    template: ChatTemplate
+    max_length: int
 
-    @property
-    def objective(self) -> SupervisedSettings:
-        found = self.data.objective
-        assert isinstance(found, SupervisedSettings)
-        return found
+    def tokenize_span(self, span: Span, counts: ReadCounts) -> Iterator[tuple[int, TokenizedRow]]:
+        """Yield the rows of a span to train on, each with its number in the span (from 1), and count all others.
 
-    def rows(self, span: Span, tally: Tally) -> Iterator[tuple[int, Supervised]]:
-        """The rows of a span that are trained on, each with its number there (from 1); what becomes of the others is
-        counted. Raises JinguError."""
+        Raises:
+            JinguError: a row cannot be used and `data.on_error` is `stop`.
+        """
 
-        def bad(found: BadRow) -> None:
+        def handle(bad: BadRow) -> None:
             if self.data.on_error == "stop":
-                stop_at(found)
-            tally.skipped.append(f"{found.file}: {found}")
+                raise_bad_row(bad)
+            counts.skipped.append(f"{bad.file}: {bad}")
 
-        special, before = set(self.tokenizer.special_tokens.values()), cache(partial(rows_before, span))
-        for number, row in read_rows(span, bad):
-            tally.count(f"{READ}{row.kind}")
+        special_ids = set(self.tokenizer.special_tokens.values())
+        rows_before = cache(partial(count_rows_before, span))
+        for number, row in read_rows(span, handle):
+            counts.count(f"{READ_PREFIX}{row.kind}")
             try:
-                made = self._fitting(row, tally)
-            except RowError as error:
-                bad(bad_row(span.file.path, before() + number, str(error), row))
+                parts = self._fit(row, counts)
+            except ConversationError as error:
+                start = row.messages[0].content if row.messages else row.segments[0][0]
+                handle(BadRow(span.file.path, rows_before() + number, str(error), start))
                 continue
-            for one in made:
-                trained = one.weights[1:].nonzero()[0]
+            for part in parts:
+                # The first token is never predicted.
+                trained = part.weights[1:].nonzero()[0] + 1
                 if not len(trained):
-                    tally.count(f"{LEFT_OUT}without a trained token")
+                    counts.count(f"{DROPPED_PREFIX}without a trained token")
                     continue
-                tally.count(KEPT)
-                tally.count(TOKENS, len(one.ids))
-                tally.count(TRAINED, len(trained))
-                if one.ids[trained[-1] + 1] not in special and len(one.ids) < self.length:  # others may have been cut
-                    tally.count(UNENDED)
-                yield number, one
+                counts.count(TOKENIZED)
+                counts.count(TOKENS, len(part.ids))
+                counts.count(TRAINED_TOKENS, len(trained))
+                # A row of full length may have lost its end token to truncation, which is counted elsewhere.
+                if part.ids[trained[-1]] not in special_ids and len(part.ids) < self.max_length:
+                    counts.count(WITHOUT_END)
+                yield number, part
 
-    def _fitting(self, row: Row, tally: Tally) -> list[Supervised]:
-        """A row as ids that fit; several where it is divided, none where it is left out."""
-        whole = self._supervised(row)
-        if len(whole.ids) <= self.length:
-            return [whole]
-        if self.objective.longer == "drop":
-            tally.count(f"{LEFT_OUT}too long")
+    def _fit(self, row: Row, counts: ReadCounts) -> list[TokenizedRow]:
+        """Tokenize a row so that it fits `max_length`: several rows if it is split, none if it is dropped."""
+        tokenized = self._tokenize(row)
+        if len(tokenized.ids) <= self.max_length:
+            return [tokenized]
+        if self.objective.overflow == "drop":
+            counts.count(f"{DROPPED_PREFIX}too long")
             return []
-        parts = [whole]
-        if self.objective.longer == "split" and row.messages:
-            parts = [self._supervised(part) for part in self._divided(row)]
-            tally.count(DIVIDED, len(parts) > 1)
-        tally.count(CUT, sum(len(part.ids) > self.length for part in parts))
-        return [Supervised(part.kind, part.ids[: self.length], part.weights[: self.length]) for part in parts]
+        parts = [tokenized]
+        if self.objective.overflow == "split" and row.messages:
+            parts = [self._tokenize(part) for part in self._split(row)]
+            counts.count(SPLIT, len(parts) > 1)
+        counts.count(TRUNCATED, sum(len(part.ids) > self.max_length for part in parts))
+        return [TokenizedRow(part.kind, part.ids[: self.max_length], part.weights[: self.max_length]) for part in parts]
 
-    def _supervised(self, row: Row) -> Supervised:
-        return supervise(row, self.template, self.tokenizer, self.objective.train_on)
+    def _tokenize(self, row: Row) -> TokenizedRow:
+        return tokenize_row(row, self.template, self.tokenizer, self.objective.loss_on)
 
-    def _divided(self, row: Row) -> Iterator[Row]:
-        """Conversations of as many rounds as fit, each with the system's message; at least one round each."""
+    def _split(self, row: Row) -> Iterator[Row]:
+        """Yield conversations of as many rounds as fit, but at least one, each with the system message."""
         system = row.messages[:1] if row.messages[0].role == "system" else ()
         rest = row.messages[len(system) :]
         while rest:
             # A round ends before the next question.
-            ends = [n for n in range(1, len(rest)) if rest[n].role == "user"] + [len(rest)]
-            end, *more = ends
-            for longer in more:
-                if len(self._supervised(replace(row, messages=system + rest[:longer])).ids) > self.length:
+            ends = [index for index in range(1, len(rest)) if rest[index].role == "user"]
+            end, *longer_ends = [*ends, len(rest)]
+            for longer_end in longer_ends:
+                candidate = replace(row, messages=system + rest[:longer_end])
+                if len(self._tokenize(candidate).ids) > self.max_length:
                     break
-                end = longer
+                end = longer_end
             yield replace(row, messages=system + rest[:end])
             rest = rest[end:]
 
 
-def told(tally: Tally, *, drops: bool) -> list[str]:
-    """What became of the rows, for people."""
-    copies = tally.copies
-
-    def several(start: str) -> str:
-        found = {what.removeprefix(start): n for what, n in tally.rows.items() if what.startswith(start)}
-        if start == LEFT_OUT:
-            more = {"bad": len(tally.skipped), "copies": copies if drops else 0}
-            found |= {what: n for what, n in more.items() if n}
-        return ", ".join(f"{n:,} {what}" for what, n in sorted(found.items(), key=lambda item: -item[1])) or "none"
-
-    count = {what: tally.rows.get(what, 0) for what in (KEPT, TOKENS, TRAINED, CUT, DIVIDED, UNENDED)}
-    cut = f"{count[CUT]:,} cut" + (", which teach no end" if count[CUT] else "")
-    lines = [
-        f"rows: {several(READ)}",
-        f"made: {count[KEPT]:,} of {count[TOKENS]:,} tokens, {count[TRAINED]:,} of them trained "
-        f"({count[TRAINED] / max(count[TOKENS], 1):.0%})",
-        f"too long: {count[DIVIDED]:,} divided, {cut}",
-        f"left out: {several(LEFT_OUT)}",
-    ]
-    if copies and not drops:
-        lines.append(f"warning: {copies:,} are copies of earlier ones (data.duplicates=drop leaves them out)")
-    if count[UNENDED]:
-        lines.append(
-            f"warning: in {count[UNENDED]:,} the last trained token is no special one, so that no end is learned"
-        )
-    return lines
+def build_row_tokenizer(data: DataSettings, tokenizer: Tokenizer, max_length: int) -> RowTokenizer:
+    """Return a row tokenizer with the template that the settings name. Raises JinguError."""
+    objective = data.objective
+    assert isinstance(objective, SupervisedSettings)
+    template = load_template(objective.template, tokenizer, parse_special_tokens=objective.parse_special_tokens)
+    return RowTokenizer(data, objective, tokenizer, template, max_length)
 
 
-def units_of(data: DataSettings) -> list[Unit]:
-    """Units of work of a corpus of rows. Raises JinguError where there are other files."""
-    files = find_files(data)
-    for file in files:
-        if file.kind not in ("lines", "json"):
-            fix = "Name .json and .jsonl files in data.input."
-            raise JinguError("rows are read from JSON, as a list or a row a line.", where=file.path, fix=fix)
-    # Each part of a list is so much of its rows.
-    return plan_units([replace(file, splits=file.splits or file.kind == "json") for file in files])
+def row_tokenizers(config: RunConfig) -> Iterator[RowTokenizer]:
+    """Yield the row tokenizer of each corpus of the run.
 
-
-def makers(config: RunConfig) -> Iterator[Maker]:
-    """For each corpus of the run, how its rows become ids. Raises JinguError."""
+    Raises:
+        JinguError: the run's data is not supervised, or a template cannot be loaded.
+    """
     objective = config.data.objective
     if not isinstance(objective, SupervisedSettings):
         raise JinguError(
-            f"the run's data is for {objective.type}, and only supervised data is made of rows.",
+            f"rows are only for supervised data, but this run's objective is {objective.type}.",
             where="data.objective.type",
             fix="Set it to supervised.",
         )
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    for source in checked_corpora(config.data):
+    for source in validate_sources(config.data):
         if source.input or not config.data.sources:
-            yield make_maker(config.data.of(source), tokenizer, config.batch.sequence_length + 1)
+            # One id more than a sequence has tokens: the last one is only a label.
+            yield build_row_tokenizer(config.data.for_source(source), tokenizer, config.batch.sequence_length + 1)
 
 
-def make_maker(data: DataSettings, tokenizer: Tokenizer, length: int) -> Maker:
-    """A maker with the template that the settings choose. Raises JinguError."""
-    assert isinstance(data.objective, SupervisedSettings)
-    template = find_template(data.objective.template, tokenizer, obey_special=data.objective.obey_special)
-    return Maker(data, tokenizer, template, length)
+def plan_row_units(data: DataSettings) -> list[Unit]:
+    """Divide a corpus of rows into units of work. Raises JinguError if it has files that cannot hold rows."""
+    files = find_files(data)
+    for file in files:
+        if file.kind not in ("lines", "json"):
+            raise JinguError(
+                "rows are read from JSON Lines, or from JSON that holds a list.",
+                where=file.path,
+                fix="Name .json and .jsonl files in data.input.",
+            )
+    # A JSON list can be divided as well: each part of the file stands for as large a part of its rows.
+    return plan_units([replace(file, splits=file.splits or file.kind == "json") for file in files])
 
 
 def prepare(config: RunConfig) -> None:
-    """Prepare the data set of each corpus of the run in its `path`, unless the very same is there already."""
-    for maker in makers(config):
-        data, path = maker.data, Path(maker.data.path)
-        settings = data.model_dump(mode="json", exclude=NOT_OF_THE_BUILD)
+    """Prepare the data set of each corpus of the run in its `path`, unless the same data set is already there."""
+    for rows in row_tokenizers(config):
+        path = Path(rows.data.path)
+        settings = rows.data.model_dump(mode="json", exclude=build.CONTENT_NEUTRAL_SETTINGS)
         settings |= {
-            "objective": maker.objective.model_dump(mode="json", exclude=NOT_MADE),
-            "corpus": describe_files(find_files(data)),
-            "tokenizer": maker.tokenizer.fingerprint(),
+            "objective": rows.objective.model_dump(mode="json", exclude=BATCHING_SETTINGS),
+            "corpus": describe_files(find_files(rows.data)),
+            "tokenizer": rows.tokenizer.fingerprint(),
             "sequence_length": config.batch.sequence_length,
         }
-        if not already_made(path, settings):
-            _prepare(config, maker, settings)
+        if not build.is_already_built(path, settings):
+            _build(config, rows, settings)
 
 
-def _prepare(config: RunConfig, maker: Maker, settings: dict[str, object]) -> None:
-    data, path = maker.data, Path(maker.data.path)
-    encode, units, workers = encoder(config, maker)
+def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -> None:
+    """Build the data set of one corpus, and print what became of its rows."""
+    path = Path(rows.data.path)
+    encode, units, workers = plan_encoding(config, rows)
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
-    began = time.monotonic()
-    manifest, tally = make(Work(data, maker.tokenizer, settings, encode, units, sizes, workers))
-    print(f"tune: prepared in {path} in {time.monotonic() - began:.1f} s by {counted(workers, 'process')}.")
-    for line in told(tally, drops=data.duplicates == "drop"):
-        print(f"  {line}")
-    length = config.batch.sequence_length
-    sequences = open_supervised(path, "train", maker.objective, config.batch, config.seed)
-    full = (manifest.train.tokens - manifest.train.documents) / (len(sequences) * length)
-    print(
-        f"  train: {counted(manifest.train.documents, 'row')} in {counted(len(sequences), 'sequence')}, {full:.1%} full"
+    start = time.monotonic()
+    manifest, counts = build.run_build(
+        build.BuildJob(rows.data, rows.tokenizer, settings, encode, units, sizes, workers)
     )
-    print(f"  held out: {counted(manifest.held_out.documents, 'row')}")
+    print(f"tune: prepared in {path} in {time.monotonic() - start:.1f} s by {pluralize(workers, 'process')}.")
+    for line in summarize(counts, drops_duplicates=rows.data.duplicates == "drop"):
+        print(f"  {line}")
+    sequences = open_supervised(path, "train", rows.objective, config.batch, config.seed)
+    # Of each row the last id is only a label.
+    tokens = manifest.train.tokens - manifest.train.documents
+    fill = tokens / (len(sequences) * config.batch.sequence_length)
+    documents = pluralize(manifest.train.documents, "row")
+    print(f"  train: {documents} in {pluralize(len(sequences), 'sequence')}, {fill:.1%} full")
+    print(f"  validation: {pluralize(manifest.validation.documents, 'row')}")
 
 
-def encoder(config: RunConfig, maker: Maker) -> tuple[Encode, list[Unit], int]:
-    """What encodes a unit of a corpus; the units; and how many processes should work at them."""
-    data, tokenizer = maker.data, maker.tokenizer
-    units = units_of(data)
-    most = usable_cores() if data.workers == "auto" else data.workers
-    workers = max(1, min(most, len(units) // UNITS_A_WORKER))
-    encode = partial(_encode, Path(config.tokenizer.path), tokenizer.fingerprint(), data, maker.length)
+def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
+    """Return lines that say what became of the rows."""
+
+    def list_counts(prefix: str, more: dict[str, int]) -> str:
+        numbers = {key.removeprefix(prefix): n for key, n in counts.rows.items() if key.startswith(prefix)} | more
+        ranked = sorted(numbers.items(), key=lambda item: -item[1])
+        return ", ".join(f"{number:,} {name}" for name, number in ranked if number) or "none"
+
+    rows = counts.rows.get(TOKENIZED, 0)
+    tokens = counts.rows.get(TOKENS, 0)
+    trained = counts.rows.get(TRAINED_TOKENS, 0)
+    truncated = counts.rows.get(TRUNCATED, 0)
+    endless = counts.rows.get(WITHOUT_END, 0)
+    note = ", which then do not teach where to end" if truncated else ""
+    more = {"bad": len(counts.skipped), "duplicates": counts.copies if drops_duplicates else 0}
+    lines = [
+        f"read: {list_counts(READ_PREFIX, {})}",
+        f"tokenized: {rows:,} with {tokens:,} tokens, {trained:,} of them trained ({trained / max(tokens, 1):.0%})",
+        f"too long: {counts.rows.get(SPLIT, 0):,} split, {truncated:,} truncated{note}",
+        f"dropped: {list_counts(DROPPED_PREFIX, more)}",
+    ]
+    if counts.copies and not drops_duplicates:
+        lines.append(f"warning: {counts.copies:,} are duplicates (data.duplicates=drop removes them)")
+    if endless:
+        lines.append(
+            f"warning: {endless:,} do not end in a special token, so that the model learns no end of an answer"
+        )
+    return lines
+
+
+def plan_encoding(config: RunConfig, rows: RowTokenizer) -> tuple[UnitEncoder, list[Unit], int]:
+    """Return the function that encodes a unit of a corpus, the units, and how many processes should work on them."""
+    units = plan_row_units(rows.data)
+    limit = num_usable_cores() if rows.data.num_workers == "auto" else rows.data.num_workers
+    workers = max(1, min(limit, len(units) // MIN_UNITS_PER_WORKER))
+    tokenizer_path = Path(config.tokenizer.path)
+    encode = partial(_encode_unit, tokenizer_path, rows.tokenizer.fingerprint(), rows.data, rows.max_length)
     return encode, units, workers
 
 
 @lru_cache(maxsize=1)
-def _maker(tokenizer: Path, fingerprint: str, data: str, length: int) -> Maker:
-    """A process's maker, made at its first unit."""
-    return make_maker(DataSettings.model_validate_json(data), load_once(tokenizer, fingerprint), length)
+def _worker_row_tokenizer(tokenizer: Path, fingerprint: str, data: str, max_length: int) -> RowTokenizer:
+    """Return this process's row tokenizer, which its first unit creates."""
+    settings = DataSettings.model_validate_json(data)
+    return build_row_tokenizer(settings, build.load_worker_tokenizer(tokenizer, fingerprint), max_length)
 
 
-def _encode(
-    tokenizer: Path, fingerprint: str, data: DataSettings, length: int, unit: Unit, tally: Tally
-) -> Iterator[Encoded]:
-    """The rows of a unit as ids and weights."""
-    maker = _maker(tokenizer, fingerprint, data.model_dump_json(), length)
-    dtype = best_dtype(maker.tokenizer.vocabulary)
-    ids, weights, hashes = [], [], []
-    rows = (row for span in unit for _, row in maker.rows(span, tally))
-    for row in rows:  # lists of numbers are large, and let go of at once
-        ids.append(np.array(row.ids, dtype))
-        weights.append(row.weights)
-        hashes.append(hash_of(ids[-1].tobytes()))
-    tally.documents = len(ids)
+def _encode_unit(
+    tokenizer: Path, fingerprint: str, data: DataSettings, max_length: int, unit: Unit, counts: ReadCounts
+) -> Iterator[EncodedDocuments]:
+    """Yield the rows of a unit as ids and loss weights."""
+    rows = _worker_row_tokenizer(tokenizer, fingerprint, data.model_dump_json(), max_length)
+    dtype = best_dtype(rows.tokenizer.vocab_size)
+    ids = []
+    weights = []
+    hashes = []
+    for span in unit:
+        for _, row in rows.tokenize_span(span, counts):
+            # Converted at once: a list of Python integers takes far more memory.
+            ids.append(np.array(row.ids, dtype))
+            weights.append(row.weights)
+            hashes.append(build.hash_document(ids[-1].tobytes()))
+    counts.documents = len(ids)
     if ids:
-        yield Encoded(
+        yield EncodedDocuments(
             ids=np.concatenate(ids),
-            lengths=np.array([len(each) for each in ids]),
+            lengths=np.array([len(row_ids) for row_ids in ids]),
             text_bytes=np.zeros(len(ids), np.int64),
             hashes=np.array(hashes, np.uint64),
-            beside=np.concatenate(weights),
+            sidecar=np.concatenate(weights),
         )

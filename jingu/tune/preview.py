@@ -1,4 +1,4 @@
-"""`jingu tune preview`: which tokens of which rows will be trained, before anything is."""
+"""`jingu tune preview`: show which tokens of which rows will be trained, before anything is."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 
+from jingu.chat.tokenization import TokenizedRow
 from jingu.config.schema import RunConfig
-from jingu.data.supervised import WHOLE
-from jingu.data.workers import spread
-from jingu.data.writing import Encode
-from jingu.runtime.files import cannot_write, replace_text
-from jingu.text.readers import Tally
+from jingu.data.shard_writer import UnitEncoder
+from jingu.data.supervised import WEIGHT_SCALE
+from jingu.data.task_pool import map_tasks
+from jingu.runtime.files import write_error, write_text_atomically
+from jingu.text.document_reader import ReadCounts
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.prepare import Maker, Unit, encoder, makers, told, units_of
-from jingu.tune.rows import rows_before
-from jingu.tune.supervise import Supervised
+from jingu.tune.prepare import RowTokenizer, Unit, plan_encoding, plan_row_units, row_tokenizers, summarize
+from jingu.tune.rows import count_rows_before
 
-MOST_BAD = 5
-"""Bad rows that are told; the others are counted."""
-Marked = Callable[[list[str], int], str]
-"""What is shown of neighbouring tokens that have the same weight."""
+# Bad rows that are printed; the others are counted.
+MAX_BAD_ROWS = 5
+
+# Shows the texts of consecutive tokens that have the same weight.
+Highlight = Callable[[list[str], int], str]
 
 _PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Trained tokens</title>
@@ -33,97 +34,118 @@ h2{{font-size:1em;margin:2em 0 .5em}}pre{{font:inherit;white-space:pre-wrap;over
 i{{font-style:normal;outline:1px solid #8885;border-radius:2px}}b{{font-weight:normal}}
 b i{{background:light-dark(#a6e3a6,#1d5c2c)}}b.other i{{background:light-dark(#eee08a,#5c5214)}}
 s{{text-decoration:none;opacity:.4}}</style>
-<p>A frame is a token, or several of one character; <b><i>green</i></b> ones are trained,
-<b class="other"><i>yellow</i></b> ones with another weight than 1.</p>{body}
+<p>Each frame is a token, or several tokens that make up one character. <b><i>Green</i></b> tokens are trained,
+<b class="other"><i>yellow</i></b> ones with a weight other than 1.</p>{body}
 """
 
 
 def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
-    """Print the first rows of each corpus, token by token, and what becomes of all of them.
+    """Print the first rows of each corpus, token by token, and what becomes of all rows.
 
     Args:
-        rows: so many are shown.
-        to: an HTML file for them; None: the terminal.
+        rows: number of rows to show.
+        to: HTML file to write them to; None prints them.
 
     Raises:
-        JinguError: the settings or the files do not allow rows to be made; a bad row alone does not stop this.
+        JinguError: the settings or files do not allow rows to be read. A bad row does not stop the preview.
     """
-    coloured = sys.stdout.isatty()
+    highlight = _color if sys.stdout.isatty() else _bracket
     page = []
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
-    for maker in makers(config):
-        spans = (span for unit in units_of(maker.data) for span in unit)
-        found = ((span, number, row) for span in spans for number, row in maker.rows(span, Tally()))
-        for span, number, row in islice(found, rows):
+    for row_tokenizer in row_tokenizers(config):
+        tokenizer = row_tokenizer.tokenizer
+        spans = (span for unit in plan_row_units(row_tokenizer.data) for span in unit)
+        numbered = ((s, number, row) for s in spans for number, row in row_tokenizer.tokenize_span(s, ReadCounts()))
+        for span, number, row in islice(numbered, rows):
             trained = int((row.weights[1:] > 0).sum())
-            place = f"{Path(span.file.path).name}, row {rows_before(span) + number} ({row.kind})"
-            title = f"{place}: {trained} of {len(row.ids)} tokens trained"
-            page.append(f"<h2>{html.escape(title)}</h2><pre>{_row(row, maker.tokenizer, _in_page)}</pre>")
+            location = f"{Path(span.file.path).name}, row {count_rows_before(span) + number} ({row.kind})"
+            title = f"{location}: {trained} of {len(row.ids)} tokens trained"
+            page.append(f"<h2>{html.escape(title)}</h2><pre>{_format_row(row, tokenizer, _mark_up)}</pre>")
             if to is None:
-                print(f"{title}\n{_row(row, maker.tokenizer, _coloured if coloured else _bracketed)}\n")
-        totals = [f"{maker.data.path}:", *(f"  {line}" for line in _totals(config, maker))]
-        print("\n".join(totals))
-        page.append(f"<h2>{html.escape(totals[0])}</h2><pre>{html.escape(chr(10).join(totals[1:]))}</pre>")
+                print(f"{title}\n{_format_row(row, tokenizer, highlight)}\n")
+        title = f"{row_tokenizer.data.path}:"
+        totals = "\n".join(f"  {line}" for line in _totals(config, row_tokenizer))
+        print(f"{title}\n{totals}")
+        page.append(f"<h2>{html.escape(title)}</h2><pre>{html.escape(totals)}</pre>")
     if to is not None:
         try:
-            replace_text(to, _PAGE.format(body="\n".join(page)))
+            write_text_atomically(to, _PAGE.format(body="\n".join(page)))
         except OSError as error:
-            raise cannot_write(error, to) from error
+            raise write_error(error, to) from error
         print(f"Wrote {to}.")
 
 
-def _totals(config: RunConfig, maker: Maker) -> list[str]:
-    """What becomes of all rows of a corpus, and the first bad ones."""
-    tally, seen = Tally(), set[int]()
-    encode, units, workers = encoder(config, maker)
-    for of_unit, hashes in spread(partial(_counted, encode), units, workers):
-        tally.add(of_unit)
-        tally.copies += len(hashes) - len(set(hashes) - seen)
+def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
+    """Return lines about all rows of a corpus, and the first bad ones."""
+    counts = ReadCounts()
+    seen = set[int]()
+    encode, units, workers = plan_encoding(config, row_tokenizer)
+    for unit_counts, hashes in map_tasks(partial(_count_unit, encode), units, workers):
+        counts.add(unit_counts)
+        # Duplicates within the unit, and of rows of earlier units.
+        counts.copies += len(hashes) - len(set(hashes) - seen)
         seen.update(hashes)
-    lines = told(tally, drops=maker.data.duplicates == "drop")
-    more = len(tally.skipped) - MOST_BAD
-    lines += [f"  bad: {line}" for line in tally.skipped[:MOST_BAD]]
-    return lines + ([f"  and {more:,} more; data.on_error=skip lists all when they are prepared"] if more > 0 else [])
+    lines = summarize(counts, drops_duplicates=row_tokenizer.data.duplicates == "drop")
+    lines += [f"  bad: {line}" for line in counts.skipped[:MAX_BAD_ROWS]]
+    hidden = len(counts.skipped) - MAX_BAD_ROWS
+    if hidden > 0:
+        lines.append(f"  and {hidden:,} more; `jingu tune prepare` with data.on_error=skip lists all of them")
+    return lines
 
 
-def _counted(encode: Encode, unit: Unit) -> tuple[Tally, list[int]]:
-    """What becomes of the rows of a unit, and the hashes of those that are made."""
-    tally = Tally()
-    return tally, [hash_ for part in encode(unit, tally) for hash_ in part.hashes.tolist()]
+def _count_unit(encode: UnitEncoder, unit: Unit) -> tuple[ReadCounts, list[int]]:
+    """Return the counts of a unit's rows, and the hashes of those to train on."""
+    counts = ReadCounts()
+    hashes = [row_hash for documents in encode(unit, counts) for row_hash in documents.hashes.tolist()]
+    return counts, hashes
 
 
-def _row(row: Supervised, tokenizer: Tokenizer, marked: Marked) -> str:
-    """A row as text, its trained tokens marked. The first token is never predicted."""
-    tokens = zip(_texts(row, tokenizer), [0, *row.weights[1:].tolist()], strict=True)
-    return "".join(
-        marked([text for text, _ in together if text], weight)
-        for weight, together in groupby(tokens, key=lambda each: each[1])
-    )
+def _format_row(row: TokenizedRow, tokenizer: Tokenizer, highlight: Highlight) -> str:
+    """Return a row's text with its trained tokens highlighted."""
+    # The first token is never predicted.
+    weights = [0, *row.weights[1:].tolist()]
+    tokens = zip(_token_texts(row, tokenizer), weights, strict=True)
+    parts = []
+    for weight, group in groupby(tokens, key=lambda token: token[1]):
+        parts.append(highlight([text for text, _ in group if text], weight))
+    return "".join(parts)
 
 
-def _texts(row: Supervised, tokenizer: Tokenizer) -> list[str]:
-    """The text of each token; of several that make up one character, the last has it."""
-    texts, waiting = [], []
-    for id_ in row.ids:
-        waiting.append(id_)
-        text = tokenizer.decode(waiting, special=True)
-        whole = not text.endswith("\ufffd")
-        texts.append(text if whole else "")
-        waiting = [] if whole else waiting
+def _token_texts(row: TokenizedRow, tokenizer: Tokenizer) -> list[str]:
+    """Return the text of each token; of several tokens that make up one character, the last has it."""
+    texts = []
+    pending: list[int] = []
+    for token_id in row.ids:
+        pending.append(token_id)
+        text = tokenizer.decode(pending, keep_special_tokens=True)
+        if text.endswith("\ufffd"):
+            texts.append("")
+        else:
+            texts.append(text)
+            pending = []
     return texts
 
 
-def _coloured(texts: list[str], weight: int) -> str:
-    return f"\x1b[{'2' if not weight else '30;42' if weight == WHOLE else '30;43'}m{'│'.join(texts)}\x1b[0m"
+def _color(texts: list[str], weight: int) -> str:
+    if weight == 0:
+        style = "2"
+    else:
+        style = "30;42" if weight == WEIGHT_SCALE else "30;43"
+    return f"\x1b[{style}m{'│'.join(texts)}\x1b[0m"
 
 
-def _bracketed(texts: list[str], weight: int) -> str:
-    share = "" if weight == WHOLE else f"{weight / WHOLE:.2g}:"
-    return f"⟦{share}{'│'.join(texts)}⟧" if weight else "│".join(texts)
+def _bracket(texts: list[str], weight: int) -> str:
+    text = "│".join(texts)
+    if weight == 0:
+        return text
+    factor = "" if weight == WEIGHT_SCALE else f"{weight / WEIGHT_SCALE:.2g}:"
+    return f"⟦{factor}{text}⟧"
 
 
-def _in_page(texts: list[str], weight: int) -> str:
-    shown = "".join(f"<i>{html.escape(text)}</i>" for text in texts).replace("\n", "<s>↵</s>\n")
-    if not weight:
-        return shown
-    return f"<b>{shown}</b>" if weight == WHOLE else f'<b class="other" title="{weight / WHOLE:.2g}">{shown}</b>'
+def _mark_up(texts: list[str], weight: int) -> str:
+    frames = "".join(f"<i>{html.escape(text)}</i>" for text in texts).replace("\n", "<s>↵</s>\n")
+    if weight == 0:
+        return frames
+    if weight == WEIGHT_SCALE:
+        return f"<b>{frames}</b>"
+    return f'<b class="other" title="{weight / WEIGHT_SCALE:.2g}">{frames}</b>'

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.files import read_state, verify
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.resume import Keep, after_save, all_steps, complete_steps, find_latest, newest, prune, step_folder
+from jingu.checkpoint.resume import all_steps, complete_steps, find_latest, newest_complete, step_folder
+from jingu.checkpoint.retention import Retention, after_save, prune
+from jingu.checkpoint.save_folder import read_state, verify
 from jingu.checkpoint.store import load, save
 
 
@@ -49,8 +50,8 @@ def test_a_thousand_flipped_bits_and_truncations_are_all_seen(checkpoints):
             read_state(last)
         found = find_latest(checkpoints)
         assert found.step == 100 and found.folder == step_folder(checkpoints, 100)
-        assert [folder for folder, _ in found.passed_over] == [last]
-        assert problems[0] in found.passed_over[0][1]
+        assert [folder for folder, _ in found.skipped] == [last]
+        assert problems[0] in found.skipped[0][1]
         path.write_bytes(good)
     assert verify(last) == []
     shard = "shard-00000-of-00001.safetensors"
@@ -77,7 +78,7 @@ def test_several_damaged_tensors_are_counted_in_the_reason(checkpoints):
     raw[-200] ^= 1
     shard.write_bytes(raw)
     assert len(verify(folder)) == 2
-    assert find_latest(checkpoints).passed_over[0][1].endswith("do not match their checksum (and 1 more)")
+    assert find_latest(checkpoints).skipped[0][1].endswith("do not match their checksum (and 1 more)")
 
 
 def test_a_later_version_of_the_format_says_so(checkpoints, monkeypatch):
@@ -103,22 +104,22 @@ def test_a_manifest_cannot_lead_outside_its_folder(checkpoints):
 def test_no_checkpoint_at_all(tmp_path):
     assert find_latest(tmp_path / "absent").step is None
     assert find_latest(tmp_path).folder is None
-    assert prune(tmp_path, Keep(1), 100) == []
+    assert prune(tmp_path, Retention(1), 100) == []
     (tmp_path / "step-00000007").mkdir()
     (tmp_path / "step-7").mkdir()
     (tmp_path / "notes.txt").touch()
     found = find_latest(tmp_path)
     assert found.step is None
-    assert found.passed_over == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
+    assert found.skipped == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
 
 
 def test_a_newest_that_is_not_complete_is_passed_over_with_a_word(checkpoints, caplog):
-    assert newest(checkpoints, checkpoints) == step_folder(checkpoints, 200) and not caplog.messages
+    assert newest_complete(checkpoints, checkpoints) == step_folder(checkpoints, 200) and not caplog.messages
     save(step_folder(checkpoints, 300), some_tensors(300), {"step": 300})
     for step in (200, 300):
         (step_folder(checkpoints, step) / "manifest.json").write_bytes(b"{}")
-    assert newest(checkpoints, checkpoints) == step_folder(checkpoints, 100)
-    assert caplog.messages == [f"{step_folder(checkpoints, 300)} is not complete: step 100 is taken."]
+    assert newest_complete(checkpoints, checkpoints) == step_folder(checkpoints, 100)
+    assert caplog.messages == [f"{step_folder(checkpoints, 300)} is not complete: using step 100."]
 
 
 def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
@@ -128,7 +129,7 @@ def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
         (checkpoints / name).mkdir()
         (checkpoints / name / "shard").touch()
     (checkpoints / ".mine").mkdir()
-    assert prune(checkpoints, Keep(2), 123_456_789) == [100, 200]
+    assert prune(checkpoints, Retention(2), 123_456_789) == [100, 200]
     assert sorted(path.name for path in checkpoints.iterdir()) == [".mine", "step-00000300", "step-123456789"]
 
 
@@ -136,9 +137,9 @@ def test_prune_never_deletes_the_last_good_one(checkpoints):
     """Damage after the save, which a sound manifest does not show."""
     (step_folder(checkpoints, 200) / "state.json").write_text("{}")
     assert complete_steps(checkpoints) == [100, 200]
-    assert prune(checkpoints, Keep(1), 100) == []
+    assert prune(checkpoints, Retention(1), 100) == []
     save(step_folder(checkpoints, 150), some_tensors(150), {})
-    assert prune(checkpoints, Keep(1), current=150) == [100]
+    assert prune(checkpoints, Retention(1), current=150) == [100]
     assert all_steps(checkpoints) == [150, 200]
     assert find_latest(checkpoints).step == 150
 
@@ -149,9 +150,9 @@ def test_what_cannot_be_deleted_now_is_deleted_after_the_next_save(checkpoints, 
 
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "rename", fails)
-        assert after_save(step_folder(checkpoints, 200), Keep(1), None) is None
+        assert after_save(step_folder(checkpoints, 200), Retention(1), None) is None
     assert complete_steps(checkpoints) == [100, 200]
-    assert after_save(step_folder(checkpoints, 200), Keep(1), None) is None
+    assert after_save(step_folder(checkpoints, 200), Retention(1), None) is None
     assert complete_steps(checkpoints) == [200]
 
 
@@ -167,7 +168,7 @@ def test_a_prune_that_is_killed_leaves_no_half_checkpoint(checkpoints, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", die)
         with pytest.raises(Killed):
-            prune(checkpoints, Keep(1), 200)
+            prune(checkpoints, Retention(1), 200)
     assert all_steps(checkpoints) == complete_steps(checkpoints) == [200]
-    assert prune(checkpoints, Keep(1), 200) == []
+    assert prune(checkpoints, Retention(1), 200) == []
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000200"]

@@ -1,11 +1,13 @@
 """The store under real ranks: 2 write, 4 read and write, 1 reads."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from jingu.checkpoint import files, store
+from jingu.checkpoint import save_folder, store
 from jingu.checkpoint.manifest import CheckpointError
+from jingu.parallel.block import TensorBlock
 
 WHOLE = {
     "even": torch.arange(48.0).reshape(8, 6),
@@ -15,45 +17,52 @@ WHOLE = {
 }
 
 
-def laid_out(world: int, filled: bool) -> dict[str, torch.Tensor]:
+def laid_out(world: int, filled: bool) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from jingu.parallel.sharding import ParameterSharding
 
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    layouts = {"even": [Replicate(), Shard(1)], "odd": [Shard(0), Shard(0)], "row": [Shard(0), Replicate()]}
-    tensors = {name: distribute_tensor(WHOLE[name], mesh, layout) for name, layout in layouts.items()}
-    tensors["bias"] = WHOLE["bias"].clone()
+    tensors: dict[str, Any] = {"bias": WHOLE["bias"].clone()}
+    for name, dims in {"even": (None, 1), "odd": (0, 0), "row": (0, None)}.items():
+        layout = ParameterSharding(WHOLE[name].shape, mesh, dims)
+        tensors[name] = layout.block(layout.cut(WHOLE[name]).clone())
     if not filled:
         for tensor in tensors.values():
-            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+            values(tensor).zero_()
     return tensors
 
 
+def values(tensor: Any) -> torch.Tensor:
+    """What a rank holds of a tensor."""
+    return tensor.local if isinstance(tensor, TensorBlock) else tensor
+
+
 def save_on(rank: int, world: int, folder: Path, source: Path | None) -> bool:
-    from jingu.runtime.ranks import all_agree
+    from jingu.runtime.ranks import all_ranks_agree
 
     tensors = laid_out(world, filled=source is None)
     if source is not None:
-        store.load(source, tensors, agree=all_agree)
-    store.save(folder, tensors, {"ranks": world}, rank=rank, ranks=world, agree=all_agree)
-    return files.verify(folder) == []
+        store.load(source, tensors, agree=all_ranks_agree)
+    store.save(folder, tensors, {"ranks": world}, rank=rank, ranks=world, agree=all_ranks_agree)
+    return save_folder.verify(folder) == []
 
 
 def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
-    from jingu.runtime.ranks import all_agree
+    from jingu.runtime.ranks import all_ranks_agree
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    working = files.write_all
+    working = save_folder.write_all
     if rank == 1:
-        files.write_all = full
+        save_folder.write_all = full
     try:
-        store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, agree=all_agree)
+        store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, agree=all_ranks_agree)
     except CheckpointError as error:
         return error.what
     finally:
-        files.write_all = working
+        save_folder.write_all = working
     return "saved"
 
 
@@ -61,7 +70,7 @@ def test_two_ranks_write_four_read_and_write_one_reads(tmp_path, ranks):
     assert ranks.run(save_on, 2, tmp_path / "two", None) == [True] * 2
     assert ranks.run(save_on, 4, tmp_path / "four", tmp_path / "two") == [True] * 4
     for name, whole in WHOLE.items():
-        assert torch.equal(store.Reader(tmp_path / "four").read(name), whole)
+        assert torch.equal(store.CheckpointReader(tmp_path / "four").read(name), whole)
     whole = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
     store.load(tmp_path / "four", whole)
     assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)

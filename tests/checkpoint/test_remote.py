@@ -9,20 +9,12 @@ import fsspec
 import pytest
 import torch
 
-from jingu.checkpoint.files import verify
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import RemotePath
-from jingu.checkpoint.resume import (
-    Keep,
-    all_steps,
-    clear_leftovers,
-    complete_steps,
-    copy,
-    find_latest,
-    prune,
-    step_folder,
-)
-from jingu.checkpoint.store import Reader, load, save
+from jingu.checkpoint.resume import all_steps, complete_steps, find_latest, step_folder
+from jingu.checkpoint.retention import Retention, copy_checkpoint, delete_leftovers, prune
+from jingu.checkpoint.save_folder import verify
+from jingu.checkpoint.store import CheckpointReader, load, save
 from jingu.errors import JinguError
 
 PLACE = "memory://bucket/run/checkpoints"
@@ -48,11 +40,11 @@ def here() -> RemotePath:
 
 def test_a_copy_is_read_where_it_is(tmp_path):
     for step in (1, 2):
-        copy(saved(tmp_path, step), PLACE, Keep(3))
+        copy_checkpoint(saved(tmp_path, step), PLACE, Retention(3))
     assert complete_steps(here()) == [1, 2]
     folder = step_folder(here(), 2)
     assert verify(folder) == [] and str(folder) == "memory:///bucket/run/checkpoints/step-00000002"
-    assert torch.equal(Reader(folder).read("w"), torch.full((5,), 2.0))
+    assert torch.equal(CheckpointReader(folder).read("w"), torch.full((5,), 2.0))
     (folder / "state.json").unlink()
     assert verify(folder) == ["state.json is missing"]
 
@@ -63,7 +55,7 @@ def test_saved_at_an_address(store):
     for value in (1.0, 2.0):
         save(folder, {"w": torch.full((700, 3), value)}, {"step": 3})
         assert verify(folder) == [] and complete_steps(here()) == [3]
-        assert torch.equal(Reader(folder).read("w"), torch.full((700, 3), value))
+        assert torch.equal(CheckpointReader(folder).read("w"), torch.full((700, 3), value))
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["manifest.json", "shard-00000-of-00001.safetensors", "state.json"]
     with pytest.raises(TypeError):
@@ -84,24 +76,24 @@ def test_what_is_damaged_at_an_address_is_seen_and_passed_over(store):
         load(step_folder(here(), 2), {"w": torch.zeros(5)})
     store.pipe_file(str(shard), bytes(raw[:-1]))
     assert verify(step_folder(here(), 2)) == [f"{shard.name} has {len(raw) - 1} bytes, not {len(raw)}"]
-    clear_leftovers(here())
+    delete_leftovers(here())
     assert all_steps(here()) == [1, 2]
     save(step_folder(here(), 4), {"w": torch.ones(5)}, {"step": 4})
-    assert prune(here(), Keep(1), current=4) == [1, 2]
+    assert prune(here(), Retention(1), current=4) == [1, 2]
 
 
 def test_what_need_not_stay_goes(tmp_path):
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8), (5, 0.7)):
-        copy(saved(tmp_path, step, loss), PLACE, Keep(1, every=3, best=1))
+        copy_checkpoint(saved(tmp_path, step, loss), PLACE, Retention(1, every=3, best=1))
     assert complete_steps(here()) == [2, 3, 5]
 
 
 @pytest.mark.parametrize("good", range(3))
 def test_a_copy_that_breaks_off_is_not_to_be_seen(good, tmp_path, monkeypatch):
     """Also where a complete one of the same step was there before."""
-    copy(saved(tmp_path, 1), PLACE, Keep(3))
+    copy_checkpoint(saved(tmp_path, 1), PLACE, Retention(3))
     for _ in range(2):
-        copy(saved(tmp_path, 2), PLACE, Keep(3))
+        copy_checkpoint(saved(tmp_path, 2), PLACE, Retention(3))
     real, calls = fsspec.implementations.memory.MemoryFileSystem.put_file, []
 
     def broken(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -113,19 +105,19 @@ def test_a_copy_that_breaks_off_is_not_to_be_seen(good, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fsspec.implementations.memory.MemoryFileSystem, "put_file", broken)
         with pytest.raises(CheckpointError, match=r"could not be copied to .*the network is gone"):
-            copy(step_folder(tmp_path, 2), PLACE, Keep(3))
+            copy_checkpoint(step_folder(tmp_path, 2), PLACE, Retention(3))
     assert complete_steps(here()) == [1]
-    copy(step_folder(tmp_path, 2), PLACE, Keep(3))
+    copy_checkpoint(step_folder(tmp_path, 2), PLACE, Retention(3))
     assert complete_steps(here()) == [1, 2]
 
 
 def test_an_address_that_nothing_knows():
-    with pytest.raises(JinguError, match="the address cannot be opened"):
+    with pytest.raises(JinguError, match="the URL cannot be opened"):
         RemotePath.at("nowhere://bucket")
 
 
 def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, done, peak, tmp_path, capsys):
-    from jingu.train.verbs import train
+    from jingu.train.commands import train
 
     settings = {"checkpoint.every": 4, "checkpoint.copy_to": f"file://{tmp_path}/shared", "train.steps": 10}
     whole, parts = (tiny_run(settings, name=name) for name in ("whole", "parts"))
@@ -137,8 +129,8 @@ def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, 
     capsys.readouterr()
     assert train(parts) == 0
     said = capsys.readouterr().err
-    assert f"Passing over file://{shared}/step-00000010: state.json has 2 bytes" in said
-    assert "Going on from step 8.\n" in said
+    assert f"Skipping file://{shared}/step-00000010: state.json has 2 bytes" in said
+    assert "Resuming from step 8.\n" in said
     ours, theirs = done(parts).tensors(), done(whole).tensors()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert verify(shared / "step-00000010") == []
@@ -146,13 +138,13 @@ def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_run_keeps_its_checkpoints_at_an_address(background, tiny_run, done, peak, tmp_path, capsys):
-    from jingu.checkpoint.hub import open_model
-    from jingu.checkpoint.verbs import list_checkpoints
-    from jingu.train.verbs import train
+    from jingu.checkpoint.commands import list_checkpoints
+    from jingu.formats.models import open_model
+    from jingu.train.commands import train
 
-    settings = {"checkpoint.every": 4, "train.steps": 10, "checkpoint.background": background}
+    settings = {"checkpoint.every": 4, "train.steps": 10, "checkpoint.async_save": background}
     whole = tiny_run(settings, name="whole")
-    parts = tiny_run({**settings, "checkpoint.address": f"file://{tmp_path}/shared"}, name="parts")
+    parts = tiny_run({**settings, "checkpoint.url": f"file://{tmp_path}/shared"}, name="parts")
     assert train(whole) == train(parts) == 0
     shared = tmp_path / "shared/parts/checkpoints"
     assert sorted(path.name for path in shared.iterdir()) == ["step-00000008", "step-00000010"]
@@ -160,12 +152,12 @@ def test_a_run_keeps_its_checkpoints_at_an_address(background, tiny_run, done, p
     (shared / "step-00000010/manifest.json").unlink()
     capsys.readouterr()
     assert train(parts) == 0
-    assert "Going on from step 8.\n" in capsys.readouterr().err
+    assert "Resuming from step 8.\n" in capsys.readouterr().err
     theirs, opened = done(whole).tensors(), open_model(done(parts).folder)
     assert all(torch.equal(opened.read(name[6:]), theirs[name]) for name in theirs if name.startswith("model/"))
     list_checkpoints(RemotePath.at(f"file://{tmp_path}/shared/parts"))
     assert capsys.readouterr().out.count("complete") == 2
-    with pytest.raises(JinguError, match=r"checkpoint\.address: .* → null"):
+    with pytest.raises(JinguError, match=r"checkpoint\.url: .* → null"):
         train(parts.model_copy(update={"checkpoint": whole.checkpoint}))
 
 
@@ -173,8 +165,8 @@ def test_two_ranks_keep_theirs_at_an_address(tiny_run, train_on, done, tmp_path)
     settings = {
         "checkpoint.every": 4,
         "train.steps": 10,
-        "parallel.zero": 3,
-        "checkpoint.address": f"file://{tmp_path}",
+        "parallel.zero_stage": 3,
+        "checkpoint.url": f"file://{tmp_path}",
     }
     config, alone = tiny_run(settings, name="two"), tiny_run({"train.steps": 10}, name="alone")
     train_on(1, alone)
@@ -186,7 +178,7 @@ def test_two_ranks_keep_theirs_at_an_address(tiny_run, train_on, done, tmp_path)
 
 
 def test_where_copying_fails_training_goes_on(tiny_run, done, peak, tmp_path, capsys):
-    from jingu.train.verbs import train
+    from jingu.train.commands import train
 
     (tmp_path / "file").touch()
     config = tiny_run({"checkpoint.every": 2, "train.steps": 4, "checkpoint.copy_to": f"{tmp_path}/file/shared"})

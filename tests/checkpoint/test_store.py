@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -9,13 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from jingu.checkpoint import files, shards, store
+from jingu.checkpoint import save_folder, shards, store
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.checkpoint.shards import DTYPES, Held
-from jingu.checkpoint.slices import local_slice
+from jingu.checkpoint.shards import DTYPES
+from tests.parallel.layouts import block_at
 
 KINDS = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -41,43 +40,39 @@ def coordinates(mesh):
     ]
 
 
-def cut(whole, name, mesh, coordinate, placements, empty=False):
-    found = local_slice(whole.shape, mesh, coordinate, placements, group=tuple(mesh))
-    local = whole
-    for dim, (first, extent) in enumerate(zip(found.offset, found.size, strict=True)):
-        local = local.narrow(dim, first, extent)
-    return Held(name, found, torch.zeros_like(local.contiguous()) if empty else local)
+def cut(whole, mesh, coordinate, layout, empty=False):
+    """A rank's block, given the dim that each axis of the mesh divides and the axis that divides last."""
+    block = block_at(whole, mesh, coordinate, *layout)
+    return replace(block, local=torch.zeros_like(block.local.contiguous())) if empty else block
 
 
-def save_as_ranks(folder, tensors, mesh, placements):
+def save_as_ranks(folder, tensors, mesh, layouts):
     """What as many processes as the mesh has ranks would write, one after another."""
-    partial = files.partial_name(folder)
+    partial = save_folder.partial_path(folder)
     partial.mkdir(parents=True)
     for rank, coordinate in enumerate(coordinates(mesh)):
-        blocks = [cut(tensors[name], name, mesh, coordinate, placements[name]) for name in sorted(tensors)]
+        blocks = {name: cut(tensors[name], mesh, coordinate, layouts[name]) for name in sorted(tensors)}
         store.write_blocks(partial, blocks, rank, prod(mesh))
-    files.finish_save(folder, {"step": 3}, prod(mesh))
+    save_folder.finish_save(folder, {"step": 3}, prod(mesh))
 
 
-def assert_loads(folder, tensors, mesh, placements):
+def assert_loads(folder, tensors, mesh, layouts):
     for coordinate in coordinates(mesh):
-        blocks = [cut(tensors[name], name, mesh, coordinate, placements[name], empty=True) for name in tensors]
-        store.load_blocks(folder, files.open_checkpoint(folder), blocks)
-        for block in blocks:
-            assert same(
-                block.local, cut(tensors[block.name], block.name, mesh, coordinate, placements[block.name]).local
-            )
+        blocks = {name: cut(tensors[name], mesh, coordinate, layouts[name], empty=True) for name in tensors}
+        store.load_blocks(folder, save_folder.open_checkpoint(folder), blocks)
+        for name, block in blocks.items():
+            assert same(block.local, cut(tensors[name], mesh, coordinate, layouts[name]).local)
 
 
 meshes = st.sampled_from([(1,), (2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (4, 2), (2, 1, 4), (2, 2, 2)])
 
 
-def placements_for(draw, shape, mesh):
-    choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+def layout_for(draw, shape, mesh):
+    dims = [None, *range(len(shape))]
     if len(mesh) == 2 and len(shape) and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
-        return [_StridedShard(dim, split_factor=mesh[1]), Shard(dim)]
-    return [draw(st.sampled_from(choices)) for _ in mesh]
+        return [dim, dim], 0  # as FSDP over tensor parallelism
+    return [draw(st.sampled_from(dims)) for _ in mesh], -1
 
 
 @st.composite
@@ -87,8 +82,8 @@ def journeys(draw):
     there, here = draw(meshes), draw(meshes)
     return (
         tensors,
-        (there, {name: placements_for(draw, tensor.shape, there) for name, tensor in tensors.items()}),
-        (here, {name: placements_for(draw, tensor.shape, here) for name, tensor in tensors.items()}),
+        (there, {name: layout_for(draw, tensor.shape, there) for name, tensor in tensors.items()}),
+        (here, {name: layout_for(draw, tensor.shape, here) for name, tensor in tensors.items()}),
     )
 
 
@@ -98,25 +93,25 @@ def test_any_layout_loads_any_layout(tmp_path_factory, journey):
     tensors, there, here = journey
     folder = tmp_path_factory.mktemp("store") / "step-00000003"
     save_as_ranks(folder, tensors, *there)
-    assert files.verify(folder) == []
+    assert save_folder.verify(folder) == []
     assert_loads(folder, tensors, *here)
     for name, tensor in tensors.items():
-        assert same(store.Reader(folder).read(name), tensor)
+        assert same(store.CheckpointReader(folder).read(name), tensor)
 
 
 @pytest.mark.parametrize("chunk", [64, 1000])
 def test_blocks_larger_than_the_chunks_of_reading(tmp_path, monkeypatch, chunk):
     """The same three ways of reading as for large tensors, on small ones."""
-    monkeypatch.setattr(shards, "ASIDE", chunk)
-    monkeypatch.setattr(files, "CHUNK", chunk)
-    monkeypatch.setattr(shards, "PIECE", 3 * chunk)
+    monkeypatch.setattr(shards, "STAGING_BYTES", chunk)
+    monkeypatch.setattr(save_folder, "CHUNK", chunk)
+    monkeypatch.setattr(shards, "PIECE_BYTES", 3 * chunk)
     tensors = {
         "a": filled((13, 11, 7), torch.float32),
         "b": filled((50, 30), torch.bfloat16),
         "c": filled((999,), torch.int64),
     }
-    here = {"a": [Shard(2)], "b": [Shard(1)], "c": [Shard(0)]}
-    save_as_ranks(tmp_path / "step", tensors, (4,), {"a": [Shard(1)], "b": [Shard(0)], "c": [Shard(0)]})
+    here = {"a": ([2],), "b": ([1],), "c": ([0],)}
+    save_as_ranks(tmp_path / "step", tensors, (4,), {"a": ([1],), "b": ([0],), "c": ([0],)})
     assert_loads(tmp_path / "step", tensors, (3,), here)
     assert_loads(tmp_path / "step", tensors, (1,), here)
 
@@ -124,11 +119,13 @@ def test_blocks_larger_than_the_chunks_of_reading(tmp_path, monkeypatch, chunk):
 @given(journey=journeys())
 @settings(max_examples=40, deadline=None)
 def test_every_byte_is_written_once_and_replicas_share_the_work(tmp_path_factory, journey):
-    tensors, (mesh, placements), _ = journey
+    tensors, (mesh, layouts), _ = journey
     folder = tmp_path_factory.mktemp("store") / "step-00000003"
-    save_as_ranks(folder, tensors, mesh, placements)
+    save_as_ranks(folder, tensors, mesh, layouts)
     pieces = [
-        piece for stored in files.read_manifest(folder / "manifest.json").tensors.values() for piece in stored.pieces
+        piece
+        for stored in save_folder.read_manifest(folder / "manifest.json").tensors.values()
+        for piece in stored.pieces
     ]
     whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert sum(piece.bytes[1] - piece.bytes[0] for piece in pieces) == whole
@@ -136,7 +133,7 @@ def test_every_byte_is_written_once_and_replicas_share_the_work(tmp_path_factory
 
 def test_equal_copies_are_dealt_out_evenly(tmp_path):
     tensors = {f"t{i}": filled((10 + i,), torch.float32) for i in range(16)}
-    save_as_ranks(tmp_path / "step", tensors, (4,), {name: [Replicate()] for name in tensors})
+    save_as_ranks(tmp_path / "step", tensors, (4,), {name: ([None],) for name in tensors})
     sizes = [path.stat().st_size for path in (tmp_path / "step").glob("shard-*")]
     assert len(sizes) == 4
     assert max(sizes) < 1.3 * min(sizes)
@@ -153,7 +150,7 @@ def test_the_safetensors_library_reads_the_shards(tmp_path):
     with safe_open(tmp_path / "step" / "shard-00000-of-00001.safetensors", "pt") as file:
         assert set(file.keys()) == set(tensors)
         assert all(same(file.get_tensor(name), tensor) for name, tensor in tensors.items())
-    save_as_ranks(tmp_path / "split", {"w": tensors["torch.float32"]}, (4,), {"w": [Shard(0)]})
+    save_as_ranks(tmp_path / "split", {"w": tensors["torch.float32"]}, (4,), {"w": ([0],)})
     with safe_open(tmp_path / "split" / "shard-00002-of-00004.safetensors", "pt") as file:
         assert same(file.get_tensor("w[2:3,0:5]"), tensors["torch.float32"][2:3])
     with safe_open(tmp_path / "split" / "shard-00003-of-00004.safetensors", "pt") as file:
@@ -179,15 +176,15 @@ def test_two_saves_are_the_same_bytes(tmp_path):
 def test_state_and_names_come_back(tmp_path):
     state = {"step": 7, "lr": 0.1, "nested": {"list": [1, None, "ü"]}}
     store.save(tmp_path / "step", example(), state)
-    assert files.read_state(tmp_path / "step") == state
-    assert files.names(tmp_path / "step", "model/") == ["model/b", "model/w"]
+    assert save_folder.read_state(tmp_path / "step") == state
+    assert save_folder.tensor_names(tmp_path / "step", "model/") == ["model/b", "model/w"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step"]
 
 
 def test_loading_a_part_by_prefix(tmp_path):
     store.save(tmp_path / "step", example(), {})
     weights = {name: torch.zeros_like(tensor) for name, tensor in example().items() if name.startswith("model/")}
-    with pytest.raises(CheckpointError, match="no place here: optimizer/w"):
+    with pytest.raises(CheckpointError, match="unexpected tensors: optimizer/w"):
         store.load(tmp_path / "step", weights)
     store.load(tmp_path / "step", weights, prefix="model/")
     assert all(same(weights[name], example()[name]) for name in weights)
@@ -199,9 +196,9 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         store.load(tmp_path / "step", wanted)
     assert str(caught.value) == (
-        f"{tmp_path / 'step'}: this checkpoint is of another model or optimizer: tensors that it lacks: model/new; "
-        "tensors that have no place here: optimizer/w; tensors of another shape or dtype (nothing is converted): "
-        "model/b (here F32 [5], stored BF16 [5]), model/w (here F32 [4, 7], stored F32 [4, 6])."
+        f"{tmp_path / 'step'}: this checkpoint is of another model or optimizer: missing tensors: model/new; "
+        "unexpected tensors: optimizer/w; tensors of another shape or dtype (nothing is converted): "
+        "model/b (expected F32 [5], stored BF16 [5]), model/w (expected F32 [4, 7], stored F32 [4, 6])."
     )
 
 
@@ -246,7 +243,7 @@ class Failing:
 def test_a_save_that_fails_midway_leaves_nothing_and_the_last_one_good(tmp_path, monkeypatch, call, good):
     first = _saved(tmp_path / "step-00000001")
     code = errno.ENOSPC if call == "write" else errno.EIO
-    target = (files, "write_all") if call == "write" else (os, "fsync")
+    target = (save_folder, "write_all") if call == "write" else (os, "fsync")
     failing = Failing(getattr(*target), good, code)
     with monkeypatch.context() as patch:
         patch.setattr(*target, failing)
@@ -255,15 +252,15 @@ def test_a_save_that_fails_midway_leaves_nothing_and_the_last_one_good(tmp_path,
         except CheckpointError as error:
             assert f"rank 0: {os.strerror(code)}" in str(error)
             assert str(tmp_path / "step-00000002") in str(error)
-    assert files.verify(first) == []
+    assert save_folder.verify(first) == []
     left = sorted(path.name for path in tmp_path.iterdir())
     if failing.failed and not (call == "fsync" and good == 5):
         assert left == ["step-00000001"]
     else:  # nothing failed, or only the last step of all, after the rename
-        assert files.verify(tmp_path / "step-00000002") == []
+        assert save_folder.verify(tmp_path / "step-00000002") == []
     assert failing.failed == (good < (7 if call == "write" else 6))
     store.save(tmp_path / "step-00000002", example(), {})
-    assert files.verify(tmp_path / "step-00000002") == []
+    assert save_folder.verify(tmp_path / "step-00000002") == []
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(tmp_path):
@@ -275,40 +272,40 @@ def test_a_mistake_of_ours_keeps_its_traceback(tmp_path):
 def test_saving_a_step_again_replaces_it(tmp_path):
     _saved(tmp_path / "step")
     store.save(tmp_path / "step", {"other": torch.ones(2)}, {})
-    assert files.names(tmp_path / "step") == ["other"]
+    assert save_folder.tensor_names(tmp_path / "step") == ["other"]
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
 def test_ranks_that_disagree_or_leave_gaps_are_refused(tmp_path):
     whole = filled((8,), torch.float32)
-    partial = files.partial_name(tmp_path / "gap")
+    partial = save_folder.partial_path(tmp_path / "gap")
     partial.mkdir()
     for rank in range(2):
-        store.write_blocks(partial, [cut(whole, "w", (4,), (rank,), [Shard(0)])], rank, 2)
+        store.write_blocks(partial, {"w": cut(whole, (4,), (rank,), ([0],))}, rank, 2)
     with pytest.raises(CheckpointError, match="tensor w has 8 elements and its pieces 4"):
-        files.finish_save(tmp_path / "gap", {}, 2)
-    partial = files.partial_name(tmp_path / "shapes")
+        save_folder.finish_save(tmp_path / "gap", {}, 2)
+    partial = save_folder.partial_path(tmp_path / "shapes")
     partial.mkdir()
     for rank, rows in enumerate((8, 6)):
-        store.write_blocks(partial, [cut(whole[:rows], "w", (2,), (rank,), [Shard(0)])], rank, 2)
-    with pytest.raises(CheckpointError, match=r"ranks do not agree about tensor w: F32 \[8\] and F32 \[6\]"):
-        files.finish_save(tmp_path / "shapes", {}, 2)
-    partial = files.partial_name(tmp_path / "absent")
+        store.write_blocks(partial, {"w": cut(whole[:rows], (2,), (rank,), ([0],))}, rank, 2)
+    with pytest.raises(CheckpointError, match=r"ranks disagree about tensor w: F32 \[8\] and F32 \[6\]"):
+        save_folder.finish_save(tmp_path / "shapes", {}, 2)
+    partial = save_folder.partial_path(tmp_path / "absent")
     partial.mkdir()
-    store.write_blocks(partial, [cut(whole, "w", (2,), (0,), [Shard(0)])], 0, 2)
-    with pytest.raises(CheckpointError, match="the part of rank 1 is not to be seen here"):
-        files.finish_save(tmp_path / "absent", {}, 2)
+    store.write_blocks(partial, {"w": cut(whole, (2,), (0,), ([0],))}, 0, 2)
+    with pytest.raises(CheckpointError, match="cannot see the part of rank 1"):
+        save_folder.finish_save(tmp_path / "absent", {}, 2)
 
 
 def test_memory_of_saving_does_not_grow_with_the_tensor(monkeypatch):
     """The pieces that pass through Python are views of the tensor, not copies."""
-    monkeypatch.setattr(shards, "PIECE", 1000)
+    monkeypatch.setattr(shards, "PIECE_BYTES", 1000)
     tensor = torch.zeros(77, 13)
-    plan, [block] = shards.plan_part(store.held_blocks({"w": tensor}), 0, 1)
+    plan, blocks = shards.plan_part(store.local_blocks({"w": tensor}), 0, 1)
     pieces = plan.tensors["w"].pieces
     assert len(pieces) > 3
     for piece in pieces:
-        view = shards.bytes_of(block, piece)
+        view = shards.piece_bytes(blocks["w"], piece)
         assert len(view) == piece.bytes[1] - piece.bytes[0]
         assert torch.frombuffer(view, dtype=torch.uint8).data_ptr() == tensor.data_ptr() + piece.bytes[0]
 
@@ -316,7 +313,7 @@ def test_memory_of_saving_does_not_grow_with_the_tensor(monkeypatch):
 def test_a_reader_reads_manifest_and_header_once(tmp_path, monkeypatch):
     tensors = {f"model/{name}": torch.randn(3, 5) for name in "abc"}
     store.save(tmp_path / "step", tensors, {})
-    reader = store.Reader(tmp_path / "step")
+    reader = store.CheckpointReader(tmp_path / "step")
     (tmp_path / "step" / "manifest.json").unlink()
     checks = []
     check = store.check_header

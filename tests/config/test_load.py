@@ -8,11 +8,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jingu.config.introspect import AcceptedType, accepted_types, fields_by_key, parse_annotation, section_types
 from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
-from jingu.config.sections.train import AdamWSettings, LionSettings, WarmupStableDecaySettings
-from jingu.config.tree import Kind, field_kinds, fields, kinds, sections
+from jingu.config.sections.train import AdamWSettings, LionSettings, WsdSettings
 
 
 def load_text(folder: Path, text: str, *overrides: str) -> RunConfig:
@@ -29,20 +29,20 @@ name: first
 seed: 0x10
 optimizer: {type: lion, lr: 3e-4}
 schedule:
-  type: warmup-stable-decay
+  type: wsd
   warmup: 100
   decay: 0.5
 train:
   steps: 20
-  clip_norm: null
+  max_grad_norm: null
   compile: false
 data:
   input: [a, b/c]
 """,
     )
-    assert (config.name, config.seed, config.train.steps, config.train.clip_norm) == ("first", 16, 20, None)
+    assert (config.name, config.seed, config.train.steps, config.train.max_grad_norm) == ("first", 16, 20, None)
     assert config.optimizer == LionSettings(lr=3e-4)
-    assert config.schedule == WarmupStableDecaySettings(warmup=100, decay=0.5)
+    assert config.schedule == WsdSettings(warmup=100, decay=0.5)
     assert config.train.compile is False
     assert config.data.input == ["a", "b/c"]
 
@@ -102,18 +102,18 @@ def test_overrides_change_single_settings_in_order(tmp_path: Path) -> None:
         "optimizer.lr=3e-4",
         "train.steps=20",
         "train.steps=30",
-        "evaluation.prompts=[def , 'a: b']",
+        "evaluation.sample_prompts=[def , 'a: b']",
         "data.input=[1, x]",
-        "train.clip_norm=null",
+        "train.max_grad_norm=null",
         "train.compile=true",
-        "batch.micro_size=auto",
+        "batch.micro_batch_size=auto",
         "schedule.warmup=5",
     )
     assert config.optimizer == AdamWSettings(lr=3e-4)
     assert (config.train.steps, config.train.log_every) == (30, 3)
-    assert config.evaluation.prompts == ["def", "a: b"]
+    assert config.evaluation.sample_prompts == ["def", "a: b"]
     assert config.data.input == ["1", "x"]
-    assert config.train.clip_norm is None
+    assert config.train.max_grad_norm is None
     assert config.train.compile is True
     assert config.schedule.warmup == 5
 
@@ -121,13 +121,13 @@ def test_overrides_change_single_settings_in_order(tmp_path: Path) -> None:
 def test_overrides_of_text_are_taken_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = load_text(
-        tmp_path, "seed: 1", "name=007", "data.input=~/x", "data.text_field=a: b #c", "data.path=*x", "runs='a b'"
+        tmp_path, "seed: 1", "name=007", "data.input=~/x", "data.text_field=a: b #c", "data.path=*x", "runs_dir='a b'"
     )
     assert config.name == "007"
     assert config.data.input == "/home/me/x"
     assert config.data.text_field == "a: b #c"
     assert config.data.path == "*x"
-    assert config.runs == "a b"
+    assert config.runs_dir == "a b"
 
 
 def test_an_override_of_the_type_keeps_what_both_types_have(tmp_path: Path) -> None:
@@ -136,28 +136,28 @@ def test_an_override_of_the_type_keeps_what_both_types_have(tmp_path: Path) -> N
 
 
 def test_an_override_of_a_section_replaces_it(tmp_path: Path) -> None:
-    config = load_text(tmp_path, "optimizer: {epsilon: 1e-5}", "optimizer={type: lion, lr: 1e-5}")
+    config = load_text(tmp_path, "optimizer: {eps: 1e-5}", "optimizer={type: lion, lr: 1e-5}")
     assert config.optimizer == LionSettings(lr=1e-5)
     # What stood on the replaced lines is no longer in anyone's way.
-    config = load_text(tmp_path, "optimizer: {epsilon: x}", "optimizer.epsilon=1e-5")
-    assert config.optimizer == AdamWSettings(epsilon=1e-5)
+    config = load_text(tmp_path, "optimizer: {eps: x}", "optimizer.eps=1e-5")
+    assert config.optimizer == AdamWSettings(eps=1e-5)
 
 
 def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
-    assert load_text(tmp_path, "name: x\ntrain:\n", "train.steps=3", "model.width=8").model.width == 8
+    assert load_text(tmp_path, "name: x\ntrain:\n", "train.steps=3", "model.hidden_size=8").model.hidden_size == 8
 
 
 # Writing
 
 
-def _values(kind: Kind) -> st.SearchStrategy[Any]:
+def _values(kind: AcceptedType) -> st.SearchStrategy[Any]:
     """Values that a setting of this kind takes, from its own description."""
     bounds = {
         name: getattr(limit, name) for limit in kind.limits for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)
     }
     bounds = {name: value for name, value in bounds.items() if value is not None}
     if get_origin(kind.type) is list:
-        return st.lists(st.one_of(*map(_values, kinds(get_args(kind.type)[0]))), max_size=3)
+        return st.lists(st.one_of(*map(_values, parse_annotation(get_args(kind.type)[0]))), max_size=3)
     if kind.type is int:
         most = bounds["lt"] - 1 if "lt" in bounds else bounds.get("le")
         return st.integers(bounds["ge"], most)
@@ -183,9 +183,9 @@ def _values(kind: Kind) -> st.SearchStrategy[Any]:
 
 def _sections(model: type[Settings]) -> st.SearchStrategy[dict[str, Any]]:
     found = {}
-    for name, field in fields(model).items():
-        inner = [_sections(variant) for variant in sections(field).values()]
-        found[name] = st.one_of(*inner) if inner else st.one_of(*map(_values, field_kinds(field)))
+    for name, field in fields_by_key(model).items():
+        inner = [_sections(variant) for variant in section_types(field).values()]
+        found[name] = st.one_of(*inner) if inner else st.one_of(*map(_values, accepted_types(field)))
     if model is RunConfig:
         found["name"] = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True).map(lambda name: name[:200])
     required = {"type": found.pop("type")} if "type" in found else {}
@@ -209,6 +209,6 @@ def test_any_configuration_comes_back_from_its_file(tmp_path: Path, tree: dict[s
 def test_the_written_file_has_every_setting_in_the_order_of_the_tree() -> None:
     tree = yaml.safe_load(dump_yaml(RunConfig()))
     assert list(tree) == list(RunConfig.model_fields)
-    assert list(tree["schedule"]) == ["type", "warmup", "minimum"]
-    assert tree["optimizer"]["epsilon"] == 1e-8
-    assert tree["model"]["kv_heads"] is None
+    assert list(tree["schedule"]) == ["type", "warmup", "min_lr"]
+    assert tree["optimizer"]["eps"] == 1e-8
+    assert tree["model"]["num_kv_heads"] is None

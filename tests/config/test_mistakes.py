@@ -7,11 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jingu.config.explain import OUR_KEYS, OUR_VALUES, nearest
+from jingu.config.explain import KEY_ALIASES, VALUE_ALIASES, closest_match
+from jingu.config.introspect import all_keys
+from jingu.config.legacy import CONFIG_VALUES
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
 from jingu.config.strict_yaml import dump
-from jingu.config.tree import all_keys
 from jingu.errors import JinguError
 
 MISTAKES = Path(__file__).with_name("mistakes.txt")
@@ -73,7 +74,7 @@ def test_monstrous_values() -> None:
     Path("run.yaml").write_text(f"train: {{steps: {'x' * 500}}}")
     assert f'not the text "{"x" * 57}...".' in mistake_in()
     Path("run.yaml").write_text(f"{'x' * 500}: 1")
-    assert mistake_in().startswith(f"run.yaml:1: {'x' * 57}... is not a setting. The top level has: name, runs,")
+    assert mistake_in().startswith(f"run.yaml:1: {'x' * 57}... is not a setting. The top level has: name, runs_dir,")
 
 
 # The file itself
@@ -111,7 +112,7 @@ def test_the_file_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_file_is_not_utf_8() -> None:
-    Path("run.yaml").write_bytes(b"name: x\nruns: caf\xe9\n")
+    Path("run.yaml").write_bytes(b"name: x\nruns_dir: caf\xe9\n")
     assert mistake_in() == (
         "run.yaml:2: the file is not UTF-8 text: the byte 0xe9 on this line is not part of a character. "
         "Save it again as UTF-8."
@@ -123,24 +124,24 @@ def test_the_file_is_not_utf_8() -> None:
 # The names of others
 
 
-@pytest.mark.parametrize("name", OUR_KEYS)
+@pytest.mark.parametrize("name", KEY_ALIASES)
 def test_names_of_other_tools_lead_to_settings_of_ours(name: str) -> None:
-    assert OUR_KEYS[name] in all_keys()
+    assert KEY_ALIASES[name] in all_keys()
     assert name not in {key.rsplit(".", 1)[-1] for key in all_keys()}
 
 
 def test_values_of_other_tools_lead_to_values_of_ours() -> None:
-    Path("run.yaml").write_text("device: {type: gpu}\nprecision: {type: bfloat16}\nschedule: {type: wsd}\n")
+    Path("run.yaml").write_text("device: {type: gpu}\nprecision: {type: bfloat16}\nschedule: {type: noam}\n")
     said = mistake_in()
-    for value in ("cuda", "bf16", "warmup-stable-decay"):
+    for value in ("cuda", "bf16", "inverse_sqrt"):
         assert f"Did you mean {value}?" in said
-        assert value in OUR_VALUES.values()
+        assert value in VALUE_ALIASES.values() or value in CONFIG_VALUES["schedule.type"].values()
 
 
 def test_no_guess_where_two_are_as_near() -> None:
-    assert nearest("fp16", ["fp64", "bf16"]) is None
-    assert nearest("bf-16", ["auto", "fp32", "bf16", "fp64"]) == "bf16"
-    assert nearest("x", []) is None
+    assert closest_match("fp16", ["fp64", "bf16"]) is None
+    assert closest_match("bf-16", ["auto", "fp32", "bf16", "fp64"]) == "bf16"
+    assert closest_match("x", []) is None
 
 
 # Whatever is written

@@ -17,7 +17,7 @@ from jingu.config.sections.data import DataSettings, TokenizerSettings
 from jingu.data.build import build
 from jingu.text.corpus import plan_units
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -53,7 +53,12 @@ def make_config(tmp_path: Path, tokenizer_folder: Path, corpus_folder: Path) -> 
     """A run over the corpus; keyword arguments replace settings of `data`."""
 
     def make(tokenizer: Path = tokenizer_folder, **data: Any) -> RunConfig:
-        settings = {"input": str(corpus_folder), "path": str(tmp_path / "data"), "workers": 1, "held_out": 0.2}
+        settings = {
+            "input": str(corpus_folder),
+            "path": str(tmp_path / "data"),
+            "num_workers": 1,
+            "validation_fraction": 0.2,
+        }
         return RunConfig(tokenizer=TokenizerSettings(path=str(tokenizer)), data=DataSettings(**{**settings, **data}))
 
     return make
@@ -69,7 +74,9 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def built_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, corpus_folder: Path) -> Path:
     """A data set of several shards a split."""
     path = tmp_path_factory.mktemp("built") / "data"
-    data = DataSettings(input=str(corpus_folder), path=str(path), workers=1, held_out=0.2, shard_tokens=400)
+    data = DataSettings(
+        input=str(corpus_folder), path=str(path), num_workers=1, validation_fraction=0.2, shard_tokens=400
+    )
     build(RunConfig(tokenizer=TokenizerSettings(path=str(tokenizer_folder)), data=data))
     return path
 

@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 
 import jingu.data.build as build_module
-import jingu.data.writing as writing_module
+import jingu.data.shard_writer as writing_module
 from jingu.config.schema import RunConfig
 from jingu.data.build import build
-from jingu.data.indexed import IndexedReader, IndexedWriter
-from jingu.data.manifest import Manifest
-from jingu.data.verbs import inspect
+from jingu.data.dataset_manifest import DatasetManifest
+from jingu.data.indexed_dataset import IndexedReader, IndexedWriter
+from jingu.data.inspection import inspect
 from jingu.errors import JinguError
-from jingu.runtime.files import new_folder
+from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 MakeConfig = Callable[..., RunConfig]
 
 
-def manifest_of(config: RunConfig) -> Manifest:
-    manifest = Manifest.load(Path(config.data.path))
+def manifest_of(config: RunConfig) -> DatasetManifest:
+    manifest = DatasetManifest.load(Path(config.data.path))
     assert manifest is not None
     return manifest
 
@@ -60,30 +60,30 @@ def test_every_document_is_there_once_in_order(
 ) -> None:
     config = make_config(shard_tokens=500)
     build(config)
-    train, held_out = documents_of(config, "train"), documents_of(config, "held_out")
-    expected = [[*data_tokenizer.encode(text), data_tokenizer.end_id] for text in source_texts(corpus_folder)]
+    train, held_out = documents_of(config, "train"), documents_of(config, "validation")
+    expected = [[*data_tokenizer.encode(text), data_tokenizer.eos_token_id] for text in source_texts(corpus_folder)]
     assert [ids for ids in expected if ids not in held_out] == train
     assert [ids for ids in expected if ids in held_out] == held_out
     assert 0.05 < len(held_out) / len(expected) < 0.4
     manifest = manifest_of(config)
     lengths = data_tokenizer.byte_lengths()
-    for split, documents in ((manifest.train, train), (manifest.held_out, held_out)):
+    for split, documents in ((manifest.train, train), (manifest.validation, held_out)):
         assert split.documents == len(documents)
         assert split.tokens == sum(map(len, documents))
         assert split.text_bytes == sum(int(lengths[ids].sum()) for ids in documents)
-    assert manifest.train.text_bytes + manifest.held_out.text_bytes == sum(
+    assert manifest.train.text_bytes + manifest.validation.text_bytes == sum(
         len(text.encode()) for text in source_texts(corpus_folder)
     )
     assert len(manifest.train.shards) > 3
     assert all(shard.tokens >= 500 for shard in manifest.train.shards[:-1])
-    assert (manifest.dtype, manifest.end_id, manifest.empty) == ("uint16", 0, 1)
+    assert (manifest.dtype, manifest.eos_token_id, manifest.empty) == ("uint16", 0, 1)
 
 
 def test_workers_change_no_byte(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     trees = []
     for workers in (1, 3):
         path = tmp_path / f"data-{workers}"
-        build(make_config(path=str(path), workers=workers, shard_tokens=500))
+        build(make_config(path=str(path), num_workers=workers, shard_tokens=500))
         trees.append(tree(path))
     assert len(trees[0]) > 8
     assert trees[0] == trees[1]
@@ -119,7 +119,7 @@ def test_a_mistake_in_a_worker_is_the_users(make_config: MakeConfig, tmp_path: P
     path.write_text('{"text": "' + "x" * 1500 + '"}\n{"id": 1}\n')
     for workers in (1, 2):
         with pytest.raises(JinguError) as caught:
-            build(make_config(input=[str(path)], workers=workers))
+            build(make_config(input=[str(path)], num_workers=workers))
         assert str(caught.value) == (
             f'{path}:2: this line has no field "text"; its fields: "id". '
             "Set data.text_field to the field that holds the document."
@@ -130,13 +130,13 @@ def test_a_mistake_in_a_worker_is_the_users(make_config: MakeConfig, tmp_path: P
 def test_copies_fall_on_one_side(make_config: MakeConfig, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {index % 40}"}) for index in range(160)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    config = make_config(input=str(tmp_path / "x.jsonl"), held_out=0.3)
+    config = make_config(input=str(tmp_path / "x.jsonl"), validation_fraction=0.3)
     build(config)
     train = {tuple(ids) for ids in documents_of(config, "train")}
-    held_out = {tuple(ids) for ids in documents_of(config, "held_out")}
+    held_out = {tuple(ids) for ids in documents_of(config, "validation")}
     assert len(train) + len(held_out) == 40
     assert not train & held_out
-    assert len(documents_of(config, "held_out")) == 4 * len(held_out)
+    assert len(documents_of(config, "validation")) == 4 * len(held_out)
 
 
 def test_the_split_does_not_depend_on_the_tokenizer(
@@ -147,8 +147,8 @@ def test_the_split_does_not_depend_on_the_tokenizer(
     first, second = make_config(), make_config(tokenizer=tmp_path / "other", path=str(tmp_path / "second"))
     build(first)
     build(second)
-    ours = [data_tokenizer.decode(ids) for ids in documents_of(first, "held_out")]
-    assert ours == [other.decode(ids) for ids in documents_of(second, "held_out")]
+    ours = [data_tokenizer.decode(ids) for ids in documents_of(first, "validation")]
+    assert ours == [other.decode(ids) for ids in documents_of(second, "validation")]
 
 
 @pytest.mark.parametrize(("held_out", "sizes"), [(1e-9, (4, 1)), (0.999999, (1, 4)), (0.0, (5, 0))])
@@ -156,11 +156,11 @@ def test_a_small_corpus_holds_out_at_least_one(
     make_config: MakeConfig, tmp_path: Path, held_out: float, sizes: tuple[int, int]
 ) -> None:
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": f"text {index}"}) for index in range(5)))
-    config = make_config(input=str(tmp_path / "x.jsonl"), held_out=held_out)
+    config = make_config(input=str(tmp_path / "x.jsonl"), validation_fraction=held_out)
     build(config)
     manifest = manifest_of(config)
-    assert (manifest.train.documents, manifest.held_out.documents) == sizes
-    assert len(list(Path(config.data.path).glob("held_out-0*.bin"))) == min(sizes[1], 1)
+    assert (manifest.train.documents, manifest.validation.documents) == sizes
+    assert len(list(Path(config.data.path).glob("validation-0*.bin"))) == min(sizes[1], 1)
 
 
 def test_one_document_cannot_be_split(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -169,11 +169,11 @@ def test_one_document_cannot_be_split(make_config: MakeConfig, tmp_path: Path) -
     with pytest.raises(JinguError) as caught:
         build(make_config(input=str(tmp_path / "*.txt")))
     assert str(caught.value) == (
-        "data.held_out: the corpus has only one document (or copies of one), so none can be held out for "
-        "evaluation. Split the text into several files or .jsonl lines, or set data.held_out to 0 and "
-        "evaluation.every to 0 to train without evaluation."
+        "data.validation_fraction: the corpus has only one document (or copies of one), which cannot be split into "
+        "training and validation. Split the text into several files or .jsonl lines, or set data.validation_fraction "
+        "to 0 and evaluation.every to 0 to train without evaluation."
     )
-    build(make_config(input=str(tmp_path / "*.txt"), held_out=0.0))
+    build(make_config(input=str(tmp_path / "*.txt"), validation_fraction=0.0))
 
 
 def test_an_empty_corpus_is_explained(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_empty_corpus_is_explained(make_config: MakeConfig, tmp_path: Path) -
     with pytest.raises(JinguError) as caught:
         build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="skip"))
     assert str(caught.value) == (
-        "data.input: the corpus has no text: 1 document is empty, 1 not UTF-8. Name files with text in them."
+        "data.input: the corpus contains no text: 1 document is empty, 1 not UTF-8. Name files that contain text."
     )
     assert not (tmp_path / "data").exists()
 
@@ -193,9 +193,9 @@ def test_invalid_documents_are_counted(
     for name, content in (("a", b"one"), ("b", b"two"), ("c", b"\xffthree"), ("d", b"")):
         (tmp_path / f"{name}.txt").write_bytes(content)
     build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="skip"))
-    assert "left out: 1 empty, 1 not UTF-8; taken with bytes replaced: 0" in capsys.readouterr().out
+    assert "left out: 1 empty, 1 not UTF-8; read with bytes replaced: 0" in capsys.readouterr().out
     build(make_config(input=str(tmp_path / "*.txt"), invalid_utf8="replace", path=str(tmp_path / "other")))
-    assert "left out: 1 empty, 0 not UTF-8; taken with bytes replaced: 1" in capsys.readouterr().out
+    assert "left out: 1 empty, 0 not UTF-8; read with bytes replaced: 1" in capsys.readouterr().out
 
 
 def test_the_same_again_is_nothing_and_other_settings_are_refused(
@@ -205,19 +205,20 @@ def test_the_same_again_is_nothing_and_other_settings_are_refused(
     build(config)
     said = capsys.readouterr().out
     before = tree(tmp_path / "data")
-    build(make_config(workers=3))
+    build(make_config(num_workers=3))
     again = capsys.readouterr().out
     assert again.splitlines()[0] == f"data: already built in {tmp_path / 'data'}."
     assert again.splitlines()[1:] == said.splitlines()[1:]
-    delete = "Delete the folder to build it anew, or set data.path to another folder."
+    delete = "Delete the folder to build it again, or set data.path to another folder."
     with pytest.raises(JinguError) as caught:
-        build(make_config(held_out=0.3, suffixes=[".txt"]))
-    assert f"{tmp_path / 'data'}: the data set here was built otherwise: corpus was " in str(caught.value)
-    assert f'; held_out was 0.2 and is now 0.3; suffixes was [".txt", ".jsonl"] and is now [".txt"]. {delete}' in str(
-        caught.value
+        build(make_config(validation_fraction=0.3, suffixes=[".txt"]))
+    assert f"{tmp_path / 'data'}: the data set here was built with other settings: corpus was " in str(caught.value)
+    assert (
+        f'; suffixes was [".txt", ".jsonl"] and is now [".txt"]; validation_fraction was 0.2 and is now 0.3. {delete}'
+        in str(caught.value)
     )
     train_tokenizer(iter(["other"]), 260, ["<a>"]).save(tmp_path / "other")
-    with pytest.raises(JinguError, match=r"was built otherwise: tokenizer was \"[0-9a-f]{32}\" and is now"):
+    with pytest.raises(JinguError, match=r"was built with other settings: tokenizer was \"[0-9a-f]{32}\" and is now"):
         build(make_config(tokenizer=tmp_path / "other"))
     assert tree(tmp_path / "data") == before
     (tmp_path / "data" / "train-00000.bin").unlink()
@@ -231,8 +232,7 @@ def test_a_folder_of_something_else_is_left_alone(make_config: MakeConfig, tmp_p
     with pytest.raises(JinguError) as caught:
         build(make_config())
     assert str(caught.value) == (
-        f"{tmp_path / 'data'}: there is something here that `jingu data build` did not make. "
-        "Move it away or choose another path."
+        f"{tmp_path / 'data'}: `jingu data build` did not make what is here. Move it away or choose another path."
     )
     assert tree(tmp_path) == {"data/thesis.txt": b"precious"}
 
@@ -279,8 +279,8 @@ def killed_at(event: int, config: RunConfig) -> bool:
 def test_killed_ten_times_the_build_is_the_undisturbed_one(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, duplicates: str
 ) -> None:
-    monkeypatch.setattr(build_module, "KEPT_SECONDS", 0.0)
-    monkeypatch.setattr(build_module, "PART_IDS", 300)
+    monkeypatch.setattr(build_module, "RESUMABLE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(build_module, "MAX_BUFFERED_IDS", 300)
     settings = {"shard_tokens": 500, "duplicates": duplicates}
     build(make_config(path=str(tmp_path / "undisturbed"), **settings))
     config = make_config(**settings)
@@ -302,17 +302,17 @@ def test_a_killed_build_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(build_module, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(build_module, "RESUMABLE_AFTER_SECONDS", 0.0)
     assert not killed_at(60, make_config())
     assert (tmp_path / ".data.partial" / "progress.json").exists()
     capsys.readouterr()
     build(make_config())
-    assert f"data: going on in {tmp_path / 'data'} after " in capsys.readouterr().out
+    assert f"data: resuming in {tmp_path / 'data'} after " in capsys.readouterr().out
     # What other settings began is of no use.
     assert not killed_at(60, make_config(path=str(tmp_path / "data-2")))
-    build(make_config(path=str(tmp_path / "data-2"), held_out=0.5))
-    assert "going on" not in capsys.readouterr().out
-    build(make_config(path=str(tmp_path / "data-3"), held_out=0.5))
+    build(make_config(path=str(tmp_path / "data-2"), validation_fraction=0.5))
+    assert "resuming" not in capsys.readouterr().out
+    build(make_config(path=str(tmp_path / "data-3"), validation_fraction=0.5))
     assert tree(tmp_path / "data-2") == tree(tmp_path / "data-3")
 
 
@@ -355,10 +355,10 @@ def test_a_part_that_is_done_when_another_has_joined_all_is_no_error(
 def test_parts_of_other_settings_are_not_joined(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     build(make_config(), part=(1, 2))
     with pytest.raises(JinguError) as caught:
-        build(make_config(held_out=0.5), part=(2, 2))
+        build(make_config(validation_fraction=0.5), part=(2, 2))
     assert str(caught.value) == (
-        f"{tmp_path}/data.parts: other parts here were built otherwise: held_out was 0.2 and is now 0.5. "
-        "Delete the folder, and build all parts anew."
+        f"{tmp_path}/data.parts: other parts here were built with other settings: validation_fraction was 0.2 and is "
+        "now 0.5. Delete the folder, and build all parts again."
     )
 
 
@@ -373,7 +373,7 @@ def test_a_full_disk_is_told_by_a_part(
         with pytest.raises(JinguError) as caught:
             build(make_config(), part=(1, 2))
     assert str(caught.value) == (
-        f"{tmp_path}/data: the disk is full. Make room, or run the command again (it goes on with what is done)."
+        f"{tmp_path}/data: the disk is full. Make room, or run the command again (it resumes)."
     )
     assert [item.name for item in (tmp_path / "data.parts").iterdir()] == ["progress.json"]
     build(make_config(), part=(1, 2))
@@ -385,13 +385,13 @@ def test_copies_are_left_out_on_request(
     config = make_config(duplicates="drop")
     build(config)
     assert "left out as copies of others: 5 documents" in capsys.readouterr().out
-    both = documents_of(config, "train") + documents_of(config, "held_out")
+    both = documents_of(config, "train") + documents_of(config, "validation")
     build(make_config(path=str(tmp_path / "all")))
     kept = documents_of(make_config(path=str(tmp_path / "all")), "train")
     assert (
         len(set(map(tuple, both)))
         == len(both)
-        == manifest_of(config).train.documents + len(documents_of(config, "held_out"))
+        == manifest_of(config).train.documents + len(documents_of(config, "validation"))
     )
     assert {tuple(ids) for ids in kept} <= {tuple(ids) for ids in both}
 
@@ -403,16 +403,19 @@ def test_mistakes_are_left_out_on_request_and_listed(
     (tmp_path / "x.jsonl").write_text("\n".join([*lines, "{", *lines[:20], '{"body": 1}']))
     config = make_config(input=str(tmp_path / "x.jsonl"), path=str(tmp_path / "data"))
     build(config, on_error="skip")
-    assert "left out: 2 with mistakes, which skipped.txt lists" in capsys.readouterr().out
+    assert "left out because of errors: 2, listed in skipped.txt" in capsys.readouterr().out
     assert (tmp_path / "data" / "skipped.txt").read_text() == (
         f"{tmp_path}/x.jsonl:61: this line is not JSON (Expecting property name enclosed in double quotes at "
         f'column 2).\n{tmp_path}/x.jsonl:82: this line has no field "text"; its fields: "body".\n'
     )
-    assert manifest_of(config).train.documents + manifest_of(config).held_out.documents == 80
+    assert manifest_of(config).train.documents + manifest_of(config).validation.documents == 80
 
 
 def test_two_builds_into_one_folder(make_config: MakeConfig, tmp_path: Path) -> None:
-    with new_folder(tmp_path / "data"), pytest.raises(JinguError, match="another process is writing this folder now"):
+    with (
+        create_folder_atomically(tmp_path / "data"),
+        pytest.raises(JinguError, match="another process is writing this folder now"),
+    ):
         build(make_config())
 
 
@@ -420,7 +423,7 @@ def test_a_full_disk_keeps_what_is_done(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = IndexedWriter.add
-    monkeypatch.setattr(build_module, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(build_module, "RESUMABLE_AFTER_SECONDS", 0.0)
 
     def full(self: IndexedWriter, *parts: Any) -> None:
         real(self, *parts)
@@ -431,7 +434,7 @@ def test_a_full_disk_keeps_what_is_done(
         patch.setattr(IndexedWriter, "add", full)
         with pytest.raises(
             JinguError,
-            match=r"the disk is full\. Make room, or run the command again \(it goes on with what is done\), or choose",
+            match=r"the disk is full\. Make room, or run the command again to resume, or choose",
         ):
             build(make_config())
     build(make_config())
@@ -456,7 +459,7 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_a_killed_build(make_config: MakeConfig) -> None:
-    command = [sys.executable, "-c", ORPHANS, make_config(workers=2).model_dump_json()]
+    command = [sys.executable, "-c", ORPHANS, make_config(num_workers=2).model_dump_json()]
     # The workers hold the pipe too: it closes, and the call returns, only when the last of them has ended.
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300)
     assert done.returncode == -signal.SIGKILL
@@ -469,7 +472,7 @@ def test_documents_begin_as_the_tokenizer_would_have_it(
     """`<s>` before each, where its post-processor puts that, as Llama's does; and nothing on request."""
     shutil.copytree(tokenizer_folder, tmp_path / "llama")
     spec = json.loads((tmp_path / "llama" / "tokenizer.json").read_text())
-    end = Tokenizer.load(tokenizer_folder).end_id
+    end = Tokenizer.load(tokenizer_folder).eos_token_id
     spec["added_tokens"].append({**spec["added_tokens"][0], "id": 300, "content": "<s>"})
     spec["post_processor"] = {
         "type": "TemplateProcessing",
@@ -480,16 +483,16 @@ def test_documents_begin_as_the_tokenizer_would_have_it(
     (tmp_path / "llama" / "tokenizer.json").write_text(json.dumps(spec))
     with_it = make_config(tokenizer=tmp_path / "llama")
     build(with_it)
-    assert "every document begins with 300, as the tokenizer would have it" in capsys.readouterr().out
-    assert manifest_of(with_it).settings["beginning"] == [300]
-    without = make_config(tokenizer=tmp_path / "llama", path=str(tmp_path / "without"), beginning=False)
+    assert "every document begins with 300, as the tokenizer's template says" in capsys.readouterr().out
+    assert manifest_of(with_it).settings["bos_ids"] == [300]
+    without = make_config(tokenizer=tmp_path / "llama", path=str(tmp_path / "without"), add_bos_token=False)
     build(without)
-    for split in ("train", "held_out"):
+    for split in ("train", "validation"):
         found = documents_of(with_it, split)
         assert all(ids[0] == 300 and ids[-1] == end for ids in found)
         assert [ids[1:] for ids in found] == documents_of(without, split)
-    with pytest.raises(JinguError, match=r"built otherwise: beginning was \[300\] and is now null"):
-        build(make_config(tokenizer=tmp_path / "llama", beginning=False))
+    with pytest.raises(JinguError, match=r"built with other settings: bos_ids was \[300\] and is now null"):
+        build(make_config(tokenizer=tmp_path / "llama", add_bos_token=False))
 
 
 def test_a_tokenizer_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -507,7 +510,7 @@ def test_memory_does_not_grow_with_the_input(make_config: MakeConfig, tmp_path: 
             stream.write(
                 json.dumps({"text": f"{number} " + "some words and 春眠. " * repeated}, ensure_ascii=False) + "\n"
             )
-    config = make_config(input=str(tmp_path / "x.jsonl.gz"), held_out=0.0)
+    config = make_config(input=str(tmp_path / "x.jsonl.gz"), validation_fraction=0.0)
     code = "import sys, torch; from jingu.config.schema import RunConfig; from jingu.data.build import build; "
     code += "from jingu.runtime.device import peak_memory; "
     code += "build(RunConfig.model_validate_json(sys.argv[1])); "
@@ -542,10 +545,10 @@ def test_inspect(make_config: MakeConfig, tmp_path: Path, capsys: pytest.Capture
     assert shown[0] == f"data: {tmp_path / 'data'}, ids as uint16 of a vocabulary of 300."
     assert shown[1 : len(built)] == built[1:]
     lengths = shown[len(built) : -1]
-    assert lengths[0].startswith("  tokens a document: ")
+    assert lengths[0].startswith("  tokens per document: ")
     assert sum(int(line.split()[-1]) for line in lengths[1:]) == manifest_of(make_config()).train.documents
-    assert shown[-1] == "  every file has the checksum it was written with"
-    for name in ("train-00000.bin", "held_out-00000.idx"):
+    assert shown[-1] == "  every file matches its checksum"
+    for name in ("train-00000.bin", "validation-00000.idx"):
         path = tmp_path / "data" / name
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
@@ -553,8 +556,8 @@ def test_inspect(make_config: MakeConfig, tmp_path: Path, capsys: pytest.Capture
         with pytest.raises(JinguError) as caught:
             inspect(tmp_path / "data")
         assert str(caught.value) == (
-            f"{path}: the file's content is not what was written (checksum). "
-            "Copy the file anew, or delete the folder and build the data set anew."
+            f"{path}: the content of the file does not match its checksum. "
+            "Copy the file again, or delete the folder and build the data set again."
         )
         content[-3] ^= 1
         path.write_bytes(content)

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 from jingu.config.sections.data import SpanCorruptionSettings
 from jingu.data.batch import Batch
-from jingu.data.objective import SpanCorruption, batches, plan_corruption
+from jingu.data.objective import SpanCorruption, batch_function, build_span_corruption
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, sentinels
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer import Tokenizer, sentinel_tokens
+from jingu.text.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(iter(["some text"]), 400, ["<|endoftext|>", *sentinels(100)])
+    return train_tokenizer(iter(["some text"]), 400, ["<|endoftext|>", *sentinel_tokens(100)])
 
 
 def planned(tokenizer: Tokenizer, length: int, rate: float = 0.15, mean: float = 3.0, seed: int = 7) -> SpanCorruption:
-    settings = SpanCorruptionSettings(rate=rate, mean_length=mean, sentinels=100)
-    return plan_corruption(settings, length, tokenizer, seed)
+    settings = SpanCorruptionSettings(noise_density=rate, mean_span_length=mean, num_sentinels=100)
+    return build_span_corruption(settings, length, tokenizer, seed)
 
 
 def restored(plan: SpanCorruption, source: list[int], target: list[int]) -> list[int]:
     """The text, from what encoder and decoder are given: each sentinel of the source replaced by its span."""
-    assert source[-1] == target[-1] == plan.end_id
+    assert source[-1] == target[-1] == plan.eos_token_id
     spans: dict[int, list[int]] = {}
     for token in target[:-1]:
         if token in plan.sentinel_ids:
@@ -48,10 +48,10 @@ def test_the_text_can_be_restored(tokenizer, length, rate, mean, sample, seed):
     try:
         plan = planned(tokenizer, length, rate, mean, seed)
     except JinguError as error:
-        assert "need a sentinel each" in str(error)
+        assert "each of which needs a sentinel" in str(error)
         return
     text = np.random.default_rng(0).integers(101, 357, length)
-    source, target = plan.corrupted(text, sample)
+    source, target = plan.corrupt(text, sample)
     assert (len(source), len(target)) == (plan.source_length, plan.target_length)
     assert restored(plan, source.tolist(), target.tolist()) == text.tolist()
     removed = len(target) - 1 - len(plan.sentinel_ids)
@@ -72,7 +72,7 @@ def test_every_place_is_removed_equally_often_and_spans_have_their_mean(tokenize
     text = np.arange(1000, 1040)
     gone, sizes = np.zeros(40), Counter[int]()
     for sample in range(4000):
-        _, target = plan.corrupted(text, sample)
+        _, target = plan.corrupt(text, sample)
         gone[target[target >= 1000] - 1000] += 1
         marks = np.flatnonzero(np.isin(target, plan.sentinel_ids))
         sizes.update(np.diff(marks, append=len(target) - 1) - 1)
@@ -87,32 +87,32 @@ def test_every_place_is_removed_equally_often_and_spans_have_their_mean(tokenize
 
 def test_a_sample_is_a_pure_function_of_seed_and_number(tokenizer):
     plan, text = planned(tokenizer, 64), np.arange(200, 264)
-    rows = {tuple(plan.corrupted(text, sample)[0]) for sample in range(50)}
+    rows = {tuple(plan.corrupt(text, sample)[0]) for sample in range(50)}
     assert len(rows) > 45
     again, other = planned(tokenizer, 64), planned(tokenizer, 64, seed=8)
-    same = [np.array_equal(plan.corrupted(text, n)[0], again.corrupted(text, n)[0]) for n in range(50)]
-    differ = [not np.array_equal(plan.corrupted(text, n)[0], other.corrupted(text, n)[0]) for n in range(50)]
+    same = [np.array_equal(plan.corrupt(text, n)[0], again.corrupt(text, n)[0]) for n in range(50)]
+    differ = [not np.array_equal(plan.corrupt(text, n)[0], other.corrupt(text, n)[0]) for n in range(50)]
     assert all(same) and sum(differ) > 45
     # And it stays what it is: runs go on with another release.
-    assert np.flatnonzero(np.isin(plan.corrupted(text, 3)[0], plan.sentinel_ids)).tolist() == [16, 20, 56]
+    assert np.flatnonzero(np.isin(plan.corrupt(text, 3)[0], plan.sentinel_ids)).tolist() == [16, 20, 56]
 
 
 def test_a_batch_is_its_rows_shifted(tokenizer):
     plan = planned(tokenizer, 20)
     texts = torch.arange(200, 260).view(3, 20)
-    batch = plan.of(Batch(texts, texts), 5)
+    batch = plan.apply(Batch(texts, texts), 5)
     assert batch.source is not None and batch.documents is None
     for row in range(3):
-        source, target = plan.corrupted(texts[row].numpy(), 5 + row)
+        source, target = plan.corrupt(texts[row].numpy(), 5 + row)
         assert batch.source.tokens[row].tolist() == source.tolist()
         assert batch.labels[row].tolist() == target.tolist()
         assert batch.tokens[row].tolist() == [plan.start_id, *target[:-1].tolist()]
-    assert torch.equal(plan.of(Batch(texts[1:], texts[1:]), 6).labels, batch.labels[1:])
+    assert torch.equal(plan.apply(Batch(texts[1:], texts[1:]), 6).labels, batch.labels[1:])
 
 
 def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_leaves_out(tokenizer):
     class Source:
-        global_size = 4
+        global_batch_size = 4
 
         def batch(self, step: int, first: int, count: int) -> Batch:
             texts = torch.arange(200, 200 + 21 * count).view(count, 21)
@@ -121,9 +121,9 @@ def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_lea
             return Batch(texts[:, :-1], labels)
 
     plan = planned(tokenizer, 20)
-    batch = batches(Source(), plan)(3, 1, 3)
+    batch = batch_function(Source(), plan)(3, 1, 3)
     texts = Source().batch(3, 1, 3).tokens
-    expected = plan.of(Batch(texts, texts), 13)
+    expected = plan.apply(Batch(texts, texts), 13)
     assert (batch.labels[1] == -100).all()
     assert torch.equal(batch.labels[::2], expected.labels[::2]) and torch.equal(batch.tokens, expected.tokens)
     assert batch.source is not None and torch.equal(batch.source.tokens, expected.source.tokens)
@@ -133,10 +133,10 @@ def test_what_does_not_fit_is_told(tokenizer):
     with pytest.raises(JinguError) as error:
         planned(tokenizer, 2100)
     assert str(error.value) == (
-        "data.objective.sentinels: a text of 2,100 tokens has 105 spans, which need a sentinel each, and there are "
-        "100. Take 105, shorter sequences, a lower rate or a larger mean_length."
+        "data.objective.num_sentinels: a text of 2,100 tokens has 105 spans, each of which needs a sentinel, and there "
+        "are 100. Set it to 105, or use shorter sequences, a lower noise_density or a larger mean_span_length."
     )
-    few = train_tokenizer(iter(["some text"]), 300, ["<|endoftext|>", *sentinels(2)])
+    few = train_tokenizer(iter(["some text"]), 300, ["<|endoftext|>", *sentinel_tokens(2)])
     with pytest.raises(JinguError) as error:
         planned(few, 100)
     assert str(error.value).startswith(

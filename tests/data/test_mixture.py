@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jingu.data.mixture import LARGEST_PERIOD, Mixture, pattern, plan_mixture, whole_shares
+from jingu.data.mixture import MAX_PERIOD, Mixture, integer_shares, interleaving_pattern, plan_mixture
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 40).map(float), st.integers(1, 99).map(lambda n: n / 100)), min_size=1, max_size=8
@@ -51,19 +51,19 @@ def test_anywhere_costs_the_same(weights: list[float], start: int) -> None:
 
 
 def test_weights_as_a_person_writes_them_are_exact() -> None:
-    assert whole_shares([1.0, 2.0]) == (1, 2)
-    assert whole_shares([0.1, 0.25, 0.65]) == (2, 5, 13)
-    assert whole_shares([0.7, 0.0, 0.3]) == (7, 0, 3)
-    assert whole_shares([1 / 3] * 3) == (1, 1, 1)
+    assert integer_shares([1.0, 2.0]) == (1, 2)
+    assert integer_shares([0.1, 0.25, 0.65]) == (2, 5, 13)
+    assert integer_shares([0.7, 0.0, 0.3]) == (7, 0, 3)
+    assert integer_shares([1 / 3] * 3) == (1, 1, 1)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(1e-9, 1e9), min_size=2, max_size=9))
 def test_other_weights_are_rounded(weights: list[float]) -> None:
-    shares = whole_shares(weights)
-    assert min(shares) >= 1 and sum(shares) <= LARGEST_PERIOD
+    shares = integer_shares(weights)
+    assert min(shares) >= 1 and sum(shares) <= MAX_PERIOD
     for share, weight in zip(shares, weights, strict=True):
-        assert abs(share / sum(shares) - weight / sum(weights)) <= len(weights) / LARGEST_PERIOD
+        assert abs(share / sum(shares) - weight / sum(weights)) <= len(weights) / MAX_PERIOD
 
 
 @settings(max_examples=40)
@@ -105,6 +105,6 @@ def test_stages_and_caps(drawn: list[tuple[int, list[float]]], caps: list[int | 
 
 def test_the_pattern_never_changes() -> None:
     """Resuming a run needs the very same turns in every later version."""
-    turns, ranks = pattern((2, 5, 13))
+    turns, ranks = interleaving_pattern((2, 5, 13))
     assert turns.tolist() == [2, 2, 1, 2, 2, 1, 2, 0, 2, 2, 1, 2, 2, 1, 2, 2, 0, 2, 1, 2]
     assert ranks.tolist() == [0, 1, 0, 2, 3, 1, 4, 0, 5, 6, 2, 7, 8, 3, 9, 10, 1, 11, 4, 12]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
-from jingu.data.objective import Continuation, Cut, Prefix, plan_objective
+from jingu.data.objective import Continuation, PrefixLM, SplitPoint, build_objective
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
@@ -32,50 +32,52 @@ def rows_of(lengths: list[int], rows: int = 2, padding: int = 0) -> Batch:
 
 @given(st.integers(2, 60), SHARES, st.integers(0, 2**40), st.integers(0, 2**63 - 1))
 def test_a_beginning_sees_itself_and_the_rest_is_predicted(tokens: int, shares: Any, first: int, seed: int) -> None:
-    prefix = Prefix(Cut(*shares, seed), tokens)
+    prefix = PrefixLM(SplitPoint(*shares, seed), tokens)
     batch = rows_of([tokens])
-    made = prefix.of(Batch(batch.tokens, batch.labels), first)
-    assert made.reach is not None and torch.equal(made.tokens, batch.tokens)
+    made = prefix.apply(Batch(batch.tokens, batch.labels), first)
+    assert made.prefix_lengths is not None and torch.equal(made.tokens, batch.tokens)
     for row in range(2):
-        end = int(made.reach[row, 0])
+        end = int(made.prefix_lengths[row, 0])
         low, high = (min(max(round(tokens * share), 1), tokens - 1) for share in shares)
         assert low <= end <= high
-        assert made.reach[row].tolist() == [end] * end + [0] * (tokens - end)
+        assert made.prefix_lengths[row].tolist() == [end] * end + [0] * (tokens - end)
         assert made.labels[row].tolist() == [-100] * (end - 1) + batch.labels[row, end - 1 :].tolist()
-    assert torch.equal(prefix.of(Batch(batch.tokens[1:], batch.labels[1:]), first + 1).reach, made.reach[1:])
+    assert torch.equal(
+        prefix.apply(Batch(batch.tokens[1:], batch.labels[1:]), first + 1).prefix_lengths, made.prefix_lengths[1:]
+    )
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3))
 def test_every_document_has_a_beginning_of_its_own(lengths: list[int], padding: int) -> None:
     batch = rows_of([*lengths, *([padding] if padding else [])], padding=padding)
-    made = Prefix(Cut(0.2, 0.9, 3), 1).of(batch, 40)
-    assert made.reach is not None
+    made = PrefixLM(SplitPoint(0.2, 0.9, 3), 1).apply(batch, 40)
+    assert made.prefix_lengths is not None
     at = 0
     for size in lengths:
-        reach, labels = made.reach[0, at : at + size].tolist(), made.labels[0, at : at + size]
+        reach, labels = made.prefix_lengths[0, at : at + size].tolist(), made.labels[0, at : at + size]
         end = reach[0] - at if size > 1 else 0
         assert reach == [at + end] * end + [0] * (size - end)
         assert (labels >= 0).tolist() == [place >= end - 1 for place in range(size)]
         at += size
-    assert not made.reach[:, at:].any()
+    assert not made.prefix_lengths[:, at:].any()
 
 
 def test_beginnings_are_spread_evenly() -> None:
-    cut = Cut(0.25, 0.75, 9)
-    found = np.bincount([cut.at(40, sample) for sample in range(4200)])
+    cut = SplitPoint(0.25, 0.75, 9)
+    found = np.bincount([cut.draw(40, sample) for sample in range(4200)])
     assert found[:10].sum() == found[31:].sum() == 0
     assert abs(found[10:31] - 200).max() < 60
     # And it stays what it is: runs go on with another release.
-    assert [cut.at(40, sample) for sample in range(6)] == [22, 25, 11, 26, 12, 16]
+    assert [cut.draw(40, sample) for sample in range(6)] == [22, 25, 11, 26, 12, 16]
 
 
 @given(st.integers(2, 50), SHARES, st.integers(0, 99))
 def test_a_text_can_be_restored_from_what_is_read_and_written(tokens: int, shares: Any, first: int) -> None:
-    plan = Continuation(Cut(*shares, 7), tokens, start_id=1, end_id=2)
+    plan = Continuation(SplitPoint(*shares, 7), tokens, start_id=1, eos_token_id=2)
     batch = rows_of([tokens], rows=3)
     labels = batch.labels.clone()
     labels[1, tokens // 2] = -100  # of a document that is left out
-    made = plan.of(Batch(batch.tokens, labels), first)
+    made = plan.apply(Batch(batch.tokens, labels), first)
     assert made.source is not None
     assert made.source.tokens.shape == (3, plan.source_length) and made.labels.shape == (3, plan.target_length)
     for row in range(3):
@@ -94,7 +96,7 @@ def test_a_text_can_be_restored_from_what_is_read_and_written(tokens: int, share
 
 
 def test_without_a_choice_nothing_is_filled_up() -> None:
-    made = Continuation(Cut(0.5, 0.5, 7), 20, 1, 2).of(rows_of([20]), 0)
+    made = Continuation(SplitPoint(0.5, 0.5, 7), 20, 1, 2).apply(rows_of([20]), 0)
     assert made.source is not None and made.source.documents is None
     assert made.source.tokens.shape == (2, 11) and bool((made.labels >= 0).all())
 
@@ -104,12 +106,12 @@ def config_of(tokenizer_folder: Path, length: int = 20, **objective: Any) -> Run
     return RunConfig.model_validate(data | {"batch": {"sequence_length": length}})
 
 
-@pytest.mark.parametrize("kind", ["prefix", "continuation", "span_corruption"])
+@pytest.mark.parametrize("kind", ["prefix_lm", "continuation", "span_corruption"])
 def test_what_does_not_fit_is_told(tokenizer_folder: Path, data_tokenizer: Tokenizer, kind: str) -> None:
     source: Any = None  # what it is of does not matter
-    with pytest.raises(JinguError, match=r"batch\.sequence_length: a text of one token cannot be divided\. Take 2"):
-        plan_objective(config_of(tokenizer_folder, 1, type=kind), source, data_tokenizer)
+    with pytest.raises(JinguError, match=r"batch\.sequence_length: a text of one token cannot be split\. Set it to 2"):
+        build_objective(config_of(tokenizer_folder, 1, type=kind), source, data_tokenizer)
     if kind != "span_corruption":
-        wrong = config_of(tokenizer_folder, type=kind, shortest=0.5, longest=0.4)
-        with pytest.raises(JinguError, match=r"the shortest beginning \(0\.5\) is longer than the longest \(0\.4\)"):
-            plan_objective(wrong, source, data_tokenizer)
+        wrong = config_of(tokenizer_folder, type=kind, min_prefix=0.5, max_prefix=0.4)
+        with pytest.raises(JinguError, match=r"min_prefix \(0\.5\) is larger than max_prefix \(0\.4\)"):
+            build_objective(wrong, source, data_tokenizer)

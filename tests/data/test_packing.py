@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jingu.config.sections.data import DropSettings
-from jingu.data.batch import IGNORED
-from jingu.data.batches import BatchSource, Windows, between_ends, held_out_batch
+from jingu.data.batch import IGNORE_INDEX
 from jingu.data.dataset import TokenDataset, open_dataset
-from jingu.data.drop import read_drop
+from jingu.data.dropped_documents import load_dropped_documents
 from jingu.data.mixture import plan_mixture
-from jingu.data.packing import PackedRows, cut_documents, pack, restarted
-from jingu.data.receipt import Receipt, check_receipt, extend
+from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.packing import PackedDataset, document_ids, document_positions, pack_best_fit, split_long_documents
+from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
+from jingu.data.validation_windows import validation_batch
+from jingu.data.window_dataset import WindowDataset
 from jingu.errors import JinguError
 
 ONE = plan_mixture([(0, [1.0])], [None])
@@ -39,7 +41,7 @@ def documents_of(dataset: TokenDataset) -> list[list[int]]:
 @given(st.lists(st.integers(1, 60), max_size=200), st.integers(1, 60))
 def test_best_fit_decreasing_is_what_its_definition_says(sizes: list[int], capacity: int) -> None:
     sizes = [min(size, capacity) for size in sizes]
-    rows = pack(np.array(sizes, dtype=np.int64), capacity)
+    rows = pack_best_fit(np.array(sizes, dtype=np.int64), capacity)
     rooms: list[int] = []
     for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
         fitting = [room for room in rooms if room >= sizes[piece]]
@@ -54,7 +56,7 @@ def test_best_fit_decreasing_is_what_its_definition_says(sizes: list[int], capac
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 20))
 def test_long_documents_are_cut_and_no_prediction_is_lost(lengths: list[int], sequence: int) -> None:
-    pieces = cut_documents(np.array(lengths, dtype=np.int64), sequence)
+    pieces = split_long_documents(np.array(lengths, dtype=np.int64), sequence)
     predicted = [place for start, size in pieces.tolist() for place in range(start + 1, start + size + 1)]
     starts = np.cumsum([0, *lengths])
     expected = [place for start, n in zip(starts, lengths, strict=False) for place in range(start + 1, start + n)]
@@ -64,8 +66,8 @@ def test_long_documents_are_cut_and_no_prediction_is_lost(lengths: list[int], se
 
 @pytest.mark.parametrize("sequence", [16, 90])
 def test_packed_rows_hold_every_document_whole(dataset: TokenDataset, sequence: int) -> None:
-    rows = PackedRows(dataset, sequence, 3)
-    source = BatchSource((rows,), ONE, 4, apart=True)
+    rows = PackedDataset(dataset, sequence, 3)
+    source = MixtureDataset((rows,), ONE, 4, document_mask=True)
     steps = -(-len(rows) // 4)
     batches = [source.batch(step, 0, 4) for step in range(steps)]
     tokens, labels, positions, documents = (
@@ -82,16 +84,18 @@ def test_packed_rows_hold_every_document_whole(dataset: TokenDataset, sequence: 
     short = [ids for ids in documents_of(dataset) if len(ids) <= sequence + 1]
     assert all(found.count(ids) == short.count(ids) for ids in short)
     padded = documents == -1
-    assert (labels[padded] == IGNORED).all() and (labels[~padded] >= 0).all()
-    assert (tokens[padded] == dataset.end_id).all()
+    assert (labels[padded] == IGNORE_INDEX).all() and (labels[~padded] >= 0).all()
+    assert (tokens[padded] == dataset.eos_token_id).all()
     assert int((~padded).sum()) == sum(len(ids) - 1 for ids in documents_of(dataset))
     assert padded.float().mean() < 0.1
-    alike = BatchSource((rows,), ONE, 4).batch(0, 0, 4)
+    alike = MixtureDataset((rows,), ONE, 4).batch(0, 0, 4)
     assert alike.documents is None and torch.equal(alike.tokens, batches[0].tokens)
 
 
 def test_attention_stays_inside_documents_and_positions_begin_anew(dataset: TokenDataset) -> None:
-    plain, apart = (BatchSource((Windows(dataset, 64, 1),), ONE, 5, apart=each) for each in (False, True))
+    plain, apart = (
+        MixtureDataset((WindowDataset(dataset, 64, 1),), ONE, 5, document_mask=each) for each in (False, True)
+    )
     for step in range(20):
         batch, same = apart.batch(step, 0, 5), plain.batch(step, 0, 5)
         assert torch.equal(batch.tokens, same.tokens) and torch.equal(batch.labels, same.labels)
@@ -102,45 +106,45 @@ def test_attention_stays_inside_documents_and_positions_begin_anew(dataset: Toke
             for at, token in enumerate(batch.tokens[row].tolist()):
                 assert (int(batch.documents[row, at]), int(batch.positions[row, at])) == (number, position)
                 position += 1
-                if token == dataset.end_id:
+                if token == dataset.eos_token_id:
                     number, position = number + 1, 0
-    held = held_out_batch(dataset, 64, 0, 3, inside=True)
+    held = validation_batch(dataset, 64, 0, 3, document_mask=True)
     assert held.documents is not None and held.positions is not None
-    assert held.documents.tolist() == between_ends(held.tokens.numpy(), dataset.end_id).tolist()
-    assert held.positions.tolist() == restarted(held.documents.numpy()).tolist()
+    assert held.documents.tolist() == document_ids(held.tokens.numpy(), dataset.eos_token_id).tolist()
+    assert held.positions.tolist() == document_positions(held.documents.numpy()).tolist()
 
 
 @pytest.mark.parametrize("kind", ["windows", "packed"])
 def test_documents_are_left_out_from_a_step_on(dataset: TokenDataset, tmp_path: Path, kind: str) -> None:
-    rows = Windows(dataset, 48, 2) if kind == "windows" else PackedRows(dataset, 48, 2)
-    whole = BatchSource((rows,), ONE, 4)
+    rows = WindowDataset(dataset, 48, 2) if kind == "windows" else PackedDataset(dataset, 48, 2)
+    whole = MixtureDataset((rows,), ONE, 4)
     file = tmp_path / "drop.txt"
     names = [f"{dataset.path.name}/train-00001:0", f"{dataset.path.name}/train-00003:2"]
     file.write_text(f"# spikes\n{names[0]}\n\n{names[1]}  # twice as bad\n{names[1]}\n")
-    dropped = read_drop(DropSettings(file=str(file), from_step=6), [dataset])
+    dropped = load_dropped_documents(DropSettings(file=str(file), start_step=6), [dataset])
     without = replace(whole, dropped=dropped)
     gone = set()
     for shard, number in ((1, 0), (3, 2)):
-        start, length = dataset.document(shard, number)
-        assert dataset.find(start) == dataset.find(start + length - 1) == (shard, number)
+        start, length = dataset.document_range(shard, number)
+        assert dataset.find_document(start) == dataset.find_document(start + length - 1) == (shard, number)
         gone |= set(range(start, start + length))
     changed = 0
     for step in range(len(rows) // 4 + 8):
         before, after = whole.batch(step, 0, 4), without.batch(step, 0, 4)
         _, _, starts = whole.locate(step)
-        places = rows.places(starts)
+        places = rows.token_offsets(starts)
         out = torch.from_numpy(np.isin(places, list(gone)))
         asked = torch.from_numpy(np.isin((places + 1) % dataset.tokens, list(gone)))
         if step < 6:
             out, asked = torch.zeros_like(out), torch.zeros_like(asked)
-        assert torch.equal(after.tokens, torch.where(out, dataset.end_id, before.tokens))
-        assert torch.equal(after.labels, torch.where(asked, IGNORED, before.labels))
+        assert torch.equal(after.tokens, torch.where(out, dataset.eos_token_id, before.tokens))
+        assert torch.equal(after.labels, torch.where(asked, IGNORE_INDEX, before.labels))
         changed += int(out.sum())
     assert changed > 0
     # A run may go back to before the step, and not go on from after it.
-    check_receipt(extend(Receipt(), whole, 6), without, "there")
+    check_sample_hash(extend_sample_hash(SampleHash(), whole, 6), without, "there")
     with pytest.raises(JinguError, match="the samples of steps 1 to 7 are not those that the run was trained on"):
-        check_receipt(extend(Receipt(), whole, 7), without, "there")
+        check_sample_hash(extend_sample_hash(SampleHash(), whole, 7), without, "there")
 
 
 @pytest.mark.parametrize(
@@ -151,15 +155,15 @@ def test_documents_are_left_out_from_a_step_on(dataset: TokenDataset, tmp_path: 
             '"other/train-00000:1" names no document of the run. A line looks like data/train-00003',
         ),
         ("{}/train-00000:x", "names no document of the run."),
-        ("{}/train-00000:99999", "documents, numbered from 0, and no 99999."),
+        ("{}/train-00000:99999", "documents, numbered from 0, but no 99999."),
     ],
 )
 def test_a_line_that_names_no_document(dataset: TokenDataset, tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "drop.txt"
     file.write_text("# a list\n" + line.format(dataset.path.name))
     with pytest.raises(JinguError) as caught:
-        read_drop(DropSettings(file=str(file)), [dataset])
+        load_dropped_documents(DropSettings(file=str(file)), [dataset])
     assert str(caught.value).startswith(f"{file}:2: ") and words in str(caught.value)
     with pytest.raises(JinguError, match=r"none\.txt: the file cannot be read"):
-        read_drop(DropSettings(file=str(tmp_path / "none.txt")), [dataset])
-    assert read_drop(DropSettings(), [dataset]) is None
+        load_dropped_documents(DropSettings(file=str(tmp_path / "none.txt")), [dataset])
+    assert load_dropped_documents(DropSettings(), [dataset]) is None

@@ -12,12 +12,12 @@ import pytest
 
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
-from jingu.data.batches import BatchSource
-from jingu.data.objective import batches, plan_objective
-from jingu.data.sources import open_sources
+from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.objective import batch_function, build_objective
+from jingu.data.open_sources import open_sources
 from jingu.errors import JinguError
-from jingu.text.tokenizer import Tokenizer, sentinels
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer import Tokenizer, sentinel_tokens
+from jingu.text.tokenizer_training import train_tokenizer
 
 MARKED = 300
 """The first id that stands for a span: as many as the tokenizer had when the files were written."""
@@ -70,18 +70,21 @@ def config_of(files: Path, **objective: Any) -> RunConfig:
     settings = {"type": "target_files", "first_sentinel": MARKED, "target_length": 40, **objective}
     data = {"data": {"path": str(files), "objective": settings}}
     return RunConfig.model_validate(
-        data | {"batch": {"sequence_length": 31, "global_size": 4}, "train": {"steps": 3}, "evaluation": {"every": 0}}
+        data
+        | {"batch": {"sequence_length": 31, "global_batch_size": 4}, "train": {"steps": 3}, "evaluation": {"every": 0}}
     )
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(iter(["some text"]), 300, ["<|endoftext|>", *(f"<s_{n}>" for n in range(20)), *sentinels(3)])
+    return train_tokenizer(
+        iter(["some text"]), 300, ["<|endoftext|>", *(f"<s_{n}>" for n in range(20)), *sentinel_tokens(3)]
+    )
 
 
-def opened(config: RunConfig, tokenizer: Tokenizer) -> tuple[BatchSource, Callable[[int, int, int], Batch]]:
+def opened(config: RunConfig, tokenizer: Tokenizer) -> tuple[MixtureDataset, Callable[[int, int, int], Batch]]:
     source = open_sources(config, tokenizer)
-    return source, batches(source, plan_objective(config, source, tokenizer))
+    return source, batch_function(source, build_objective(config, source, tokenizer))
 
 
 def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Document], tokenizer: Tokenizer) -> None:
@@ -109,7 +112,10 @@ def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Do
             target.append(marks[count])
             assert batch.source.tokens[number].tolist() == expected
             assert batch.labels[number].tolist() == [*target, *[-100] * 40][:40]
-            assert batch.tokens[number, : len(target)].tolist() == [tokenizer.start_id, *target[:39]][: len(target)]
+            assert (
+                batch.tokens[number, : len(target)].tolist()
+                == [tokenizer.decoder_start_token_id, *target[:39]][: len(target)]
+            )
             seen.update((start + place) % len(stream) for place in range(31))
     assert len(seen) > 0.8 * len(stream)
     assert batch.tokens[1:3].equal(batch_of(step, 1, 2).tokens)
@@ -128,19 +134,19 @@ def test_offsets_that_did_not_fit_their_type(files: Path, tokenizer: Tokenizer, 
 
 def test_what_does_not_fit_is_told(files: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
-        JinguError, match=r"objective\.sentinel: a sample needs \d+ sentinels, and the tokenizer has 3 by"
+        JinguError, match=r"objective\.sentinel: a sample needs \d+ sentinels, but the tokenizer has 3 by"
     ):
         opened(config_of(files), tokenizer)[1](0, 0, 4)
     with pytest.raises(
-        JinguError, match=r"a sample needs 1 sentinels, and the tokenizer has 0 by that name\. Take short"
+        JinguError, match=r"a sample needs 1 sentinel, but the tokenizer has 0 by that name\. Use short"
     ):
         opened(config_of(files, sentinel="<x_N>"), tokenizer)
     write(files.with_name("story_document_target_offset"), [[0, 4]])
-    with pytest.raises(JinguError, match=r"target_offset\.idx: it has 1 document, and story_document_context has 40\."):
+    with pytest.raises(JinguError, match=r"target_offset\.idx: it has 1 document, but story_document_context has 40\."):
         open_sources(config_of(files, sentinel="<s_N>"), tokenizer)
     write(files.with_name("story_document_target_offset"), [[0, 4, 5, 2]] * 40)
     with pytest.raises(
-        JinguError, match=r"target\.idx: document \d+ has no target for its id 30\d\. Copy the file anew"
+        JinguError, match=r"target\.idx: document \d+ has no target for its id 30\d\. Copy the file again"
     ):
         opened(config_of(files, sentinel="<s_N>"), tokenizer)[1](0, 0, 4)
     files.with_name("story_document_target.bin").unlink()

@@ -8,60 +8,57 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import this_rank
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "zero0 × 2": (2, {"zero": 0}),
-    "zero1 × 4": (4, {"zero": 1}),
-    "zero2 × 2": (2, {"zero": 2}),
-    "zero3 × 4": (4, {"zero": 3}),
-    "replicate 2 × shard 2": (4, {"zero": 3, "replicate": 2, "shard": 2}),
+    "zero0 × 2": (2, {"zero_stage": 0}),
+    "zero1 × 4": (4, {"zero_stage": 1}),
+    "zero2 × 2": (2, {"zero_stage": 2}),
+    "zero3 × 4": (4, {"zero_stage": 3}),
+    "replicate 2 × shard 2": (4, {"zero_stage": 3, "replicate": 2, "shard": 2}),
     "tensor 2": (2, {"tensor": 2}),
-    "tensor 2 × shard 2": (4, {"tensor": 2, "shard": 2, "zero": 3}),
+    "tensor 2 × shard 2": (4, {"tensor": 2, "shard": 2, "zero_stage": 3}),
     "pipeline 2": (2, {"pipeline": 2}),
-    "pipeline 2 × shard 2": (4, {"pipeline": 2, "shard": 2, "zero": 2}),
+    "pipeline 2 × shard 2": (4, {"pipeline": 2, "shard": 2, "zero_stage": 2}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "expert 2": (2, {"expert": 2}),
     "expert 2 × tensor 2": (4, {"expert": 2, "tensor": 2}),
-    "expert 2 × zero3 × 4": (4, {"expert": 2, "zero": 3}),
-    "host × zero3 × 2": (2, {"zero": 3, "offload": {"type": "host"}}),
-    "disk × zero2 × 2": (2, {"zero": 2, "offload": {"type": "disk"}}),
-    "eight": (8, {"pipeline": 2, "tensor": 2, "shard": 2, "zero": 3}),
+    "expert 2 × zero3 × 4": (4, {"expert": 2, "zero_stage": 3}),
+    "host × zero3 × 2": (2, {"zero_stage": 3, "offload": {"type": "host"}}),
+    "disk × zero2 × 2": (2, {"zero_stage": 2, "offload": {"type": "disk"}}),
+    "eight": (8, {"pipeline": 2, "tensor": 2, "shard": 2, "zero_stage": 3}),
 }
 
 
 def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, Path]]) -> None:
     """In this layout, load each checkpoint and save what was loaded."""
     from jingu.checkpoint import store
-    from jingu.parallel.mesh import axis_sizes, build_mesh
-    from jingu.parallel.pipeline import Pipeline
-    from jingu.runtime.ranks import all_agree
-    from jingu.train import session
+    from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
+    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.train import checkpointing, trainer
     from jingu.train.precision import choose_precision
     from jingu.train.run import open_run
 
     run, device = open_run(config), torch.device("cpu")
-    mesh = build_mesh(axis_sizes(config.parallel, world, run.spec), device)
+    mesh = build_mesh(resolve_axis_sizes(config.parallel, world, run.spec), device)
     precision = choose_precision(config.precision, device)
-    model, optimizer = session._build(run, mesh, this_rank(rank, world), precision, compiles=False)
+    model, optimizer = trainer.build_model_and_optimizer(run, mesh, precision, compile=False)
     for source, target in journeys:
-        tensors = session.checkpoint_tensors(model, optimizer)
+        tensors = checkpointing.checkpoint_tensors(model, optimizer)
         with torch.no_grad():
             for tensor in tensors.values():
-                tensor.zero_()
-        store.load(source, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
-        store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_agree)
+                tensor.local.zero_()
+        store.load(source, tensors, whole=model.is_whole, agree=all_ranks_agree)
+        store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_ranks_agree)
 
 
 def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    from jingu.checkpoint import files, store
+    from jingu.checkpoint import save_folder, store
 
-    assert files.names(folder) == sorted(expected)
+    assert save_folder.tensor_names(folder) == sorted(expected)
     for name, tensor in expected.items():
-        assert torch.equal(store.Reader(folder).read(name), tensor), (folder, name)
+        assert torch.equal(store.CheckpointReader(folder).read(name), tensor), (folder, name)
 
 
 @pytest.mark.parametrize("layouts", [list(LAYOUTS)[1::2], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)])
@@ -71,12 +68,12 @@ def test_every_ordered_pair_of_layouts(layouts, tiny_run, train_on, done, ranks,
 
 @pytest.mark.slow
 def test_every_ordered_pair_with_experts_offload_and_eight_ranks(tiny_run, train_on, done, ranks, tmp_path):
-    experts = {"model.family": "mixtral", "model.experts.number": 6, "model.experts.active": 2}
+    experts = {"model.family": "mixtral", "model.experts.num_experts": 6, "model.experts.num_experts_per_token": 2}
     load_all_in_all(EXPERT_LAYOUTS, list(EXPERT_LAYOUTS), experts, tiny_run, train_on, done, ranks, tmp_path)
 
 
 def load_all_in_all(known, layouts, model, tiny_run, train_on, done, ranks, tmp_path):
-    changes = {"model.heads": 4, "model.kv_heads": 2, "train.steps": 2, "precision.type": "fp32", **model}
+    changes = {"model.num_heads": 4, "model.num_kv_heads": 2, "train.steps": 2, "precision.type": "fp32", **model}
     begun = tiny_run(changes, name="begun")
     train_on(1, begun)
     expected = done(begun).tensors()

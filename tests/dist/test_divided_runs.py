@@ -9,16 +9,16 @@ import torch
 
 EXPERTS = {
     "model.family": "mixtral",
-    "model.experts.number": 6,
-    "model.experts.active": 2,
-    "model.experts.balance": 0.02,
-    "model.experts.capacity": 1.25,
+    "model.experts.num_experts": 6,
+    "model.experts.num_experts_per_token": 2,
+    "model.experts.aux_loss_coef": 0.02,
+    "model.experts.capacity_factor": 1.25,
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor": ({}, {"tensor": 2, "shard": 2}),
-    "context": ({"model.family": "bloom", "model.kv_heads": None}, {"tensor": 2, "context": 2}),
-    "ring": ({}, {"context": 4, "context_by": "ring"}),
-    "expert": (EXPERTS, {"expert": 2, "shard": 2, "context": 2, "zero": 3}),
+    "context": ({"model.family": "bloom", "model.num_kv_heads": None}, {"tensor": 2, "context": 2}),
+    "ring": ({}, {"context": 4, "context_method": "ring"}),
+    "expert": (EXPERTS, {"expert": 2, "shard": 2, "context": 2, "zero_stage": 3}),
 }
 
 
@@ -29,7 +29,7 @@ def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run
     """One process trains 3 steps and saves, 4 ranks load and train 3 more; and the other way."""
     model, layout = LAYOUTS[kind]
     changes = {**model, "train.steps": 6, "schedule.type": "constant", "evaluation.every": 3}
-    changes |= {"evaluation.sequences": 5, "evaluation.prompts": ["def "], "evaluation.prompt_tokens": 4}
+    changes |= {"evaluation.num_sequences": 5, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 4}
     divided = {f"parallel.{axis}": size for axis, size in layout.items()}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
@@ -48,7 +48,7 @@ def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run
 
 
 def test_label_smoothing_and_z_loss_over_a_divided_vocabulary(tiny_run, train_on, done):
-    changes = {"train.steps": 3, "train.label_smoothing": 0.1, "train.z_loss": 1e-2}
+    changes = {"train.steps": 3, "train.label_smoothing": 0.1, "train.z_loss_coef": 1e-2}
     alone, divided = tiny_run(changes, name="alone"), tiny_run({**changes, "parallel.tensor": 2}, name="divided")
     train_on(1, alone)
     train_on(2, divided)

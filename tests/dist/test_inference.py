@@ -15,33 +15,33 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jingu.checkpoint.export import export_hf
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.infer.distributed import DistributedEngine, distributed_engine
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.load import load
-from jingu.infer.lockstep import Lockstep, in_lockstep
+from jingu.infer.inference_model import load
 from jingu.infer.request import Event, Request
-from jingu.infer.sampling import Sampling
-from jingu.model.build import spec_from_settings
-from jingu.model.decoder import make_model
+from jingu.infer.sampling import SamplingParams
+from jingu.model.decoder import build_model
 from jingu.model.experts import GroupedLinear
-from jingu.model.initialise import initialise
 from jingu.model.layers import Linear
-from jingu.model.packed import Arranged
+from jingu.model.quantized_weight import PrepackedQuantizedWeight
+from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec
-from jingu.text.training import train_tokenizer
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer_training import train_tokenizer
 from tests.conftest import this_rank
 from tests.rank_pool import RankPool
 
-SETTINGS = EngineSettings(max_batch=3, prefill_chunk=16)
+SETTINGS = EngineSettings(max_num_seqs=3, prefill_chunk_size=16)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "kv_heads": 2},
+    "llama": {"family": "llama", "num_kv_heads": 2},
     "gpt2": {"family": "gpt2"},
-    "mixtral": {"family": "mixtral", "kv_heads": 2},
+    "mixtral": {"family": "mixtral", "num_kv_heads": 2},
 }
 FEW: dict[str, dict[str, Any]] = {
-    f"few-{name}": {**settings, "width": 64, "feed_forward": 128, "vocabulary": 288}
+    f"few-{name}": {**settings, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 288}
     for name, settings in FAMILIES.items()
 }
 """Of shapes that are rounded, also where two ranks share them."""
@@ -57,12 +57,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer.save(place / "tokenizer")
     for name, settings in {**FAMILIES, **FEW}.items():
         spec = spec_from_settings(
-            ModelSettings(**{"width": 24, "heads": 4, "layers": 3, "initial_std": 0.4, **settings}),
-            tokenizer.vocabulary,
+            ModelSettings(**{"hidden_size": 24, "num_heads": 4, "num_layers": 3, "initializer_range": 0.4, **settings}),
+            tokenizer.vocab_size,
             64,
         )
-        model = make_model(spec)
-        initialise(model, spec, 1)
+        model = build_model(spec)
+        init_weights(model, spec, 1)
         export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
         if name == "llama":
             write_adapter(place / "adapter", spec)
@@ -71,17 +71,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def write_adapter(folder: Path, spec: ModelSpec) -> None:
     """LoRA as peft writes it, of matrices that are divided by heads, by outputs and by inputs."""
-    part, size, random = spec.attention, spec.feed_forward.size, torch.Generator().manual_seed(1)
-    outputs, inputs = part.heads * part.head_size, part.kv_heads * part.head_size
+    part, size, random = spec.attention, spec.feed_forward.intermediate_size, torch.Generator().manual_seed(1)
+    outputs, inputs = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
     shapes = {
-        "self_attn.q_proj": (outputs, spec.width),
-        "self_attn.v_proj": (inputs, spec.width),
-        "self_attn.o_proj": (spec.width, outputs),
-        "mlp.up_proj": (size, spec.width),
-        "mlp.down_proj": (spec.width, size),
+        "self_attn.q_proj": (outputs, spec.hidden_size),
+        "self_attn.v_proj": (inputs, spec.hidden_size),
+        "self_attn.o_proj": (spec.hidden_size, outputs),
+        "mlp.up_proj": (size, spec.hidden_size),
+        "mlp.down_proj": (spec.hidden_size, size),
     }
     tensors = {}
-    for layer in range(spec.layers):
+    for layer in range(spec.num_layers):
         for name, (rows, columns) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{key}.lora_A.weight"] = torch.randn(3, columns, generator=random)
@@ -98,35 +98,41 @@ def requests(adapter: str | None) -> list[Request]:
     alike = tuple(range(5, 36))
     bias = {7: float("-inf"), 9: 1.5}
     return [
-        Request((9, 4, 30), Sampling(), 20, ignore_end=True, logprobs=2, adapter=adapter),
-        Request((*alike, 3), Sampling(temperature=0.9, seed=4), 12, n=2, ignore_end=True),
+        Request((9, 4, 30), SamplingParams(), 20, ignore_eos=True, logprobs=2, adapter=adapter),
+        Request((*alike, 3), SamplingParams(temperature=0.9, seed=4), 12, n=2, ignore_eos=True),
         Request(
-            (*alike, 8, 1), Sampling(temperature=1.1, top_k=40, top_p=0.9, seed=5), 9, ignore_end=True, adapter=adapter
+            (*alike, 8, 1),
+            SamplingParams(temperature=1.1, top_k=40, top_p=0.9, seed=5),
+            9,
+            ignore_eos=True,
+            adapter=adapter,
         ),
-        Request((), Sampling(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias), 15, stop=("zz" * 700,)),
+        Request(
+            (), SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias), 15, stop=("zz" * 700,)
+        ),
     ]
 
 
-def answers(engine: Engine | Lockstep) -> list[list[Any]]:
+def answers(engine: Engine | DistributedEngine) -> list[list[Any]]:
     """Tokens of each choice, how it ends, and log-probabilities; two requests join late, and one is given up."""
     told: dict[int, list[Event]] = {}
-    first, second, *later = requests(next(iter(engine.loaded.adapters.names), None))
+    first, second, *later = requests(next(iter(engine.model.adapters.names), None))
     order = [engine.submit(first), engine.submit(second)]
     given_up = engine.submit(first)
     steps = 0
     while engine.busy:
         for event in engine.step():
-            told.setdefault(event.request, []).append(event)
+            told.setdefault(event.request_id, []).append(event)
         steps += 1
         if steps == 4:
             order += [engine.submit(request) for request in later]
             engine.cancel(given_up)
             with pytest.raises(JinguError):
-                engine.submit(Request((1,) * 100, Sampling(), 10))
-    assert [event.finish for event in told[given_up] if event.finish] == ["cancelled"]
+                engine.submit(Request((1,) * 100, SamplingParams(), 10))
+    assert [event.finish_reason for event in told[given_up] if event.finish_reason] == ["cancelled"]
     return [
         [
-            (e.choice, e.token.id if e.token else None, e.token.logprob if e.token else None, e.finish)
+            (e.choice, e.token.id if e.token else None, e.token.logprob if e.token else None, e.finish_reason)
             for e in told[each]
         ]
         for each in order
@@ -141,7 +147,7 @@ def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[l
     ranks = this_rank(rank, world)
     loaded = load(folder, "fp64", adapters=adapters_of(folder), ranks=ranks, pipeline=pipeline)
     engine = Engine(loaded, SETTINGS)
-    with in_lockstep(engine, ranks) as leader:
+    with distributed_engine(engine, ranks) as leader:
         return None if leader is None else [*answers(leader), *answers(leader)]
 
 
@@ -149,7 +155,7 @@ def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[l
 def test_ranks_answer_as_one_process_does(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
     engine = Engine(load(folders[family], "fp64", "cpu", adapters_of(folders[family])), SETTINGS)
     expected = [*answers(engine), *answers(engine)]
-    if engine.loaded.adapters.names:
+    if engine.model.adapters.names:
         assert expected[0] != answers(Engine(load(folders[family], "fp64", "cpu"), SETTINGS))[0]
     for world, pipeline in LAYOUTS[family]:
         found, *others = ranks.run(shared_answers, world, folders[family], pipeline)
@@ -174,15 +180,15 @@ def test_ranks_share_matrices_of_few_bits(precision: Any, folders: dict[str, Pat
 
 def few_bits_answers(folder: Path, precision: Any, ranks: Any = None, pipeline: int = 1) -> list[Any]:
     """Greedy tokens and their log-probabilities, computed in fp32."""
-    with patch("jingu.infer.load.has_fast_bf16", lambda _: False):
+    with patch("jingu.infer.inference_model.has_fast_bf16", lambda _: False):
         loaded = load(folder, precision, "cpu", ranks=ranks, pipeline=pipeline)
-    linear = [each for each in loaded.model.modules() if isinstance(each, Linear | GroupedLinear)]
-    assert any(isinstance(each.weight, Arranged | tuple) for each in linear)
+    linear = [each for each in loaded.module.modules() if isinstance(each, Linear | GroupedLinear)]
+    assert any(isinstance(each.weight, PrepackedQuantizedWeight | tuple) for each in linear)
     told = []
-    with in_lockstep(Engine(loaded, SETTINGS), ranks) as engine:
+    with distributed_engine(Engine(loaded, SETTINGS), ranks) as engine:
         if engine is not None:
             for first in (3, 9):
-                engine.submit(Request((first, 4, 30), Sampling(), 20, ignore_end=True, logprobs=0))
+                engine.submit(Request((first, 4, 30), SamplingParams(), 20, ignore_eos=True, logprobs=0))
             while engine.busy:
                 told += [(event.token.id, event.token.logprob) for event in engine.step() if event.token]
     return told
@@ -198,13 +204,13 @@ def test_a_mistake_on_ranks_is_told_before_anything_is_computed(folders: dict[st
         == [
             [
                 "does not divide the number of ranks",
-                "all experts in memory",
+                "expert offload supports only one process",
                 "cannot share the 64 inputs of blocks.0.attention.output in whole groups of 32",
             ]
         ]
         * 4
     )
-    with pytest.raises(JinguError, match="one process cannot be 2 stages"):
+    with pytest.raises(JinguError, match="one process cannot hold 2 pipeline stages"):
         load(folders["llama"], pipeline=2)
 
 
@@ -212,7 +218,7 @@ def refusals(rank: int, world: int, folder: Path) -> list[str]:
     told = []
     for words, more in (
         ("does not divide the number of ranks", {"pipeline": 5, "precision": "fp32"}),
-        ("all experts in memory", {"experts_resident": "25%"}),
+        ("expert offload supports only one process", {"resident_experts": "25%"}),
         ("cannot share the 64 inputs of blocks.0.attention.output in whole groups of 32", {"precision": "int4"}),
     ):
         try:

@@ -7,18 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-EXPERTS = {"model.family": "mixtral", "model.feed_forward": 24, "model.experts.number": 5}
+EXPERTS = {"model.family": "mixtral", "model.intermediate_size": 24, "model.experts.num_experts": 5}
 MODELS: dict[str, dict[str, Any]] = {
-    "top-2": {"model.experts.balance": 0.02, "model.experts.z": 0.01, "model.experts.capacity": 1.25},
-    "balanced": {"model.experts.router": "balanced", "model.experts.active": 1, "model.experts.number": 4}
-    | {"model.experts.shared": 16},
-    "projection": {"model.experts.router": "random_projection", "model.experts.active": 1},
+    "top-2": {
+        "model.experts.aux_loss_coef": 0.02,
+        "model.experts.z_loss_coef": 0.01,
+        "model.experts.capacity_factor": 1.25,
+    },
+    "balanced": {
+        "model.experts.router": "balanced",
+        "model.experts.num_experts_per_token": 1,
+        "model.experts.num_experts": 4,
+    }
+    | {"model.experts.shared_intermediate_size": 16},
+    "projection": {"model.experts.router": "random_projection", "model.experts.num_experts_per_token": 1},
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_layout_is_the_run_of_one_process(model, tiny_run, train_on, done):
-    settings = {**EXPERTS, **MODELS[model], "train.steps": 8, "evaluation.every": 8, "evaluation.sequences": 5}
+def test_every_layout_equals_one_process(model, tiny_run, train_on, done):
+    settings = {**EXPERTS, **MODELS[model], "train.steps": 8, "evaluation.every": 8, "evaluation.num_sequences": 5}
     alone = tiny_run(settings, name="alone")
     train_on(1, alone)
     one = done(alone)
@@ -32,8 +40,8 @@ def test_every_layout_is_the_run_of_one_process(model, tiny_run, train_on, done)
     if model == "balanced":  # an even load makes the loss that of even probabilities: 1
         assert expected["balance_loss"] == pytest.approx([1.0] * 8, abs=0.05)
     stages = (0, 2, 3) if model == "top-2" else (3,)
-    settings |= {"batch.micro_size": 2, "parallel.expert": 2 if model == "balanced" else 1}
-    configs = [tiny_run({**settings, "parallel.zero": zero}, name=f"zero-{zero}") for zero in stages]
+    settings |= {"batch.micro_batch_size": 2, "parallel.expert": 2 if model == "balanced" else 1}
+    configs = [tiny_run({**settings, "parallel.zero_stage": zero}, name=f"zero-{zero}") for zero in stages]
     train_on(2, *configs)
     for config in configs:
         many = done(config)

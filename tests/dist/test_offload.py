@@ -10,7 +10,7 @@ import torch
 
 from jingu.config.sections.train import AdamWSettings
 from jingu.errors import JinguError
-from jingu.parallel.offload import Disk
+from jingu.parallel.offload import DiskStorage
 from jingu.train.optimizer import build_optimizer
 
 
@@ -18,7 +18,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-ZBV = {"model.layers": 4, "parallel.pipeline": 2, "parallel.schedule": "zbv"}
+ZBV = {"model.num_layers": 4, "parallel.pipeline": 2, "parallel.pipeline_schedule": "zbv"}
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,16 @@ ZBV = {"model.layers": 4, "parallel.pipeline": 2, "parallel.schedule": "zbv"}
     [
         (1, {}),
         (1, {"optimizer": {"type": "lion", "lr": 1e-3}}),
-        (2, {"parallel.zero": 3}),
-        (4, {"parallel.zero": 2, "parallel.pipeline": 2, "model.tied_embeddings": True}),
-        slow(2, {"parallel.zero": 0}),
-        slow(2, {"parallel.zero": 1, "precision.type": "bf16"}),
-        slow(4, {**ZBV, "parallel.zero": 2, "precision.type": "bf16"}),
+        (2, {"parallel.zero_stage": 3}),
+        (4, {"parallel.zero_stage": 2, "parallel.pipeline": 2, "model.tie_word_embeddings": True}),
+        slow(2, {"parallel.zero_stage": 0}),
+        slow(2, {"parallel.zero_stage": 1, "precision.type": "bf16"}),
+        slow(4, {**ZBV, "parallel.zero_stage": 2, "precision.type": "bf16"}),
     ],
 )
 def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_path):
     """Losses, norms and all that is saved; half of the way in memory and half offloaded as well."""
-    changes = {**layout, "train.steps": 4, "schedule.type": "constant", "batch.micro_size": 1}
+    changes = {**layout, "train.steps": 4, "schedule.type": "constant", "batch.micro_batch_size": 1}
     inside = tiny_run(changes, name="inside")
     train_on(world, inside)
     expected = done(inside)
@@ -54,13 +54,13 @@ def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_pat
 
 
 def test_what_is_on_disk_is_not_copied_to_memory_to_be_saved(tiny_run, train_on, done, tmp_path, monkeypatch):
-    from jingu.train import keep
+    from jingu.train import checkpointing
 
     def refused(*_arguments: Any, **_keywords: Any) -> None:
         raise AssertionError("a copy in memory")
 
-    monkeypatch.setattr(keep, "BackgroundSaver", refused)
-    changes = {"train.steps": 2, "checkpoint.every": 1, "checkpoint.background": True}
+    monkeypatch.setattr(checkpointing, "AsyncSaver", refused)
+    changes = {"train.steps": 2, "checkpoint.every": 1, "checkpoint.async_save": True}
     with pytest.raises(AssertionError, match="a copy in memory"):
         train_on(1, tiny_run(changes, name="inside"))
     offload = {"parallel.offload.type": "disk", "parallel.offload.path": str(tmp_path)}
@@ -70,7 +70,7 @@ def test_what_is_on_disk_is_not_copied_to_memory_to_be_saved(tiny_run, train_on,
 
 
 def test_tensors_on_disk_are_tensors_and_leave_no_file(tmp_path: Path):
-    disk = Disk(tmp_path / "here")
+    disk = DiskStorage(tmp_path / "here")
     shapes = [(3, 5), (0,), (), (4096, 3)]
     held = [disk.zeros_like(torch.empty(shape, dtype=torch.float64, device="meta")) for shape in shapes]
     for number, tensor in enumerate(held):
@@ -85,13 +85,13 @@ def test_tensors_on_disk_are_tensors_and_leave_no_file(tmp_path: Path):
 
 
 def test_a_full_disk_is_told_before_it_is_written_to(tmp_path: Path):
-    disk = Disk(tmp_path)
+    disk = DiskStorage(tmp_path)
     with pytest.raises(JinguError, match=r"(the disk is full|cannot be written).*parallel.offload.path"):
         disk.zeros_like(torch.empty(2**46, dtype=torch.float64, device="meta"))
 
 
 def test_masters_and_state_lie_in_a_file(tmp_path: Path):
-    disk = Disk(tmp_path)
+    disk = DiskStorage(tmp_path)
     with torch.device("meta"):
         model = torch.nn.Linear(300, 200)
     model._apply(disk.zeros_like)
@@ -112,7 +112,7 @@ def test_masters_and_state_lie_in_a_file(tmp_path: Path):
 
 def test_layers_are_read_ahead_and_written_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Two layers are on their way while a third is computed, and each is written as soon as it has changed."""
-    disk, seen = Disk(tmp_path), []
+    disk, seen = DiskStorage(tmp_path), []
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
     names = {parameter.data_ptr(): name for name, parameter in model.named_parameters() if name.endswith("weight")}
 

@@ -14,20 +14,20 @@ from jingu.checkpoint.resume import step_folder
 from jingu.config.schema import RunConfig
 from tests.conftest import Done, MakeRun
 
-MIXTURE = {"model.family": "mixtral", "model.experts": {"number": 4, "active": 2}}
+MIXTURE = {"model.family": "mixtral", "model.experts": {"num_experts": 4, "num_experts_per_token": 2}}
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
 @pytest.mark.parametrize(
     "cases",
     [
-        [(2, {"parallel.zero": 3}), (2, {"parallel.tensor": 2}), (2, {"parallel.pipeline": 2})],
+        [(2, {"parallel.zero_stage": 3}), (2, {"parallel.tensor": 2}), (2, {"parallel.pipeline": 2})],
         pytest.param(
             [
-                (4, {"parallel.tensor": 2, "parallel.zero": 2}),
-                (2, {"parallel.zero": 0}),
+                (4, {"parallel.tensor": 2, "parallel.zero_stage": 2}),
+                (2, {"parallel.zero_stage": 0}),
                 (2, {"parallel.offload": {"type": "disk"}}),
-                (8, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.zero": 3}),
+                (8, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.zero_stage": 3}),
             ],
             marks=pytest.mark.slow,
         ),
@@ -41,7 +41,10 @@ def test_the_same_numbers_in_every_layout(
     train_on: Callable[..., None],
     done: Callable[[RunConfig], Done],
 ) -> None:
-    settings = {"train.steps": 5, "optimizer": {"type": kind, "groups": [{"match": "*.down.*", "rate": 0.5}]}}
+    settings = {
+        "train.steps": 5,
+        "optimizer": {"type": kind, "param_groups": [{"match": "*.down.*", "lr_multiplier": 0.5}]},
+    }
     config = tiny_run(settings)
     train_on(1, config)
     alone = done(config)
@@ -64,8 +67,8 @@ def test_experts_and_the_way_back(
     train_on(1, config)
     alone = done(config)
     losses, weights = alone.column("loss"), alone.tensors()
-    shutil.rmtree(step_folder(Path(config.runs) / config.name / "checkpoints", 4))
-    train_on(2, tiny_run({**settings, "parallel.zero": 3, "parallel.expert": 2}))
+    shutil.rmtree(step_folder(Path(config.runs_dir) / config.name / "checkpoints", 4))
+    train_on(2, tiny_run({**settings, "parallel.zero_stage": 3, "parallel.expert": 2}))
     assert done(config).column("loss") == pytest.approx(losses, rel=1e-9)
     found = done(config).tensors()
     for name, tensor in weights.items():

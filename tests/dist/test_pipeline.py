@@ -9,16 +9,16 @@ import pytest
 import torch
 
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model.family": "gpt2", "model.kv_heads": None},  # tied
-    "llama": {"model.tied_embeddings": False},
-    "bloom": {"model.family": "bloom", "model.kv_heads": None},  # tied
+    "gpt2": {"model.family": "gpt2", "model.num_kv_heads": None},  # tied
+    "llama": {"model.tie_word_embeddings": False},
+    "bloom": {"model.family": "bloom", "model.num_kv_heads": None},  # tied
     "mixtral": {
         "model.family": "mixtral",
-        "model.feed_forward": 24,
-        "model.experts.number": 5,
-        "model.experts.balance": 0.02,
-        "model.experts.balance_over": "model",
-        "model.experts.z": 0.01,
+        "model.intermediate_size": 24,
+        "model.experts.num_experts": 5,
+        "model.experts.aux_loss_coef": 0.02,
+        "model.experts.aux_loss_scope": "model",
+        "model.experts.z_loss_coef": 0.01,
     },
 }
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -29,16 +29,18 @@ def slow(*values: Any) -> Any:
 
 
 def plain(schedule: str, zero: int) -> dict[str, Any]:
-    return {"schedule": schedule, "zero": min(zero, 2) if schedule in ("zero_bubble", "zbv") else zero}
+    return {"pipeline_schedule": schedule, "zero_stage": min(zero, 2) if schedule in ("zero_bubble", "zbv") else zero}
 
 
 @pytest.mark.parametrize(
     ("model", "world", "layouts"),
     [
-        ("gpt2", 2, [{"schedule": schedule} for schedule in SCHEDULES]),
-        ("mixtral", 4, [{"schedule": "1f1b", "zero": 3, "parts": [3, 1]}, {"schedule": "zbv", "zero": 2}]),
-        slow("bloom", 4, [{"schedule": schedule, "pipeline": 4, "parts": [1] * 4} for schedule in SCHEDULES[:2]]),
-        slow("gpt2", 4, [{"schedule": "zero_bubble", "pipeline": 4, "stages_per_rank": 1}]),
+        ("gpt2", 2, [{"pipeline_schedule": schedule} for schedule in SCHEDULES]),
+        ("mixtral", 4, [{"pipeline_schedule": "1f1b", "zero_stage": 3, "layers_per_stage": [3, 1]}, plain("zbv", 2)]),
+        slow(
+            "bloom", 4, [{**plain(name, 1), "pipeline": 4, "layers_per_stage": [1] * 4} for name in SCHEDULES[:2]]
+        ),
+        slow("gpt2", 4, [{"pipeline_schedule": "zero_bubble", "pipeline": 4, "stages_per_rank": 1}]),
         *(
             slow(model, 4, [plain(schedule, zero) for schedule in SCHEDULES])
             for model in MODELS
@@ -48,8 +50,14 @@ def plain(schedule: str, zero: int) -> dict[str, Any]:
 )  # fmt: skip
 def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_run, train_on, done):
     """Losses, norms of the gradient, weights, held-out loss and samples of 5 steps of several micro-batches."""
-    changes = {**MODELS[model], "model.layers": 4, "train.steps": 5, "evaluation.every": 5, "evaluation.sequences": 5}
-    changes |= {"evaluation.prompts": ["def ", ""], "evaluation.prompt_tokens": 4}
+    changes = {
+        **MODELS[model],
+        "model.num_layers": 4,
+        "train.steps": 5,
+        "evaluation.every": 5,
+        "evaluation.num_sequences": 5,
+    }
+    changes |= {"evaluation.sample_prompts": ["def ", ""], "evaluation.max_new_tokens": 4}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
@@ -58,7 +66,7 @@ def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_ru
     for number, layout in enumerate(layouts):
         settings = {f"parallel.{key}": value for key, value in {"pipeline": 2, **layout}.items()}
         micro = 1 if settings["parallel.pipeline"] == 4 else 2
-        config = tiny_run({**changes, "batch.micro_size": micro, **settings}, name=f"run-{number}")
+        config = tiny_run({**changes, "batch.micro_batch_size": micro, **settings}, name=f"run-{number}")
         train_on(world, config)
         many = done(config)
         for name in columns:
@@ -74,12 +82,12 @@ def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_ru
 
 def test_a_run_goes_on_in_another_layout(tiny_run, train_on, done):
     """Two steps each as a pipeline, as another, and on one process, with activation checkpointing in the first two."""
-    endless = {"schedule.type": "constant", "model.layers": 4, **MODELS["gpt2"]}
+    endless = {"schedule.type": "constant", "model.num_layers": 4, **MODELS["gpt2"]}
     alone = tiny_run({**endless, "train.steps": 6}, name="alone")
     train_on(1, alone)
     layouts = [
-        {"parallel.pipeline": 2, "parallel.parts": [3, 1], "train.activation_checkpointing.type": "full"},
-        {"parallel.pipeline": 2, "parallel.schedule": "zbv", "train.activation_checkpointing.type": "full"},
+        {"parallel.pipeline": 2, "parallel.layers_per_stage": [3, 1], "train.activation_checkpointing.type": "full"},
+        {"parallel.pipeline": 2, "parallel.pipeline_schedule": "zbv", "train.activation_checkpointing.type": "full"},
         {},
     ]
     for steps, world, layout in zip((2, 4, 6), (2, 4, 1), layouts, strict=True):
@@ -94,45 +102,41 @@ def test_a_run_goes_on_in_another_layout(tiny_run, train_on, done):
 def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> bool:
     """Load a checkpoint into this layout, and save it; returns whether copies of tied weights are equal to them."""
     from jingu.checkpoint import store
-    from jingu.parallel.mesh import axis_sizes, build_mesh
-    from jingu.parallel.pipeline import Pipeline
-    from jingu.runtime.ranks import Ranks, all_agree
-    from jingu.train import session
+    from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
+    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.train import checkpointing, trainer
     from jingu.train.precision import choose_precision
     from jingu.train.run import open_run
 
     run, device = open_run(config), torch.device("cpu")
-    mesh = build_mesh(axis_sizes(config.parallel, world, run.spec), device)
-    ranks, precision = Ranks(rank, world, device), choose_precision(config.precision, device)
-    model, optimizer = session._build(run, mesh, ranks, precision, compiles=False)
-    tensors = session.checkpoint_tensors(model, optimizer)
-    store.load(source, tensors, whole=not isinstance(model, Pipeline), agree=all_agree)
-    store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_agree)
-    equal = True
-    if isinstance(model, Pipeline):
-        model.refresh_copies()
-        held = [dict(stage.named_parameters()) for stage in model.stages]
-        weights = [stage["embedding.weight"] for stage in held if "embedding.weight" in stage]
-        whole = store.Reader(source).read("model/embedding.weight")
-        equal = all(torch.equal(weight, whole) for weight in weights)
-    return equal
+    mesh = build_mesh(resolve_axis_sizes(config.parallel, world, run.spec), device)
+    precision = choose_precision(config.precision, device)
+    model, optimizer = trainer.build_model_and_optimizer(run, mesh, precision, compile=False)
+    tensors = checkpointing.checkpoint_tensors(model, optimizer)
+    store.load(source, tensors, whole=model.is_whole, agree=all_ranks_agree)
+    store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_ranks_agree)
+    model.synchronize_tied_weights()
+    stages = [dict(stage.named_parameters()) for stage in model.stages]
+    weights = [parameters["embedding.weight"] for parameters in stages if "embedding.weight" in parameters]
+    whole = store.CheckpointReader(source).read("model/embedding.weight")
+    return all(torch.equal(weight, whole) for weight in weights)
 
 
 @pytest.mark.parametrize("model", ["gpt2", slow("mixtral")])
 def test_what_a_pipeline_saves_and_loads_is_bitwise_the_same(model, tiny_run, train_on, done, ranks, tmp_path):
-    from jingu.checkpoint import files, store
+    from jingu.checkpoint import save_folder, store
 
-    changes = {**MODELS[model], "model.layers": 4, "train.steps": 1}
+    changes = {**MODELS[model], "model.num_layers": 4, "train.steps": 1}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     weights, there, back = done(alone).tensors(), tmp_path / "there", tmp_path / "back"
-    layout = tiny_run({**changes, "parallel.pipeline": 2, "parallel.schedule": "zbv"})
+    layout = tiny_run({**changes, "parallel.pipeline": 2, "parallel.pipeline_schedule": "zbv"})
     assert ranks.run(resaved, 2, layout, done(alone).checkpoint(), there) == [True, True]
     ranks.run(resaved, 1, tiny_run(changes), there, back)
     for folder in (there, back):
-        assert files.names(folder) == sorted(weights)
+        assert save_folder.tensor_names(folder) == sorted(weights)
         for name, tensor in weights.items():
-            assert torch.equal(store.Reader(folder).read(name), tensor), name
+            assert torch.equal(store.CheckpointReader(folder).read(name), tensor), name
 
 
 @pytest.mark.slow
@@ -140,16 +144,17 @@ def test_eight_ranks_of_three_axes_train_save_resume_and_export(tiny_run, train_
     """2 stages × 2 tensor × 2 shard of the quickstart's model: the run of one process, stopped half-way, as a folder
     that transformers loads."""
     transformers = pytest.importorskip("transformers")
-    from jingu.checkpoint.hub import load_model, open_model
     from jingu.cli import main
     from jingu.config.load import load_config
+    from jingu.formats.models import open_model
+    from jingu.formats.stored_model import load_model
 
     quickstart = load_config(Path(__file__).parents[2] / "examples/quickstart.yaml", [])
-    model = quickstart.model.model_dump(mode="json") | {"vocabulary": quickstart.tokenizer.vocabulary}
+    model = quickstart.model.model_dump(mode="json") | {"vocab_size": quickstart.tokenizer.vocab_size}
     endless = {"schedule.type": "constant", "batch.sequence_length": 64, **{f"model.{k}": v for k, v in model.items()}}
     alone = tiny_run({**endless, "train.steps": 4}, name="alone")
     train_on(1, alone)
-    layout = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.shard": 2, "parallel.zero": 2}
+    layout = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.shard": 2, "parallel.zero_stage": 2}
     for steps in (2, 4):
         config = tiny_run({**endless, **layout, "train.steps": steps}, name="eight")
         train_on(8, config)
@@ -170,11 +175,11 @@ def test_eight_ranks_of_three_axes_train_save_resume_and_export(tiny_run, train_
 
 @pytest.mark.slow
 def test_compiled_stages_follow_plain_ones(tiny_run, train_on, done):
-    changes = {"model.layers": 4, "train.steps": 3, "precision.type": "fp32", "batch.micro_size": 2}
+    changes = {"model.num_layers": 4, "train.steps": 3, "precision.type": "fp32", "batch.micro_batch_size": 2}
     plain_run = tiny_run(changes, name="plain")
     train_on(1, plain_run)
     for schedule, compiles in (("1f1b", True), ("zbv", False)):  # a compiled block cannot split its backward pass
-        layout = {"parallel.pipeline": 2, "parallel.schedule": schedule, "train.compile": True}
+        layout = {"parallel.pipeline": 2, "parallel.pipeline_schedule": schedule, "train.compile": True}
         config = tiny_run({**changes, **layout}, name=schedule)
         train_on(2, config)
         assert done(config).lines("start")[0]["compile"] == compiles

@@ -16,5 +16,5 @@ def meshes_left(rank: int, world: int) -> int:
 
 def test_nothing_of_a_call_is_left(ranks: RankPool) -> None:
     """Or hundreds of threads of groups that are gone would keep the cores from the next calls."""
-    ranks.run(few_steps, 2, tiny("llama"), [{"zero": 3}], False)
+    ranks.run(few_steps, 2, tiny("llama"), [{"zero_stage": 3}], False)
     assert ranks.run(meshes_left, 2) == [0, 0]

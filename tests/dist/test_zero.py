@@ -11,9 +11,9 @@ import torch
 from tests.conftest import train_all
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model.tied_embeddings": False},
-    "llama-tied": {"model.tied_embeddings": True},
-    "gpt2": {"model.family": "gpt2", "model.kv_heads": None},
+    "llama": {"model.tie_word_embeddings": False},
+    "llama-tied": {"model.tie_word_embeddings": True},
+    "gpt2": {"model.family": "gpt2", "model.num_kv_heads": None},
 }
 
 
@@ -31,19 +31,19 @@ def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on,
     Each rank accumulates over 2 micro-batches; one process cuts the same global batch into 8. The 5 held-out
     sequences leave some ranks without any.
     """
-    changes = {**MODELS[model], "train.steps": 10, "evaluation.every": 5, "evaluation.sequences": 5}
-    changes |= {"evaluation.prompts": ["def ", ""], "evaluation.prompt_tokens": 4}
+    changes = {**MODELS[model], "train.steps": 10, "evaluation.every": 5, "evaluation.num_sequences": 5}
+    changes |= {"evaluation.sample_prompts": ["def ", ""], "evaluation.max_new_tokens": 4}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
     losses, norms, weights = one.column("loss"), one.column("grad_norm"), one.tensors()
     assert len(one.column("text", "sample")) == 4
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
-    layout = {"batch.micro_size": 8 // world // 2}
-    configs = [tiny_run({**changes, **layout, "parallel.zero": zero}, name=f"zero-{zero}") for zero in range(4)]
+    layout = {"batch.micro_batch_size": 8 // world // 2}
+    configs = [tiny_run({**changes, **layout, "parallel.zero_stage": zero}, name=f"zero-{zero}") for zero in range(4)]
     if world == 4:
         hybrid = {**changes, **layout, "parallel.replicate": 2}
-        configs += [tiny_run({**hybrid, "parallel.zero": zero}, name=f"hybrid-{zero}") for zero in (1, 3)]
+        configs += [tiny_run({**hybrid, "parallel.zero_stage": zero}, name=f"hybrid-{zero}") for zero in (1, 3)]
     train_on(world, *configs)
     for config in configs:
         many = done(config)
@@ -61,7 +61,7 @@ def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on,
 
 def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
     """Tokens of each step, in the order in which this rank takes them in."""
-    from jingu.train.task import Pretraining
+    from jingu.train.pretraining import Pretraining
 
     seen: list[list[list[int]]] = []
     taken = Pretraining.batch
@@ -83,19 +83,19 @@ def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
 
 def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):
     """The first micro-batch is also seen by the dry run, before step 0."""
-    from jingu.config.batch import plan_batch
+    from jingu.config.batch_plan import plan_batch
     from jingu.train.run import open_run
 
-    changes = {"train.steps": 3, "batch.global_size": 20, "batch.micro_size": 1}
+    changes = {"train.steps": 3, "batch.global_batch_size": 20, "batch.micro_batch_size": 1}
     config = tiny_run(changes)
     run = open_run(config)
     source = run.source
     expected = [source.batch(step, 0, 20).tokens.tolist() for step in range(3)]
     for world in (2, 4):
         plan = plan_batch(config.batch, world)
-        seen = ranks.run(rows_seen, world, tiny_run({**changes, "parallel.zero": world - 1}, name=f"on-{world}"))
+        seen = ranks.run(rows_seen, world, tiny_run({**changes, "parallel.zero_stage": world - 1}, name=f"on-{world}"))
         for rank, rows in enumerate(seen):
-            rows[0] = rows[0][plan.micro_size :]
+            rows[0] = rows[0][plan.micro_batch_size :]
             first = rank * plan.rows_per_rank
             assert rows == [step[first : first + plan.rows_per_rank] for step in expected]
 
@@ -138,7 +138,9 @@ def counted(rank: int, world: int, configs: list[Any]) -> list[dict[str, int]]:
 def test_each_stage_moves_what_it_says(tiny_run, ranks):
     """Collectives of one step of 2 micro-batches, for the 3 groups of parameters (2 blocks and the rest)."""
     configs = [
-        tiny_run({"parallel.zero": zero, "batch.micro_size": 2, "train.steps": steps}, name=f"{zero}-{steps}")
+        tiny_run(
+            {"parallel.zero_stage": zero, "batch.micro_batch_size": 2, "train.steps": steps}, name=f"{zero}-{steps}"
+        )
         for zero in range(4)
         for steps in (1, 2)
     ]
@@ -160,13 +162,13 @@ def test_each_stage_moves_what_it_says(tiny_run, ranks):
 
 def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
     """Bytes this rank holds, at its optimizer's step, of parameters, of gradients, and of gathered parameters."""
-    from jingu.parallel.sharing import local
+    from jingu.parallel.sharding import local_tensor
     from jingu.train import step as step_module
 
     found: list[tuple[int, int, int]] = []
 
     def size(tensors: Any) -> int:
-        storages = [local(tensor).untyped_storage() for tensor in tensors]  # several tensors may share one
+        storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]  # several tensors may share one
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     original = step_module.scale_gradients
@@ -197,7 +199,7 @@ def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int
 
 def test_what_is_sharded_is_held_in_part(tiny_run, ranks):
     """At the optimizer's step: masters and gradients are a rank's share from stage 1 on, and nothing is gathered."""
-    configs = [tiny_run({"parallel.zero": zero, "train.steps": 1}, name=f"held-{zero}") for zero in range(4)]
+    configs = [tiny_run({"parallel.zero_stage": zero, "train.steps": 1}, name=f"held-{zero}") for zero in range(4)]
     of_first = ranks.run(held_bytes, 4, configs)[0]
     whole = of_first[0][0]
     assert of_first[0][1] == whole
@@ -208,11 +210,11 @@ def test_what_is_sharded_is_held_in_part(tiny_run, ranks):
 
 
 def test_bf16_with_checkpointing_follows_fp32(tiny_run, train_on, done):
-    changes = {"train.activation_checkpointing.type": "full", "batch.micro_size": 2}
+    changes = {"train.activation_checkpointing.type": "full", "batch.micro_batch_size": 2}
     exact = tiny_run({"precision.type": "fp32"}, name="fp32")
     train_on(1, exact)
     losses = done(exact).column("loss")
-    runs = [tiny_run({**changes, "precision.type": "bf16", "parallel.zero": z}, name=f"bf16-{z}") for z in (0, 3)]
+    runs = [tiny_run({**changes, "precision.type": "bf16", "parallel.zero_stage": z}, name=f"bf16-{z}") for z in (0, 3)]
     train_on(2, *runs)
     for run in runs:
         assert done(run).column("loss") == pytest.approx(losses, rel=0.02)

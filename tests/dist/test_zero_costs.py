@@ -12,34 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.config.batch import plan_batch
+from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import ActivationCheckpointingSettings, AdamWSettings, BatchSettings
+from jingu.config.sections.train import AdamWSettings, BatchSettings
 from jingu.data.batch import Batch
-from jingu.model.build import find_family
 from jingu.model.decoder import Decoder
-from jingu.model.spec import replaced
+from jingu.model.resolve import find_family
+from jingu.model.spec import replace_fields
 
 TEMPLATE = find_family("llama").template
-SPEC = replaced(
+SPEC = replace_fields(
     TEMPLATE,  # nearly all of it in blocks: what is left, as small as here, stays gathered between the passes
-    vocabulary=16,
-    width=64,
-    layers=4,
-    context=16,
-    attention=TEMPLATE.attention.model_copy(update={"heads": 4, "kv_heads": 4, "head_size": 16}),
-    feed_forward=TEMPLATE.feed_forward.model_copy(update={"size": 192}),
-    tied_embeddings=True,
+    vocab_size=16,
+    hidden_size=64,
+    num_layers=4,
+    max_position_embeddings=16,
+    attention=TEMPLATE.attention.model_copy(update={"num_heads": 4, "num_kv_heads": 4, "head_dim": 16}),
+    feed_forward=TEMPLATE.feed_forward.model_copy(update={"intermediate_size": 192}),
+    tie_word_embeddings=True,
 )
 PARAMETERS = sum(parameter.numel() for parameter in Decoder(SPEC).parameters())
 
 
 def storages(tensors: Any) -> int:
     """Bytes of memory behind tensors, of which several may share one."""
-    from jingu.parallel.sharing import local
+    from jingu.parallel.sharding import local_tensor
 
-    found = [local(tensor).untyped_storage() for tensor in tensors]
+    found = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
@@ -64,33 +64,23 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
     """Most bytes of a second step, of what is held after its forward pass and at its update; and numbers moved."""
     import torch.distributed as dist
 
-    from jingu.parallel.apply import parallelize
-    from jingu.parallel.mesh import axis_sizes, build_mesh
-    from jingu.parallel.sharing import sharing_of
+    from jingu.parallel.layout import Layout, Precision
+    from jingu.parallel.materialize import materialize
+    from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.train import step as step_module
     from jingu.train.optimizer import build_optimizer
-    from jingu.train.task import Pretraining
+    from jingu.train.pretraining import Pretraining
 
-    mesh = build_mesh(axis_sizes(settings, world, SPEC), torch.device("cpu"))
-    with torch.device("meta"):
-        whole = Decoder(SPEC)
-    model = parallelize(
-        whole,
-        mesh,
-        settings,
-        compute=torch.bfloat16,
-        reduce=torch.float32,
-        activation_checkpointing=ActivationCheckpointingSettings(),
-        compile=False,
-    )
-    model.to_empty(device="cpu")
-    sharing_of(model).initialise(model, SPEC, 3)
+    mesh = build_mesh(resolve_axis_sizes(settings, world, SPEC), torch.device("cpu"))
+    precision = Precision("bf16", torch.bfloat16, torch.float32, torch.float32)
+    model = materialize(SPEC, mesh, Layout(settings), precision, 3)
     optimizer = build_optimizer(AdamWSettings(), model)
     seen, moved = [0], [0.0]
 
     class Task:
-        honest = Pretraining(None, None, SPEC, mesh, RunConfig())
-        weights = honest.weights
+        honest = Pretraining(None, SPEC, mesh, RunConfig())
+        loss_terms = honest.loss_terms
+        denominator = honest.denominator
 
         def batch(self, step: int, first: int, count: int) -> Batch:
             ids = torch.arange(17 * count).view(count, 17) % 16
@@ -124,10 +114,10 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
     for name, original in originals.items():
         setattr(dist, name, counting(names[name], original))
     try:
-        plan = plan_batch(BatchSettings(sequence_length=16, global_size=world, micro_size=1), world)
+        plan = plan_batch(BatchSettings(sequence_length=16, global_batch_size=world, micro_batch_size=1), world)
         for step in range(2):
             moved[0] = 0.0
-            step_module.train_step(model, optimizer, Task(), plan, step=step, zero=settings.zero, clip_norm=1.0)
+            step_module.train_step(model, optimizer, Task(), plan, step=step, max_grad_norm=1.0)
     finally:
         step_module.scale_gradients = scaled
         for name, original in originals.items():
@@ -144,6 +134,6 @@ def test_bytes_and_numbers_are_those_of_the_formulas(world, ranks):
         3: (16 / world, 3),
     }
     for zero, (held, moved) in formulas.items():
-        for rank, found in enumerate(ranks.run(measured, world, ParallelSettings(zero=zero))):
+        for rank, found in enumerate(ranks.run(measured, world, ParallelSettings(zero_stage=zero))):
             assert found[0] <= 1.02 * held * PARAMETERS, (zero, rank, found[0] / PARAMETERS, held)
             assert found[1] == pytest.approx(moved * PARAMETERS, rel=0.02), (zero, rank, found[1] / PARAMETERS)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import jingu
-from jingu.checkpoint.files import read_state
+from jingu.checkpoint.save_folder import read_state
 from tests.e2e.conftest import heard
 
 
@@ -28,22 +28,22 @@ def torchrun(ranks: int, *words: str) -> subprocess.Popen[str]:
 def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(
     memory, run_file, tiny_run, train_on, done, tmp_path
 ):
-    settings: dict[str, Any] = {"checkpoint.every": 3, "evaluation.every": 5, "parallel.zero": 2}
+    settings: dict[str, Any] = {"checkpoint.every": 3, "evaluation.every": 5, "parallel.zero_stage": 2}
     settings["schedule"] = {"type": "constant", "warmup": 3}
-    settings["checkpoint.memory"] = {"every": memory, "folder": str(tmp_path / "memory")}
+    settings["checkpoint.in_memory"] = {"every": memory, "folder": str(tmp_path / "memory")}
     alone = tiny_run({**settings, "train.steps": 310}, name="alone")
     train_on(1, alone)
 
     process = torchrun(4, "train", run_file({**settings, "train.steps": 300}, name="elastic"))
     assert process.stderr is not None
-    said = heard(process, "step 10: held-out loss")  # the save of step 9 has waited for that of step 6
+    said = heard(process, "step 10: validation loss")  # the save of step 9 has waited for that of step 6
     workers = [child for child in psutil.Process(process.pid).children(recursive=True) if "RANK" in child.environ()]
     (victim,) = [each for each in workers if each.environ()["RANK"] == "2" and "train" in each.cmdline()]
     victim.kill()
     said += process.stderr.read()
     process.stderr.close()
     assert process.wait() == 0, said
-    assert "Going on from step " in said
+    assert "Resuming from step " in said
     assert ("is in the memory of the nodes; no checkpoint is read." in said) == bool(memory)
     starts = done(tiny_run(name="elastic")).column("resumed_from", "start")
     assert len(starts) == 2 and starts[1] >= 6
@@ -55,5 +55,5 @@ def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(
     assert ours.column("ranks", "start") == [4, 4, 2]
     assert ours.column("step") == theirs.column("step") == list(range(1, 311))
     assert ours.column("loss") == pytest.approx(theirs.column("loss"), rel=1e-9)
-    receipts = [read_state(run.checkpoint())["progress"]["receipt"]["hash"] for run in (ours, theirs)]
+    receipts = [read_state(run.checkpoint())["progress"]["sample_hash"]["hash"] for run in (ours, theirs)]
     assert receipts[0] == receipts[1]

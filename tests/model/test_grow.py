@@ -11,48 +11,52 @@ from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.build import spec_from_settings
-from jingu.model.decoder import make_model
-from jingu.model.grow import Model, deeper, wider, with_experts, with_vocabulary
+from jingu.model.decoder import build_model
+from jingu.model.expand import LazyModel, expand_depth, expand_width, replace_vocab, upcycle_to_experts
+from jingu.model.inputs import Inputs
+from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import Experts, ModelSpec
 
 TOKENS = torch.randint(0, 53, (2, 11), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "kv_heads": 1},
-    "llama-tied": {"family": "llama", "tied_embeddings": True},
-    "mistral": {"family": "mistral", "heads": 6, "kv_heads": 3},
+    "llama": {"family": "llama", "num_kv_heads": 1},
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "mistral": {"family": "mistral", "num_heads": 6, "num_kv_heads": 3},
     "qwen2": {"family": "qwen2"},
-    "qwen3": {"family": "qwen3", "kv_heads": 1},
+    "qwen3": {"family": "qwen3", "num_kv_heads": 1},
     "gpt2": {"family": "gpt2"},
     "bloom": {"family": "bloom"},
     "baichuan2": {"family": "baichuan2"},
-    "chatglm3": {"family": "chatglm3", "heads": 6, "kv_heads": 2, "head_size": 8},
+    "chatglm3": {"family": "chatglm3", "num_heads": 6, "num_kv_heads": 2, "head_dim": 8},
     "t5": {"family": "t5"},
-    "mt5": {"family": "mt5", "encoder_layers": 2},
+    "mt5": {"family": "mt5", "num_encoder_layers": 2},
     "cpm2": {"family": "cpm2"},
-    "mixtral": {"family": "mixtral", "experts": {"number": 5, "shared": 7, "shared_gated": True}},
+    "mixtral": {
+        "family": "mixtral",
+        "experts": {"num_experts": 5, "shared_intermediate_size": 7, "shared_expert_gate": True},
+    },
 }
 EACH = pytest.mark.parametrize("family", FAMILIES)
 
 
-def model_of(family: str) -> Model:
+def model_of(family: str) -> LazyModel:
     """A small one in fp64, every parameter random, biases and norms too."""
-    settings = {"width": 24, "heads": 3, "layers": 3, "feed_forward": 19, **FAMILIES[family]}
+    settings = {"hidden_size": 24, "num_heads": 3, "num_layers": 3, "intermediate_size": 19, **FAMILIES[family]}
     spec = spec_from_settings(ModelSettings(**settings), 53, 16)
     generator = torch.Generator().manual_seed(0)
     state = {
         name: torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3 + ("norm" in name)
-        for name, tensor in make_model(spec).state_dict().items()
+        for name, tensor in build_model(spec).state_dict().items()
     }
-    return Model(spec, state.__getitem__)
+    return LazyModel(spec, state.__getitem__)
 
 
-def logits(model: Model, dtype: torch.dtype = torch.float64) -> Tensor:
-    decoder = make_model(model.spec).to(dtype).eval()
+def logits(model: LazyModel, dtype: torch.dtype = torch.float64) -> Tensor:
+    decoder = build_model(model.spec).to(dtype).eval()
     decoder.load_state_dict({name: model.read(name).to(dtype) for name in decoder.state_dict()})
     with torch.no_grad():
-        source = {"source_BS": TOKENS.flip(1)} if model.spec.encoder_layers else {}
-        return decoder.logits(decoder(TOKENS, **source))
+        source = Inputs(TOKENS.flip(1)) if model.spec.num_encoder_layers else None
+        return decoder.logits(decoder(Inputs(TOKENS, source=source)))
 
 
 def equal(new: Tensor, old: Tensor, tolerance: float = 1e-12) -> bool:
@@ -60,7 +64,13 @@ def equal(new: Tensor, old: Tensor, tolerance: float = 1e-12) -> bool:
 
 
 def dimensions(spec: ModelSpec) -> list[int]:
-    return [spec.layers, spec.width, spec.attention.heads, spec.attention.kv_heads, spec.feed_forward.size]
+    return [
+        spec.num_layers,
+        spec.hidden_size,
+        spec.attention.num_heads,
+        spec.attention.num_kv_heads,
+        spec.feed_forward.intermediate_size,
+    ]
 
 
 @EACH
@@ -68,17 +78,17 @@ def dimensions(spec: ModelSpec) -> list[int]:
 def test_deeper_models_say_the_same(family: str, layers: int) -> None:
     old = model_of(family)
     for rule in ("interleaved", "stacked"):
-        grown = deeper(old, layers, rule)
-        assert grown.spec.layers == layers
+        grown = expand_depth(old, layers, rule)
+        assert grown.spec.num_layers == layers
         assert equal(logits(grown), logits(old))
-        assert not equal(logits(deeper(old, layers, rule, zeroed=False)), logits(old), 1e-3)
+        assert not equal(logits(expand_depth(old, layers, rule, zeroed=False)), logits(old), 1e-3)
 
 
 def test_where_copies_of_blocks_stand() -> None:
     old = model_of("llama")
     norms = [old.read(f"blocks.{block}.attention_norm.weight") for block in range(3)]
     for rule, sources in (("interleaved", [0, 0, 1, 1, 2]), ("stacked", [0, 1, 2, 0, 1])):
-        grown = deeper(old, 5, rule)
+        grown = expand_depth(old, 5, rule)
         found = [grown.read(f"blocks.{block}.attention_norm.weight") for block in range(5)]
         assert [next(n for n in range(3) if torch.equal(norm, norms[n])) for norm in found] == sources
         silent = [not grown.read(f"blocks.{block}.attention.output.weight").any() for block in range(5)]
@@ -91,11 +101,11 @@ def test_wider_models_say_the_same(family: str, times: int, noise: float) -> Non
     old = model_of(family)
     if family == "bloom":
         with pytest.raises(JinguError, match="heads with ALiBi differ by their number"):
-            wider(old, 24 * times)
+            expand_width(old, 24 * times)
         return
-    grown = wider(old, 24 * times, noise)
+    grown = expand_width(old, 24 * times, noise)
     assert dimensions(grown.spec) == [3, *(times * size for size in dimensions(old.spec)[1:])]
-    assert grown.spec.attention.head_size == old.spec.attention.head_size
+    assert grown.spec.attention.head_dim == old.spec.attention.head_dim
     # Epsilon counts the same in each: norms of repeated numbers are the same.
     assert equal(logits(grown), logits(old))
 
@@ -103,8 +113,8 @@ def test_wider_models_say_the_same(family: str, times: int, noise: float) -> Non
 def test_noise_sets_copies_apart() -> None:
     """Without it copies get equal gradients and stay copies; with it they do not."""
     for noise, apart in ((0.0, False), (0.1, True)):
-        grown = wider(model_of("llama"), 48, noise)
-        decoder = make_model(grown.spec).double()
+        grown = expand_width(model_of("llama"), 48, noise)
+        decoder = build_model(grown.spec).double()
         decoder.load_state_dict({name: grown.read(name) for name in decoder.state_dict()})
         decoder.logits(decoder(TOKENS)).square().sum().backward()
         first, second = decoder.blocks[1].feed_forward.up.weight.grad.chunk(2)  # type: ignore[union-attr]
@@ -115,17 +125,17 @@ def test_noise_sets_copies_apart() -> None:
 @pytest.mark.parametrize(("number", "active"), [(4, 2), (5, 1), (3, 3)])
 def test_experts_say_what_the_dense_model_says(family: str, number: int, active: int) -> None:
     old = model_of(family)
-    grown = with_experts(old, number, active)
+    grown = upcycle_to_experts(old, number, active)
     part = grown.spec.feed_forward
     assert isinstance(part, Experts)
-    assert (part.number, part.active, part.size) == (number, active, 19)
+    assert (part.num_experts, part.num_experts_per_token, part.intermediate_size) == (number, active, 19)
     assert equal(logits(grown), logits(old))
     assert equal(logits(grown, torch.float32), logits(old, torch.float32), 1e-6)
 
 
 def test_cpm2_grows_the_mixture_that_it_was_published_with() -> None:
     old = model_of("cpm2")
-    grown = with_experts(old, 5, 1)
+    grown = upcycle_to_experts(old, 5, 1)
     assert grown.spec.family == "cpm2" and isinstance(grown.spec.feed_forward, Experts)
     assert grown.spec.feed_forward.router.type == "random_projection"
     assert equal(logits(grown), logits(old))
@@ -134,28 +144,30 @@ def test_cpm2_grows_the_mixture_that_it_was_published_with() -> None:
 def test_noise_of_experts_is_as_large_as_asked_for_and_depends_on_the_seed() -> None:
     old = model_of("llama")
     name = "blocks.1.feed_forward.down.weight"
-    noise = with_experts(old, 40, 2, 0.05).read(name) - old.read(name)
+    noise = upcycle_to_experts(old, 40, 2, 0.05).read(name) - old.read(name)
     assert abs(float(noise.std() / old.read(name).std()) - 0.05) < 0.002
     assert not torch.equal(noise[0], noise[1])
-    assert torch.equal(with_experts(old, 40, 2, 0.05).read(name), with_experts(old, 40, 2, 0.05, seed=0).read(name))
-    assert not torch.equal(with_experts(old, 40, 2, 0.05, seed=1).read(name), noise + old.read(name))
+    assert torch.equal(
+        upcycle_to_experts(old, 40, 2, 0.05).read(name), upcycle_to_experts(old, 40, 2, 0.05, seed=0).read(name)
+    )
+    assert not torch.equal(upcycle_to_experts(old, 40, 2, 0.05, seed=1).read(name), noise + old.read(name))
     untouched = "blocks.1.attention.output.weight"
-    assert torch.equal(with_experts(old, 40, 2, 0.05).read(untouched), old.read(untouched))
+    assert torch.equal(upcycle_to_experts(old, 40, 2, 0.05).read(untouched), old.read(untouched))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
 def test_rows_of_a_vocabulary(family: str) -> None:
     old = model_of(family)
     rows = [[row] for row in reversed(range(53))] + [[3, 4, 7], []]
-    grown = with_vocabulary(old, rows)
-    assert grown.spec.vocabulary == 55
-    tables = ["embedding.weight"] if old.spec.tied_embeddings else ["embedding.weight", "head.weight"]
+    grown = replace_vocab(old, rows)
+    assert grown.spec.vocab_size == 55
+    tables = ["embedding.weight"] if old.spec.tie_word_embeddings else ["embedding.weight", "head.weight"]
     for table in tables:
         before, after = old.read(table), grown.read(table)
         assert torch.equal(after[:53], before.flip(0))
         assert torch.allclose(after[53], before[[3, 4, 7]].mean(0), rtol=1e-12)
         assert torch.allclose(after[54], before.mean(0), rtol=1e-12)
-    decoder = make_model(grown.spec).double().eval()
+    decoder = build_model(grown.spec).double().eval()
     decoder.load_state_dict({name: grown.read(name) for name in decoder.state_dict()})
     with torch.no_grad():
         assert equal(decoder.logits(decoder(52 - TOKENS))[..., :53], logits(old).flip(-1))
@@ -163,26 +175,26 @@ def test_rows_of_a_vocabulary(family: str) -> None:
 
 def test_rules_follow_one_another() -> None:
     old = model_of("qwen3")
-    grown = with_experts(wider(deeper(old, 5), 48, 0.1), 3, 2)
+    grown = upcycle_to_experts(expand_width(expand_depth(old, 5), 48, 0.1), 3, 2)
     assert dimensions(grown.spec) == [5, 48, 6, 2, 38]
     assert equal(logits(grown), logits(old))
 
 
-MISTAKES: list[tuple[Callable[[], Model], str]] = [
-    (lambda: with_experts(model_of("gpt2"), 4, 2), "and this one is a gpt2. Take a model of a family that has"),
-    (lambda: with_experts(model_of("mixtral"), 4, 2), "and this one is a mixtral"),
-    (lambda: with_experts(model_of("llama"), 2, 3), "cannot pass 3 of 2 experts"),
-    (lambda: deeper(model_of("llama"), 3), "--layers: the model has 3 blocks already. Give more than 3."),
+MISTAKES: list[tuple[Callable[[], LazyModel], str]] = [
+    (lambda: upcycle_to_experts(model_of("gpt2"), 4, 2), "and this one is a gpt2. Take a model of a family that has"),
+    (lambda: upcycle_to_experts(model_of("mixtral"), 4, 2), "and this one is a mixtral"),
+    (lambda: upcycle_to_experts(model_of("llama"), 2, 3), "cannot pass 3 of 2 experts"),
+    (lambda: expand_depth(model_of("llama"), 3), "--layers: the model has 3 blocks already. Give more than 3."),
     (
-        lambda: wider(model_of("llama"), 36),
+        lambda: expand_width(model_of("llama"), 36),
         "--width: a width of 24 is repeated whole, and 36 is no multiple of it. Giv",
     ),
-    (lambda: wider(model_of("llama"), 24), "24 is no multiple of it. Give 48, 72 or so on."),
+    (lambda: expand_width(model_of("llama"), 24), "24 is no multiple of it. Give 48, 72 or so on."),
 ]
 
 
 @pytest.mark.parametrize(("make", "words"), MISTAKES, ids=[words[:30] for _, words in MISTAKES])
-def test_what_cannot_grow_is_told(make: Callable[[], Model], words: str) -> None:
+def test_what_cannot_grow_is_told(make: Callable[[], LazyModel], words: str) -> None:
     with pytest.raises(JinguError) as caught:
         make()
     assert words in str(caught.value)

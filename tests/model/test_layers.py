@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.model.layers import activate, steadily
+from jingu.model.layers import activate, apply_batch_invariant
 from jingu.model.spec import Activation
-from jingu.runtime.device import aside
+from jingu.runtime.device import run_in_thread
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: partial(activate, activation=name) for name in get_args(Activation)},
-    "sigmoid": partial(steadily, torch.sigmoid),
+    "sigmoid": partial(apply_batch_invariant, torch.sigmoid),
 }
 
 
@@ -38,6 +38,6 @@ def test_rows_alone_are_as_among_others(name: str, threads: int) -> None:
 
     before = torch.get_num_threads()
     try:
-        aside(compare)  # whose threads go with it
+        run_in_thread(compare)  # whose threads go with it
     finally:
         torch.set_num_threads(before)

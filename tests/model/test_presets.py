@@ -10,10 +10,10 @@ import torch
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.build import spec_from_settings
 from jingu.model.count import count_parameters
-from jingu.model.decoder import make_model, parameter_shapes
+from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.families import FAMILIES
+from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import AlibiPositions, ModelSpec
 
 # As the models' cards, papers or the sizes of their files (an index's total_size by the bytes of a number) tell: for
@@ -94,7 +94,7 @@ def preset_spec(preset: str, **settings: Any) -> ModelSpec:
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_as_many_parameters_as_published(preset: str) -> None:
     with torch.device("meta"):
-        model = make_model(preset_spec(preset))
+        model = build_model(preset_spec(preset))
     assert sum(prod(parameter.shape) for parameter in model.parameters()) == PUBLISHED[preset]
 
 
@@ -142,22 +142,24 @@ def test_a_preset_alone_is_the_published_model() -> None:
 
 
 def test_given_settings_take_the_place_of_the_presets() -> None:
-    spec = preset_spec("llama-3.1-8b", layers=3, rope_base=1e4, vocabulary=512, context=128, norm_epsilon=1e-6)
-    assert (spec.layers, spec.vocabulary, spec.context, spec.norm.epsilon) == (3, 512, 128, 1e-6)
-    assert spec.width == 4096 and spec.attention.kv_heads == 8
+    spec = preset_spec(
+        "llama-3.1-8b", num_layers=3, rope_theta=1e4, vocab_size=512, max_position_embeddings=128, norm_eps=1e-6
+    )
+    assert (spec.num_layers, spec.vocab_size, spec.max_position_embeddings, spec.norm.eps) == (3, 512, 128, 1e-6)
+    assert spec.hidden_size == 4096 and spec.attention.num_kv_heads == 8
     published = FAMILIES["llama"].presets["llama-3.1-8b"].position
-    assert spec.position == published.model_copy(update={"base": 1e4})
+    assert spec.position == published.model_copy(update={"theta": 1e4})
 
 
 def test_what_follows_from_a_dimension_follows_again() -> None:
-    spec = preset_spec("baichuan2-13b", width=640, heads=4)
-    assert (spec.attention.head_size, spec.attention.kv_heads) == (160, 4)
-    assert spec.feed_forward.size == FAMILIES["baichuan2"].feed_forward_size(640)
+    spec = preset_spec("baichuan2-13b", hidden_size=640, num_heads=4)
+    assert (spec.attention.head_dim, spec.attention.num_kv_heads) == (160, 4)
+    assert spec.feed_forward.intermediate_size == FAMILIES["baichuan2"].feed_forward_size(640)
     assert spec.position == AlibiPositions()
 
 
 def test_a_larger_tokenizer_makes_a_larger_embedding() -> None:
-    assert spec_from_settings(ModelSettings(preset="llama-7b"), vocabulary=32100, context=64).vocabulary == 32100
+    assert spec_from_settings(ModelSettings(preset="llama-7b"), vocabulary=32100, context=64).vocab_size == 32100
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -172,8 +174,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "family.",
     ),
     (
-        {"preset": "gpt2", "context": 32},
-        "model.context: the model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
+        {"preset": "gpt2", "max_position_embeddings": 32},
+        "model.max_position_embeddings: the model is made for 32 tokens, but the batch has sequences of 64. Raise "
+        "model.max_position_embeddings to "
         "64 or more, or shorten batch.sequence_length.",
     ),
 ]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jingu.model import products
-from jingu.model.products import attend, linear, matmul
+from jingu.model import matmul_kernels
+from jingu.model.matmul_kernels import dot_product_attention, linear, matmul
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """A narrow dtype, as on a processor without units for it, wherever the test runs."""
-    monkeypatch.setattr(products, "CPU_HAS_BF16_UNITS", False)
-    monkeypatch.setattr(products, "CPU_HAS_FP16_UNITS", False)
+    monkeypatch.setattr(matmul_kernels, "CPU_HAS_BF16_UNITS", False)
+    monkeypatch.setattr(matmul_kernels, "CPU_HAS_FP16_UNITS", False)
     return request.param
 
 
@@ -52,7 +52,7 @@ def test_matmul_is_rounded_once(narrow: torch.dtype) -> None:
 
 def test_attention_is_rounded_once_with_grouped_heads(narrow: torch.dtype) -> None:
     tensors = operands(narrow, (2, 6, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    y = attend(*tensors, None, causal=True)
+    y = dot_product_attention(*tensors, None, causal=True)
     q, k, v = wide(tensors)
     k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)) / 8**0.5 + torch.full((9, 9), -torch.inf).triu(1)
@@ -64,9 +64,9 @@ def test_attention_is_rounded_once_with_grouped_heads(narrow: torch.dtype) -> No
 def test_units_for_bf16_are_used_where_the_processor_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, dtype=torch.bfloat16)
     for units in (True, False):
-        monkeypatch.setattr(products, "CPU_HAS_BF16_UNITS", units)
-        assert products.computes_wide(x) != units
-    assert not products.computes_wide(x.float()) and not products.computes_wide(x.double())
+        monkeypatch.setattr(matmul_kernels, "CPU_HAS_BF16_UNITS", units)
+        assert matmul_kernels.upcasts_matmul(x) != units
+    assert not matmul_kernels.upcasts_matmul(x.float()) and not matmul_kernels.upcasts_matmul(x.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

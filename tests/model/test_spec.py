@@ -10,27 +10,33 @@ from hypothesis import strategies as st
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.build import spec_from_settings
 from jingu.model.families import FAMILIES
+from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import GatedFeedForward, LearnedPositions, ModelSpec, RmsNorm, RotaryPositions
 
 
 def test_llama_from_settings() -> None:
     spec = spec_from_settings(ModelSettings(), vocabulary=1234, context=512)
-    assert (spec.family, spec.vocabulary, spec.context, spec.width, spec.layers) == ("llama", 1234, 512, 384, 6)
-    assert spec.norm == RmsNorm(epsilon=1e-5)
-    assert spec.position == RotaryPositions(base=10000.0)
-    assert spec.feed_forward == GatedFeedForward(size=1024, activation="silu")
-    assert (spec.attention.heads, spec.attention.kv_heads, spec.attention.head_size) == (6, 6, 64)
-    assert not spec.tied_embeddings
+    assert (spec.family, spec.vocab_size, spec.max_position_embeddings, spec.hidden_size, spec.num_layers) == (
+        "llama",
+        1234,
+        512,
+        384,
+        6,
+    )
+    assert spec.norm == RmsNorm(eps=1e-5)
+    assert spec.position == RotaryPositions(theta=10000.0)
+    assert spec.feed_forward == GatedFeedForward(intermediate_size=1024, activation="silu")
+    assert (spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim) == (6, 6, 64)
+    assert not spec.tie_word_embeddings
 
 
 def test_gpt2_from_settings() -> None:
-    spec = spec_from_settings(ModelSettings(family="gpt2", width=30, heads=3), vocabulary=7, context=9)
+    spec = spec_from_settings(ModelSettings(family="gpt2", hidden_size=30, num_heads=3), vocabulary=7, context=9)
     assert isinstance(spec.position, LearnedPositions)
-    assert spec.feed_forward.size == 120
+    assert spec.feed_forward.intermediate_size == 120
     assert spec.attention.qkv_bias and spec.attention.output_bias and spec.feed_forward.bias
-    assert spec.tied_embeddings
+    assert spec.tie_word_embeddings
 
 
 @pytest.mark.parametrize(("width", "size"), [(48, 128), (384, 1024), (512, 1408), (4096, 10944), (1, 64)])
@@ -40,23 +46,23 @@ def test_llama_feed_forward_is_a_multiple_of_64(width: int, size: int) -> None:
 
 def test_settings_override_the_habits() -> None:
     settings = ModelSettings(
-        width=60,
-        heads=4,
-        kv_heads=2,
-        head_size=10,
-        feed_forward=77,
-        vocabulary=500,
-        context=99,
-        tied_embeddings=True,
-        rope_base=5e5,
-        norm_epsilon=1e-6,
-        initial_std=0.01,
+        hidden_size=60,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        intermediate_size=77,
+        vocab_size=500,
+        max_position_embeddings=99,
+        tie_word_embeddings=True,
+        rope_theta=5e5,
+        norm_eps=1e-6,
+        initializer_range=0.01,
     )
     spec = spec_from_settings(settings, vocabulary=300, context=64)
-    assert (spec.attention.kv_heads, spec.attention.head_size, spec.feed_forward.size) == (2, 10, 77)
-    assert (spec.vocabulary, spec.context, spec.tied_embeddings) == (500, 99, True)
-    assert spec.position == RotaryPositions(base=5e5)
-    assert (spec.norm.epsilon, spec.initial_std) == (1e-6, 0.01)
+    assert (spec.attention.num_kv_heads, spec.attention.head_dim, spec.feed_forward.intermediate_size) == (2, 10, 77)
+    assert (spec.vocab_size, spec.max_position_embeddings, spec.tie_word_embeddings) == (500, 99, True)
+    assert spec.position == RotaryPositions(theta=5e5)
+    assert (spec.norm.eps, spec.initializer_range) == (1e-6, 0.01)
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -65,32 +71,34 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "model.family: there is no family 'lama'. The nearest are llama; `jingu model list` shows all.",
     ),
     (
-        {"width": 100, "heads": 6},
-        "model.heads: a width of 100 cannot be divided among 6 heads. Use a width of 96 or 102, another number of "
-        "heads, or set model.head_size.",
+        {"hidden_size": 100, "num_heads": 6},
+        "model.num_heads: a width of 100 cannot be divided among 6 heads. Use a width of 96 or 102, another number of "
+        "heads, or set model.head_dim.",
     ),
     (
-        {"kv_heads": 4},
-        "model.kv_heads: 6 attention heads cannot share 4 key-value heads evenly. Choose a divisor of 6: 1, 2, 3, 6.",
+        {"num_kv_heads": 4},
+        "model.num_kv_heads: 6 attention heads cannot share 4 key-value heads evenly. Choose a divisor of 6: 1, 2, "
+        "3, 6.",
     ),
     (
-        {"width": 18},
-        "model.head_size: rotary positions turn pairs, so the head size must be even; it is 3. Choose a width and a "
-        "number of heads whose quotient is even, or set model.head_size.",
+        {"hidden_size": 18},
+        "model.head_dim: rotary positions turn pairs, so the head size must be even; it is 3. Choose a width and a "
+        "number of heads whose quotient is even, or set model.head_dim.",
     ),
     (
-        {"vocabulary": 256},
-        "model.vocabulary: the model has 256 embedding rows, but the tokenizer has 300 entries. Use auto, or at "
+        {"vocab_size": 256},
+        "model.vocab_size: the model has 256 embedding rows, but the tokenizer has 300 entries. Use auto, or at "
         "least 300.",
     ),
     (
-        {"context": 32},
-        "model.context: the model is made for 32 tokens, but the batch has sequences of 64. Raise model.context to "
+        {"max_position_embeddings": 32},
+        "model.max_position_embeddings: the model is made for 32 tokens, but the batch has sequences of 64. Raise "
+        "model.max_position_embeddings to "
         "64 or more, or shorten batch.sequence_length.",
     ),
     (
-        {"family": "gpt2", "rope_base": 1e4},
-        "model.rope_base: the family 'gpt2' has no rotary positions. Leave it out, or choose a family that has them "
+        {"family": "gpt2", "rope_theta": 1e4},
+        "model.rope_theta: the family 'gpt2' has no rotary positions. Leave it out, or choose a family that has them "
         "(llama).",
     ),
 ]
@@ -116,17 +124,19 @@ def test_mistakes_are_told_in_words(settings: dict[str, Any], words: str) -> Non
 def test_json_round_trip(family: str, kv_heads: int, group: int, half: int, layers: int, std: float) -> None:
     settings = ModelSettings(
         family=family,
-        layers=layers,
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        width=kv_heads * group * half * 4,
-        initial_std=std,
+        num_layers=layers,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        hidden_size=kv_heads * group * half * 4,
+        initializer_range=std,
     )
     spec = spec_from_settings(settings, vocabulary=10, context=20)
     assert ModelSpec.from_json(spec.to_json()) == spec
 
 
 def test_damaged_json_names_the_field() -> None:
-    text = spec_from_settings(ModelSettings(), 10, 20).to_json().replace('"layers": 6', '"layers": 0, "lairs": 6')
+    text = (
+        spec_from_settings(ModelSettings(), 10, 20).to_json().replace('"num_layers": 6', '"num_layers": 0, "lairs": 6')
+    )
     with pytest.raises(JinguError, match=r"layers: .*greater than or equal to 1.*lairs: Extra inputs"):
         ModelSpec.from_json(text)

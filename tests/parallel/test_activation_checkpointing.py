@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.attention import SelfAttention
-from jingu.model.decoder import Decoder
-from jingu.model.initialise import initialise
 from jingu.model.spec import ModelSpec
-from jingu.parallel.apply import parallelize
-from jingu.parallel.mesh import axis_sizes, build_mesh
-from jingu.runtime.ranks import joined
+from jingu.parallel.layout import Layout, Precision
+from jingu.parallel.materialize import materialize
+from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
+from jingu.parallel.pipeline import ParallelModel
+from jingu.runtime.ranks import join_process_group
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -57,32 +57,23 @@ class Storages(TorchDispatchMode):
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """One rank."""
-    with joined("cpu", 1) as ranks:
-        yield build_mesh(axis_sizes(ParallelSettings(), 1, small("llama")), ranks.device)
+    with join_process_group("cpu", 1) as ranks:
+        yield build_mesh(resolve_axis_sizes(ParallelSettings(), 1, small("llama")), ranks.device)
 
 
 def small(family: str) -> ModelSpec:
     from jingu.config.sections.model import ModelSettings
-    from jingu.model.build import spec_from_settings
+    from jingu.model.resolve import spec_from_settings
 
-    settings = ModelSettings(family=family, layers=4, width=24, heads=3, kv_heads=3, feed_forward=40)
+    settings = ModelSettings(
+        family=family, num_layers=4, hidden_size=24, num_heads=3, num_kv_heads=3, intermediate_size=40
+    )
     return spec_from_settings(settings, 37, 19)
 
 
-def made(mesh: DeviceMesh, spec: ModelSpec, mode: dict[str, Any], compile: bool = False) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(spec).to(torch.float64)
-    parallelize(
-        model,
-        mesh,
-        ParallelSettings(),
-        compute=torch.float64,
-        reduce=torch.float64,
-        activation_checkpointing=ActivationCheckpointingSettings(**mode),
-        compile=compile,
-    )
-    initialise(model, spec, 3)
-    return model
+def made(mesh: DeviceMesh, spec: ModelSpec, mode: dict[str, Any], compile: bool = False) -> ParallelModel:
+    layout = Layout(ParallelSettings(), ActivationCheckpointingSettings(**mode), compile)
+    return materialize(spec, mesh, layout, Precision.uniform(torch.float64), 3)
 
 
 TOKENS = torch.arange(38).view(2, 19) % 37

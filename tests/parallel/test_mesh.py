@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
-from jingu.model.spec import replaced
-from jingu.parallel.mesh import AXES, axis_sizes
+from jingu.model.spec import replace_fields
+from jingu.parallel.mesh import AXES, resolve_axis_sizes
 
 LLAMA = FAMILIES["llama"].template  # 6 heads
 
 
 def sizes(ranks: int, spec: Any = LLAMA, **settings: Any) -> str:
-    return str(axis_sizes(ParallelSettings(**settings), ranks, spec))
+    return str(resolve_axis_sizes(ParallelSettings(**settings), ranks, spec))
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def sizes(ranks: int, spec: Any = LLAMA, **settings: Any) -> str:
     [
         ({}, 1, "1"),
         ({}, 8, "8 shard"),
-        ({"zero": 0}, 8, "8 replicate"),
+        ({"zero_stage": 0}, 8, "8 replicate"),
         ({"shard": 4}, 8, "2 replicate × 4 shard"),
-        ({"replicate": 4, "zero": 3}, 8, "4 replicate × 2 shard"),
+        ({"replicate": 4, "zero_stage": 3}, 8, "4 replicate × 2 shard"),
         ({"replicate": 8}, 8, "8 replicate"),
     ],
 )
@@ -37,7 +37,7 @@ def test_auto_takes_the_ranks_that_are_left(settings, ranks, expected):
 @pytest.mark.parametrize(
     ("settings", "ranks", "words"),
     [
-        ({"zero": 0, "shard": 4}, 4, "ZeRO 0 shards nothing, but parallel.shard is 4"),
+        ({"zero_stage": 0, "shard": 4}, 4, "ZeRO 0 shards nothing, but parallel.shard is 4"),
         (
             {"shard": 3},
             8,
@@ -61,9 +61,9 @@ def test_what_cannot_be_is_refused_with_its_numbers(settings, ranks, words):
     st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, "auto"]) for axis in AXES}),
 )
 def test_the_axes_multiply_to_the_ranks_or_it_is_refused(ranks, zero, axes):
-    spec = replaced(LLAMA, attention=LLAMA.attention.model_copy(update={"heads": 36, "kv_heads": 36}))
+    spec = replace_fields(LLAMA, attention=LLAMA.attention.model_copy(update={"num_heads": 36, "num_kv_heads": 36}))
     try:
-        found = axis_sizes(ParallelSettings(zero=zero, **axes), ranks, spec)
+        found = resolve_axis_sizes(ParallelSettings(zero_stage=zero, **axes), ranks, spec)
     except JinguError:
         return
     product = 1

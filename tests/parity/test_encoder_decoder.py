@@ -17,16 +17,18 @@ import transformers
 from torch import Tensor, nn
 from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.huggingface import open_hf
+from jingu.formats.stored_model import load_model
 from jingu.model.attention import relative_buckets
-from jingu.model.decoder import Decoder, make_model, parameter_shapes
+from jingu.model.decoder import Decoder, build_model, parameter_shapes
 from jingu.model.families import FAMILIES
-from jingu.model.families.names import entries, read_ours
-from jingu.model.spec import Experts, RandomProjection, RelativeBias, replaced
+from jingu.model.families.name_map import expand_rules, read_parameter
+from jingu.model.inputs import Inputs
+from jingu.model.spec import Experts, RandomProjectionRouter, RelativeBias, replace_fields
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 # More source than the exact buckets hold, more than the largest distance: every kind of bucket is met.
 SOURCE, TARGET = 41, 37
@@ -85,7 +87,7 @@ class Described:
 
     def mixed(self, h: Tensor, p: str) -> Tensor:
         chosen = (h @ self.weights[p + "expert_centroids"].T).argmax(-1)
-        experts = [self.dense(h, f"{p}expert_network.{n}.") for n in range(self.config.experts["number"])]
+        experts = [self.dense(h, f"{p}expert_network.{n}.") for n in range(self.config.experts["num_experts"])]
         return torch.stack(experts, -1).gather(-1, chosen[..., None, None].expand(*h.shape, 1)).squeeze(-1)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,7 +145,7 @@ def cpm2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     matrices = {"wi_0": (size, width), "wi_1": (size, width), "wo": (width, size)}
     experts = c["experts"]
-    places = ["ff."] if experts is None else [f"ff.expert_network.{n}." for n in range(experts["number"])]
+    places = ["ff."] if experts is None else [f"ff.expert_network.{n}." for n in range(experts["num_experts"])]
     feed_forward = {f"{place}dense_relu_dense.{name}": shape for place in places for name, shape in matrices.items()}
     shapes: dict[str, tuple[int, ...]] = {"word_embeds.weight": (263, width), "lm_head.weight": (263, width)}
     for side, layers in (("encoder", c["num_layers"]), ("decoder", c["num_decoder_layers"])):
@@ -153,7 +155,7 @@ def cpm2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             parts = {**attention, **feed_forward, **(cross if side == "decoder" else {})}
             shapes |= {f"{side}.blocks.{n}.{part}.weight": shape for part, shape in parts.items()}
             if experts is not None:
-                shapes[f"{side}.blocks.{n}.ff.expert_centroids"] = (experts["number"], width)
+                shapes[f"{side}.blocks.{n}.ff.expert_centroids"] = (experts["num_experts"], width)
     return shapes
 
 
@@ -184,7 +186,13 @@ def t5_case(name: str, kind: Any = T5Config, *, tied: bool = True, **settings: A
     return Case(name, kind(**{**base, "tie_word_embeddings": tied, **settings}), tied)
 
 
-EXPERTS = Experts(number=5, active=1, size=22, activation="gelu_tanh", router=RandomProjection())
+EXPERTS = Experts(
+    num_experts=5,
+    num_experts_per_token=1,
+    intermediate_size=22,
+    activation="gelu_tanh",
+    router=RandomProjectionRouter(),
+)
 CASES = [
     t5_case("t5-3-heads"),
     t5_case("t5-v1.1-odd-vocabulary", tied=False, feed_forward_proj="gated-gelu", vocab_size=301),
@@ -246,12 +254,12 @@ def converted(model: Any, dtype: torch.dtype = torch.float32) -> Decoder:
     name = "EncDecModel" if isinstance(model, Described) else type(model).__name__
     family = next(f for f in FAMILIES.values() if name in f.architectures)
     spec = family.spec_from_hf(config)
-    ours, theirs, shapes = make_model(spec).to(dtype), model.state_dict(), parameter_shapes(spec)
-    mapped = entries(family.rules, spec, shapes)
+    ours, theirs, shapes = build_model(spec).to(dtype), model.state_dict(), parameter_shapes(spec)
+    mapped = expand_rules(family.rules, spec, shapes)
     state: dict[str, Tensor] = {}
     for parameter in shapes:
-        holders = [entry for entry in mapped if parameter in entry.ours]
-        state |= read_ours(parameter, holders, theirs.__getitem__)
+        holders = [entry for entry in mapped if parameter in entry.jingu_shapes]
+        state |= read_parameter(parameter, holders, theirs.__getitem__)
     ours.load_state_dict(state)
     return ours.eval()
 
@@ -275,7 +283,7 @@ def test_logits_loss_and_gradients_equal(case: Case, dtype: torch.dtype) -> None
     ours = converted(theirs, dtype)
     source, target = sampled(case)
     expected = theirs(input_ids=source, decoder_input_ids=target[:, :-1]).logits
-    logits = ours.logits(ours(target[:, :-1], source_BS=source))
+    logits = ours.logits(ours(Inputs(target[:, :-1], source=Inputs(source))))
     assert logits.dtype == dtype
     assert relative(logits, expected) < limit
 
@@ -286,16 +294,16 @@ def test_logits_loss_and_gradients_equal(case: Case, dtype: torch.dtype) -> None
     named = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     held, spec = dict(ours.named_parameters()), ours.spec
     compared = set()
-    for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
-        pieces = [held[name].grad for name in entry.ours]
-        if entry.theirs in named:
-            gradient = entry.to_theirs([piece for piece in pieces if piece is not None])
-            difference = float((gradient - named[entry.theirs].grad).norm())
+    for entry in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+        pieces = [held[name].grad for name in entry.jingu_shapes]
+        if entry.hf_name in named:
+            gradient = entry.to_hf([piece for piece in pieces if piece is not None])
+            difference = float((gradient - named[entry.hf_name].grad).norm())
             # An expert that no token chose has no gradient.
-            assert difference <= limit * float(named[entry.theirs].grad.norm()), entry.theirs
-            compared.add(entry.theirs)
+            assert difference <= limit * float(named[entry.hf_name].grad.norm()), entry.hf_name
+            compared.add(entry.hf_name)
         else:
-            assert pieces == [None], entry.theirs  # a router that stays as it was drawn
+            assert pieces == [None], entry.hf_name  # a router that stays as it was drawn
     assert compared == set(named)
 
 
@@ -309,14 +317,18 @@ def test_padded_sources_equal_transformers() -> None:
     documents[0, 29:] = -1
     expected = theirs(input_ids=source, attention_mask=(documents >= 0).long(), decoder_input_ids=target).logits
     with torch.no_grad():
-        logits = ours.logits(ours(target, source_BS=source, source_documents_BS=documents))
+        logits = ours.logits(ours(Inputs(target, source=Inputs(source, documents=documents))))
         assert relative(logits, expected) < 1e-5
         packed = ours.logits(
             ours(
-                torch.cat([target[0], target[1]])[None],
-                documents_BT=torch.tensor([[3] * TARGET + [4] * TARGET]),
-                source_BS=torch.cat([source[0, :29], source[1]])[None],
-                source_documents_BS=torch.tensor([[3] * 29 + [4] * SOURCE]),
+                Inputs(
+                    torch.cat([target[0], target[1]])[None],
+                    documents=torch.tensor([[3] * TARGET + [4] * TARGET]),
+                    source=Inputs(
+                        torch.cat([source[0, :29], source[1]])[None],
+                        documents=torch.tensor([[3] * 29 + [4] * SOURCE]),
+                    ),
+                )
             )
         )
     assert relative(packed[0, :TARGET], expected[0]) < 1e-5 and relative(packed[0, TARGET:], expected[1]) < 1e-5
@@ -328,7 +340,7 @@ def test_padding_of_the_target_leaves_no_nan() -> None:
     source, target = sampled(CASES[0])
     documents = torch.zeros_like(target)
     documents[:, 30:] = -1
-    states = ours(target, documents_BT=documents, source_BS=source, source_documents_BS=torch.zeros_like(source))
+    states = ours(Inputs(target, documents=documents, source=Inputs(source, documents=torch.zeros_like(source))))
     states[:, :30].sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for n, p in ours.named_parameters())
 
@@ -349,7 +361,7 @@ def test_cached_generation_equals_uncached_and_the_reference(
     ours = converted(theirs)
     tokenizer = Tokenizer.load(tokenizer_folder)
     prompt = sampled(case, rows=1)[0][0].tolist()
-    source = torch.tensor([[*prompt, tokenizer.end_id]])
+    source = torch.tensor([[*prompt, tokenizer.eos_token_id]])
     # Its cache has as many layers as the encoder, whatever the decoder has.
     wanted = {
         "use_cache": False,
@@ -359,11 +371,11 @@ def test_cached_generation_equals_uncached_and_the_reference(
         "decoder_start_token_id": 0,
     }
     expected = theirs.generate(source, max_new_tokens=20, **wanted)[0, 1:].tolist()
-    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_end=True, start_id=0)]
+    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_eos=True, start_id=0)]
     ids = [0]
     with torch.no_grad():
         for _ in range(20):
-            ids.append(int(ours.logits(ours(torch.tensor([ids]), source_BS=source))[0, -1].argmax()))
+            ids.append(int(ours.logits(ours(Inputs(torch.tensor([ids]), source=Inputs(source))))[0, -1].argmax()))
     assert cached == ids[1:] == expected
 
 
@@ -380,7 +392,7 @@ def test_cache_in_uneven_pieces_equals_one_forward(
         type(ours.encoder), "run", lambda self, *rest, **more: read.append(self.causal) or run(self, *rest, **more)
     )
     with torch.no_grad():
-        whole = ours.logits(ours(target, source_BS=source))
+        whole = ours.logits(ours(Inputs(target, source=Inputs(source))))
         read.clear()
         assert relative(in_steps(ours, target[0], [4, 1, 25, 7], source), whole[0]) < 1e-12
     assert read == [False, True, True, True, True]
@@ -396,7 +408,9 @@ def test_what_is_exported_is_opened_to_the_last_bit_and_by_transformers(
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     opened = open_hf(tmp_path / "out")
     assert opened.spec == ours.spec
-    assert opened.start_id == tokenizer.start_id and opened.end_ids == (tokenizer.end_id,)
+    assert opened.decoder_start_token_id == tokenizer.decoder_start_token_id and opened.eos_token_ids == (
+        tokenizer.eos_token_id,
+    )
     back = load_model(opened, torch.float32).state_dict()
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
@@ -408,14 +422,14 @@ def test_what_is_exported_is_opened_to_the_last_bit_and_by_transformers(
     source, target = sampled(case)
     with torch.no_grad():
         logits = model.eval()(input_ids=source, decoder_input_ids=target).logits
-        assert relative(ours.logits(ours(target, source_BS=source)), logits) < 1e-5
+        assert relative(ours.logits(ours(Inputs(target, source=Inputs(source)))), logits) < 1e-5
 
     for name in ("config.json", "generation_config.json"):
         written = json.loads((tmp_path / "out" / name).read_text())
-        assert written["decoder_start_token_id"] == written["pad_token_id"] == tokenizer.start_id
-        assert written["eos_token_id"] == tokenizer.end_id
+        assert written["decoder_start_token_id"] == written["pad_token_id"] == tokenizer.decoder_start_token_id
+        assert written["eos_token_id"] == tokenizer.eos_token_id
     prompt = tokenizer.encode("def greet(name):\n")
-    ids = torch.tensor([[*prompt, tokenizer.end_id]])
+    ids = torch.tensor([[*prompt, tokenizer.eos_token_id]])
     expected = model.generate(ids, max_new_tokens=16, do_sample=False, use_cache=False)[0, 1:]
     tokens = answer(ours, tokenizer, prompt, 16)
     assert [token.id for token in tokens] == expected.tolist()
@@ -427,12 +441,12 @@ def test_what_transformers_saves_is_opened(case: Case, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
     opened = open_hf(tmp_path / "theirs")
-    assert opened.start_id == 0
+    assert opened.decoder_start_token_id == 0
     ours = load_model(opened, torch.float32)
     source, target = sampled(case)
     with torch.no_grad():
         expected = theirs(input_ids=source, decoder_input_ids=target).logits
-        assert relative(ours.logits(ours(target, source_BS=source)), expected) < 1e-5
+        assert relative(ours.logits(ours(Inputs(target, source=Inputs(source)))), expected) < 1e-5
 
 
 @pytest.mark.parametrize(("buckets", "largest"), [(32, 128), (12, 20), (31, 97), (5, 3), (64, 1000)])
@@ -442,17 +456,17 @@ def test_buckets_equal(buckets: int, largest: int) -> None:
         theirs = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket(
             ahead, not causal, buckets, largest
         )
-        ours = relative_buckets(RelativeBias(buckets=buckets, max_distance=largest), -ahead, causal=causal)
+        ours = relative_buckets(RelativeBias(num_buckets=buckets, max_distance=largest), -ahead, causal=causal)
         assert torch.equal(ours, theirs)
 
 
 def test_what_hugging_face_cannot_say_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
-    spec = replaced(FAMILIES["t5"].template, feed_forward=EXPERTS, vocabulary=300)
+    spec = replace_fields(FAMILIES["t5"].template, feed_forward=EXPERTS, vocab_size=300)
     with pytest.raises(JinguError, match="no way to say this model's feed_forward"):
         export_hf(spec, lambda name: torch.empty(0), tokenizer_folder, tmp_path / "out")
-    with pytest.raises(JinguError, match="no way to say this model's scaled_head"):
+    with pytest.raises(JinguError, match="no way to say this model's scale_lm_head"):
         export_hf(
-            replaced(spec, feed_forward=FAMILIES["t5"].template.feed_forward, scaled_head=False),
+            replace_fields(spec, feed_forward=FAMILIES["t5"].template.feed_forward, scale_lm_head=False),
             lambda name: torch.empty(0),
             tokenizer_folder,
             tmp_path / "out",

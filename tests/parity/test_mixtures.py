@@ -14,15 +14,16 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.huggingface import open_hf
+from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder
 from jingu.model.experts import auxiliary_losses
 from jingu.model.families.mixtral import MIXTRAL, QWEN3_MOE
-from jingu.model.spec import Experts, RandomProjection, replaced
+from jingu.model.spec import Experts, RandomProjectionRouter, replace_fields
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 TOKENS = 17
 BASE = {
@@ -163,7 +164,7 @@ def test_logits_losses_and_gradients_equal(name: str, dtype: torch.dtype, tmp_pa
     theirs = reference(name, dtype)
     ours = converted(theirs, tmp_path, dtype)
     experts, tokens = ours.spec.feed_forward, sample()
-    assert isinstance(experts, Experts) and experts.balance == CASES[name].router_aux_loss_coef == 0.001
+    assert isinstance(experts, Experts) and experts.aux_loss_coef == CASES[name].router_aux_loss_coef == 0.001
 
     out = theirs(tokens, use_cache=False, output_router_logits=True)
     logits = ours.logits(ours(tokens))
@@ -177,7 +178,8 @@ def test_logits_losses_and_gradients_equal(name: str, dtype: torch.dtype, tmp_pa
     losses = ours(tokens, loss=head, auxiliary=lambda routings: auxiliary_losses(routings, experts, trained))
     gates = [logits.unflatten(0, tokens.shape) for logits in out.router_logits]
     rows = [
-        load_balancing_loss_func(tuple(gate[row] for gate in gates), experts.number, experts.active) for row in (0, 1)
+        load_balancing_loss_func(tuple(gate[row] for gate in gates), experts.num_experts, experts.num_experts_per_token)
+        for row in (0, 1)
     ]
     balance = (rows[0] + rows[1]) / 2
     cross = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -205,7 +207,7 @@ def test_the_balancing_loss_has_the_gradient_of_transformers(name: str, tmp_path
     experts, tokens = ours.spec.feed_forward, sample(rows=1)
     assert isinstance(experts, Experts)
     gates = theirs(tokens, use_cache=False, output_router_logits=True).router_logits
-    load_balancing_loss_func(gates, experts.number, experts.active).backward()
+    load_balancing_loss_func(gates, experts.num_experts, experts.num_experts_per_token).backward()
     losses = ours(
         tokens,
         loss=lambda hidden, weight: hidden.sum() * 0,
@@ -227,7 +229,7 @@ def test_cached_generation_equals_uncached_and_transformers(
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, 5:].tolist()
-    cached = [token.id for token in answer(ours, tokenizer, prompt, 16, ignore_end=True)]
+    cached = [token.id for token in answer(ours, tokenizer, prompt, 16, ignore_eos=True)]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(16):
@@ -256,7 +258,10 @@ def test_both_ways_through_files_is_bitwise(name: str, tokenizer: Tokenizer, tmp
     assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
 
     written, expected = stored_tensors(out), stored_tensors(tmp_path / "theirs")
-    assert sum(".experts." in key for key in expected) == 3 * decoder.spec.layers * decoder.spec.feed_forward.number
+    assert (
+        sum(".experts." in key for key in expected)
+        == 3 * decoder.spec.num_layers * decoder.spec.feed_forward.num_experts
+    )
     assert written.keys() == expected.keys() and all(torch.equal(written[key], expected[key]) for key in expected)
 
     # transformers' grouped kernel does not take every width.
@@ -271,8 +276,10 @@ def test_both_ways_through_files_is_bitwise(name: str, tokenizer: Tokenizer, tmp
 @pytest.mark.parametrize("name", ["mixtral-8-2", "qwen3-6-3"])
 def test_what_concerns_training_alone_survives_the_files(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     decoder = converted(reference(name, torch.float32), tmp_path / "theirs", torch.float32)
-    experts = decoder.spec.feed_forward.model_copy(update={"z": 0.01, "capacity": 1.5, "balance_over": "layer"})
-    spec = replaced(decoder.spec, feed_forward=experts)
+    experts = decoder.spec.feed_forward.model_copy(
+        update={"z_loss_coef": 0.01, "capacity_factor": 1.5, "aux_loss_scope": "layer"}
+    )
+    spec = replace_fields(decoder.spec, feed_forward=experts)
     tokenizer.save(tmp_path / "tokenizer")
     export_hf(spec, decoder.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "out", torch.float32)
     assert open_hf(tmp_path / "out").spec == spec
@@ -281,10 +288,10 @@ def test_what_concerns_training_alone_survives_the_files(name: str, tokenizer: T
         assert relative(decoder.eval().logits(decoder(sample())), model.eval()(sample()).logits) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{"router": RandomProjection()}, {"shared": 8}])
+@pytest.mark.parametrize("changes", [{"router": RandomProjectionRouter()}, {"shared_intermediate_size": 8}])
 def test_what_transformers_has_not_is_refused(changes: dict[str, Any]) -> None:
     for family in (MIXTRAL, QWEN3_MOE):
-        spec = replaced(family.template, feed_forward=family.template.feed_forward.model_copy(update=changes))
+        spec = replace_fields(family.template, feed_forward=family.template.feed_forward.model_copy(update=changes))
         with pytest.raises(JinguError, match=f"no way to say this model's feed_forward.{next(iter(changes))}"):
             family.hf_config(spec)
 

@@ -17,15 +17,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from jingu.checkpoint.export import export_hf
-from jingu.checkpoint.hub import load_model, open_hf
 from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.huggingface import open_hf
+from jingu.formats.stored_model import load_model
 from jingu.model.attention import alibi_slopes
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.families import FAMILIES
-from jingu.model.families.names import entries
+from jingu.model.families.name_map import expand_rules
+from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -370,8 +372,8 @@ def converted(model: Any, dtype: torch.dtype) -> Decoder:
     spec = family.spec_from_hf(config)
     decoder = Decoder(spec).to(dtype)
     theirs, ours = model.state_dict(), {}
-    for entry in entries(family.rules, spec, parameter_shapes(spec)):
-        ours |= entry.to_ours(theirs[entry.theirs])
+    for entry in expand_rules(family.rules, spec, parameter_shapes(spec)):
+        ours |= entry.to_jingu(theirs[entry.hf_name])
     decoder.load_state_dict(ours)
     return decoder
 
@@ -380,10 +382,10 @@ def gradients_in_their_names(decoder: Decoder) -> dict[str, Tensor]:
     spec = decoder.spec
     held = dict(decoder.named_parameters())
     gradients = {}
-    for entry in entries(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
-        pieces = [held[name].grad for name in entry.ours]
+    for entry in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+        pieces = [held[name].grad for name in entry.jingu_shapes]
         assert all(piece is not None for piece in pieces)
-        gradients[entry.theirs] = entry.to_theirs(pieces)  # type: ignore[arg-type]
+        gradients[entry.hf_name] = entry.to_hf(pieces)  # type: ignore[arg-type]
     return gradients
 
 
@@ -449,7 +451,7 @@ def test_cached_generation_equals_uncached_and_transformers(
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, 5:].tolist()
-    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_end=True)]
+    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_eos=True)]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(20):
@@ -479,7 +481,7 @@ def test_what_is_exported_is_opened_to_the_last_bit_and_by_transformers(
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     opened = open_hf(tmp_path / "out")
     assert opened.spec == decoder.spec
-    assert opened.end_ids == (Tokenizer.load(tokenizer_folder).end_id,)
+    assert opened.eos_token_ids == (Tokenizer.load(tokenizer_folder).eos_token_id,)
     back = load_model(opened, torch.float32).state_dict()
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
@@ -578,5 +580,5 @@ def test_a_beginning_that_is_seen_whole_is_theirs_with_such_a_mask() -> None:
     reach = torch.where(torch.arange(tokens.shape[1]) < 6, 6, 0).expand_as(tokens)
     mask = torch.zeros(2, 1, *seen_TT.shape, dtype=torch.float32).masked_fill(~seen_TT, -torch.inf)
     expected = theirs(input_ids=tokens, attention_mask=mask).logits
-    found = ours.logits(ours(tokens, reach_BT=reach))
+    found = ours.logits(ours(Inputs(tokens, prefix_lengths=reach)))
     assert relative(found, expected) < 1e-5

@@ -18,28 +18,28 @@ data:
   input: corpus/
   path: data
   suffixes: [.py]
-  held_out: 0.05
+  validation_fraction: 0.05
 model:
   family: llama
-  layers: 6
-  width: 256
-  heads: 4
+  num_layers: 6
+  hidden_size: 256
+  num_heads: 4
 batch:
   sequence_length: 256
-  global_size: 32
+  global_batch_size: 32
 optimizer:
   type: adamw
   lr: 0.003
   weight_decay: 0.1
 schedule:
-  type: warmup-stable-decay
+  type: wsd
   warmup: 60
   decay: 0.3
 train:
   steps: 1200
 evaluation:
   every: 100
-  prompts: ["def ", "class Test"]  # <- continued at each evaluation
+  sample_prompts: ["def ", "class Test"]  # <- continued at each evaluation
 """
 
 WRITING = {
@@ -114,5 +114,5 @@ def write_run(run: Path, rows: list[dict[str, Any]], tail: str = "") -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "metrics.jsonl").write_text(lines + tail, encoding="utf-8")
     (run / "config.yaml").write_text(CONFIG, encoding="utf-8")
-    (run / "model.json").write_text(json.dumps({"family": "llama", "layers": 6, "width": 256}, indent=2))
+    (run / "model.json").write_text(json.dumps({"family": "llama", "num_layers": 6, "hidden_size": 256}, indent=2))
     return run

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jingu.errors import JinguError
-from jingu.report.page import page
-from jingu.report.read import Record, _take, read_run
-from jingu.report.verbs import report
+from jingu.report.commands import write_report
+from jingu.report.page import render_page
+from jingu.report.record import RunRecord, _add_row, read_run
 
 Rows = list[dict[str, Any]]
 MakeRun = Callable[..., Path]
@@ -79,7 +79,7 @@ def checked(text: str) -> Checker:
 
 def written(run: Path) -> tuple[str, str]:
     """The page's source, and the text a reader sees."""
-    report(run, None)
+    write_report(run, None)
     text = (run / "report.html").read_text(encoding="utf-8")
     return text, "".join(checked(text).text)
 
@@ -118,7 +118,7 @@ def test_a_run_that_counts_no_bytes_shows_none(make_run: MakeRun, realistic: Row
     rows = [row | nothing if row["type"] == "evaluation" else row for row in realistic if row["type"] != "baseline"]
     source, seen = written(make_run(rows))
     assert "<dt>Bits per byte" not in source and "<b>Bits per byte" not in source and "on 1 rank (cpu, fp32)." in seen
-    assert f"held-out {rows[-3]['loss']:.4g}" in seen
+    assert f"validation {rows[-3]['loss']:.4g}" in seen
 
 
 def test_what_hovering_shows_is_what_was_logged(make_run: MakeRun, realistic: Rows) -> None:
@@ -183,14 +183,16 @@ def test_before_the_first_step_the_page_says_so(make_run: MakeRun, rows: Rows) -
 
 def test_evaluations_that_read_different_amounts_do_not_compare(make_run: MakeRun, realistic: Rows) -> None:
     source, seen = written(make_run(realistic))
-    assert "read the same amount" not in seen and "held-out, " not in seen.split("Loss")[1]
+    assert "read the same amount" not in seen and "validation, " not in seen.split("Loss")[1]
     last = [row for row in realistic if row["type"] == "evaluation"][-1]
     last |= {"tokens": 2_300_000, "bits_per_byte": 1.6}
     run = make_run(realistic, name="whole")
     source, seen = written(run)
-    assert "Not all evaluations read the same amount of held-out text; only those that did compare." in seen
-    assert "held-out, 120k tokens" in seen and "held-out, 2.3M tokens" in seen
-    assert "<dt>Bits per byte</dt><dd>1.6</dd><dd>of 2.3M tokens held out</dd>" in source
+    assert (
+        "Evaluations did not all read the same amount of validation text; only those that did are comparable." in seen
+    )
+    assert "validation, 120k tokens" in seen and "validation, 2.3M tokens" in seen
+    assert "<dt>Bits per byte</dt><dd>1.6</dd><dd>of 2.3M tokens</dd>" in source
     _, sampled, whole = _charts(source)[0]["series"]
     assert [step for step, *_ in whole] == [1200] and len(sampled) == 11
     with (run / "metrics.jsonl").open("a") as file:  # another like the last, and worse
@@ -255,17 +257,17 @@ any_row = st.builds(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(any_row, max_size=12))
 def test_whatever_the_lines_hold_the_page_is_whole(rows: Rows) -> None:
-    record = Record(name="any")
+    record = RunRecord(name="any")
     for row in rows:
-        _take(row, record)
-    checked(page(record)).text.index("any")
+        _add_row(row, record)
+    checked(render_page(record)).text.index("any")
 
 
 def test_missing_runs_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"there is no run here.*jingu train"):
-        report(tmp_path / "nowhere", None)
+        write_report(tmp_path / "nowhere", None)
     with pytest.raises(JinguError, match=r"holds no metrics\.jsonl.*train it first"):
-        report(tmp_path, None)
+        write_report(tmp_path, None)
     assert not list(tmp_path.iterdir())
 
 
@@ -283,11 +285,11 @@ def test_the_file_is_whole_or_absent(
 ) -> None:
     run = make_run(realistic)
     with pytest.raises(JinguError, match=r"is a folder, not a file"):
-        report(run, tmp_path)
+        write_report(run, tmp_path)
     place = tmp_path / "new" / "page.html"
-    report(run, place)
+    write_report(run, place)
     before = place.read_bytes()
-    report(run, place)
+    write_report(run, place)
     assert place.read_bytes() == before, "the same run gives the same bytes"
 
     def full(handle: int) -> None:
@@ -295,6 +297,6 @@ def test_the_file_is_whole_or_absent(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(JinguError, match=r"cannot be written \(No space left on device\)"):
-        report(run, place)
+        write_report(run, place)
     assert place.read_bytes() == before
     assert [path.name for path in place.parent.iterdir()] == ["page.html"]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from jingu.runtime.device import aside, gather_in_large_pages, threads_beside
-from jingu.runtime.signals import handling
+from jingu.runtime.device import collapse_to_huge_pages, make_worker_threads, run_in_thread
+from jingu.runtime.signals import handle_signals
 
 
 def test_what_lies_in_large_pages_is_what_lay_there() -> None:
     block = torch.arange(1 << 20)
-    gather_in_large_pages([(block.data_ptr(), block.nbytes), (1 << 12, 10)])  # nothing lies at the second
+    collapse_to_huge_pages([(block.data_ptr(), block.nbytes), (1 << 12, 10)])  # nothing lies at the second
     assert torch.equal(block, torch.arange(1 << 20))
 
 
@@ -24,9 +24,9 @@ def test_threads_beside_work_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        pool = threads_beside(2, "test")
+        pool = make_worker_threads(2, "test")
         assert [pool.submit(torch.get_num_threads).result() for _ in range(4)] == [1] * 4
-        assert (torch.get_num_threads(), aside(torch.get_num_threads)) == (3, 3)
+        assert (torch.get_num_threads(), run_in_thread(torch.get_num_threads)) == (3, 3)
         pool.shutdown()
     finally:
         torch.set_num_threads(before)
@@ -43,9 +43,9 @@ def test_what_is_done_aside_leaves_no_threads() -> None:
 
     before, threads_before = torch.get_num_threads(), threads()
     try:
-        assert aside(done) == 2 << 20
+        assert run_in_thread(done) == 2 << 20
         with pytest.raises(ZeroDivisionError):
-            aside(lambda: 1 // 0)
+            run_in_thread(lambda: 1 // 0)
     finally:
         torch.set_num_threads(before)
     deadline = time.monotonic() + 120  # a thread that has said its last word may be about to end
@@ -66,6 +66,6 @@ def test_ctrl_c_ends_what_is_done_aside() -> None:
             ended.append(True)
 
     # Tests started in the background inherit that Ctrl-C is ignored.
-    with handling(signal.default_int_handler, signal.SIGINT), pytest.raises(KeyboardInterrupt):
-        aside(endless)
+    with handle_signals(signal.default_int_handler, signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        run_in_thread(endless)
     assert ended

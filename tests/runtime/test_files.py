@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from jingu.errors import JinguError
-from jingu.runtime.files import cannot_write, new_folder, replace_text
+from jingu.runtime.files import create_folder_atomically, write_error, write_text_atomically
 
 
 def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "data"
-    with new_folder(path) as place:
+    with create_folder_atomically(path) as place:
         (place / "x").write_text("1")
         assert not path.exists()
     assert [item.name for item in path.parent.iterdir()] == ["data"]
@@ -23,7 +23,7 @@ def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     for error in (ValueError("x"), KeyboardInterrupt(), JinguError("x")):
-        with pytest.raises(type(error)), new_folder(tmp_path / "data") as place:
+        with pytest.raises(type(error)), create_folder_atomically(tmp_path / "data") as place:
             (place / "sub").mkdir()
             raise error
         assert list(tmp_path.iterdir()) == []
@@ -34,13 +34,13 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, "the disk is full. Make room, or choose another path."),
         (errno.EDQUOT, "the disk is full. Make room, or choose another path."),
-        (errno.EACCES, "this cannot be written (Permission denied). Mend its permissions, or choose another path."),
+        (errno.EACCES, "this cannot be written (Permission denied). Fix its permissions, or choose another path."),
     ],
 )
 def test_a_failing_disk_is_explained(tmp_path: Path, code: int, words: str) -> None:
     import os
 
-    with pytest.raises(JinguError) as caught, new_folder(tmp_path / "data") as place:
+    with pytest.raises(JinguError) as caught, create_folder_atomically(tmp_path / "data") as place:
         (place / "x").write_text("1")
         raise OSError(code, os.strerror(code))
     assert str(caught.value).startswith(f"{tmp_path / 'data'}: {words}")
@@ -51,16 +51,16 @@ def test_what_a_killed_process_left_is_used_again(tmp_path: Path) -> None:
     left = tmp_path / ".data.partial"
     (left / "sub").mkdir(parents=True)
     (left / "old").write_text("half")
-    with new_folder(tmp_path / "data") as place:
+    with create_folder_atomically(tmp_path / "data") as place:
         assert list(place.iterdir()) == []
         (place / "new").write_text("whole")
     assert [str(item.relative_to(tmp_path)) for item in tmp_path.rglob("*")] == ["data", "data/new"]
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "data") as place:
+    with create_folder_atomically(tmp_path / "data") as place:
         (place / "x").write_text("1")
-        with pytest.raises(JinguError) as caught, new_folder(tmp_path / "data"):
+        with pytest.raises(JinguError) as caught, create_folder_atomically(tmp_path / "data"):
             pass
         assert str(caught.value) == (
             f"{tmp_path / 'data'}: another process is writing this folder now. Wait for it, or stop it."
@@ -79,13 +79,19 @@ def test_who_is_let_in_when_another_is_done_does_not_take_a_third_one_s_folder(
         (partial / "x").write_text("1")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(JinguError, match="another process is writing this folder now"), new_folder(tmp_path / "data"):
+    with (
+        pytest.raises(JinguError, match="another process is writing this folder now"),
+        create_folder_atomically(tmp_path / "data"),
+    ):
         pass
     assert (partial / "x").read_text() == "1"
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(JinguError, match="something else appeared here"), new_folder(tmp_path / "data") as place:
+    with (
+        pytest.raises(JinguError, match="something else appeared here"),
+        create_folder_atomically(tmp_path / "data") as place,
+    ):
         (place / "x").write_text("new")
         (tmp_path / "data").mkdir()
         (tmp_path / "data" / "x").write_text("theirs")
@@ -95,8 +101,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
-    replace_text(path, "春\n")
-    replace_text(path, "夏\n")
+    write_text_atomically(path, "春\n")
+    write_text_atomically(path, "夏\n")
     assert path.read_bytes() == "夏\n".encode()
 
     def full(handle: int) -> None:
@@ -104,10 +110,10 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        replace_text(path, "秋\n")
+        write_text_atomically(path, "秋\n")
     assert [item.read_bytes() for item in tmp_path.iterdir()] == ["夏\n".encode()]
     with pytest.raises(OSError) as raised:
-        replace_text(tmp_path / "none" / "text", "秋\n")
+        write_text_atomically(tmp_path / "none" / "text", "秋\n")
     assert raised.value.filename == str(tmp_path / "none" / "text")
 
 
@@ -115,9 +121,9 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("words", "told"),
     [
         ("8192 requested and 3072 written", "here: the disk is full. Make room, or choose another path."),
-        ("strange", "here: this cannot be written (strange). Mend its permissions, or choose another path."),
+        ("strange", "here: this cannot be written (strange). Fix its permissions, or choose another path."),
     ],
 )
 def test_what_has_no_number_is_told_in_its_own_words(words: str, told: str) -> None:
     """Numpy gives none where the disk had room for a part."""
-    assert str(cannot_write(OSError(words), Path("here"))) == told
+    assert str(write_error(OSError(words), Path("here"))) == told

@@ -15,16 +15,25 @@ import pytest
 import torch
 
 from jingu.errors import JinguError
-from jingu.runtime.devices import usable_cores
-from jingu.runtime.log import LOGGER, logging_to, one_voice, say
-from jingu.runtime.ranks import TIMEOUT, Ranks, _prepare_nccl, all_agree, choose_device, from_first, joined, until_all
-from jingu.runtime.signals import SharedStop, StopRequest, listening
+from jingu.runtime.gpus import num_usable_cores
+from jingu.runtime.log import LOGGER, log_info, log_to_folder, report_first_failure
+from jingu.runtime.ranks import (
+    COLLECTIVE_TIMEOUT,
+    RankInfo,
+    _prepare_nccl,
+    all_ranks_agree,
+    broadcast_from_first,
+    choose_device,
+    join_process_group,
+    wait_until_all_done,
+)
+from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 
-def me(rank: int, world: int) -> Ranks:
-    return Ranks(rank, world, torch.device("cpu"), "node-7")
+def me(rank: int, world: int) -> RankInfo:
+    return RankInfo(rank, world, torch.device("cpu"), "node-7")
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch):
@@ -33,13 +42,13 @@ def test_one_process_is_a_group_of_its_own(monkeypatch):
     threads = torch.get_num_threads()
     try:
         for _ in range(2):  # one after another in one process
-            with joined("auto", 1) as ranks:
+            with join_process_group("auto", 1) as ranks:
                 assert (ranks.rank, ranks.world, ranks.is_first) == (0, 1, True)
                 assert torch.get_num_threads() == 1
-                assert all_agree(True) and not all_agree(False)
-                assert from_first(7) == 7
-        with joined("cpu", None):
-            assert torch.get_num_threads() == usable_cores()
+                assert all_ranks_agree(True) and not all_ranks_agree(False)
+                assert broadcast_from_first(7) == 7
+        with join_process_group("cpu", None):
+            assert torch.get_num_threads() == num_usable_cores()
     finally:
         torch.set_num_threads(threads)
 
@@ -52,7 +61,7 @@ def wait_for_the_first(rank: int, world: int) -> list[float]:
         given.append(seconds)
         return rank != 0 or len(given) == 5
 
-    until_all(done)
+    wait_until_all_done(done)
     return given
 
 
@@ -60,7 +69,7 @@ def test_who_is_done_waits_in_small_pieces_for_who_is_not(ranks):
     """A single collective would give up after a while."""
     first, second = ranks.run(wait_for_the_first, 2)
     assert first == second and len(first) == 5
-    assert max(first) < TIMEOUT.total_seconds() / 10
+    assert max(first) < COLLECTIVE_TIMEOUT.total_seconds() / 10
 
 
 def test_threads_of_groups_end_before_the_interpreter() -> None:
@@ -88,9 +97,9 @@ def test_threads_of_groups_end_before_the_interpreter() -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from jingu.runtime.ranks import joined
+        from jingu.runtime.ranks import join_process_group
 
-        with joined("cpu", 1):
+        with join_process_group("cpu", 1):
             model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
             model(torch.ones(2, 4)).sum().backward()
             torch.optim.AdamW(model.parameters(), fused=True).step()
@@ -104,7 +113,7 @@ def test_threads_of_groups_end_before_the_interpreter() -> None:
 
 def test_an_environment_that_makes_no_sense(monkeypatch):
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(JinguError) as raised, joined("cpu", 1):
+    with pytest.raises(JinguError) as raised, join_process_group("cpu", 1):
         pass
     assert str(raised.value) == (
         "the environment variable RANK is 'first', which is not a whole number. It is set by torchrun; start the run "
@@ -117,12 +126,14 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", 1) == torch.device("cuda", 1)
     assert choose_device("cpu", 1) == torch.device("cpu")
-    with pytest.raises(JinguError, match="local rank 2 needs a CUDA card of its own, and this machine has 2"):
+    with pytest.raises(JinguError, match="local rank 2 needs a GPU of its own, and this machine has 2"):
         choose_device("auto", 2)
 
 
 def agreeing(rank: int, world: int) -> tuple[list[bool], int]:
-    return [all_agree(True), all_agree(rank != 1), all_agree(rank == 1)], from_first(rank + 40)
+    return [all_ranks_agree(True), all_ranks_agree(rank != 1), all_ranks_agree(rank == 1)], broadcast_from_first(
+        rank + 40
+    )
 
 
 def test_agreement(ranks):
@@ -135,7 +146,7 @@ def test_agreement(ranks):
 def stopping(rank: int, world: int, asked_at: int, who: int) -> int:
     """The step at which this rank stops, where one rank is asked to at some step."""
     request = StopRequest()
-    stop = SharedStop(request, world)
+    stop = CollectiveStop(request, world)
     for step in range(10):
         if step == asked_at and rank == who:
             request.signal = signal.SIGTERM
@@ -155,8 +166,8 @@ def test_all_ranks_stop_at_the_same_step(ranks):
 
 def asking_alone(rank: int, world: int) -> None:
     """One rank asks, and the other has failed before it."""
-    stop = SharedStop(StopRequest(), world)
-    all_agree(True)
+    stop = CollectiveStop(StopRequest(), world)
+    all_ranks_agree(True)
     if rank == 0:
         stop.ask()
     stop.settle(timedelta(seconds=0.05))
@@ -169,18 +180,18 @@ def test_a_question_that_another_rank_never_asks_is_given_up(ranks):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_a_request_and_a_second_one_acts(kind, capfd):
     before = signal.getsignal(kind)
-    with listening(tell=True) as request:
+    with catch_stop_signals(announce=True) as request:
         assert request.signal is None
         os.kill(os.getpid(), kind)
         assert request.signal == kind
         expected = signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL
         assert signal.getsignal(kind) == expected
     assert signal.getsignal(kind) == before
-    assert capfd.readouterr().err == "\nSaving after this step, then leaving; a second time leaves at once.\n"
+    assert capfd.readouterr().err == "\nStopping after this step, and saving. Repeat to stop at once.\n"
 
 
 def test_only_the_first_rank_tells_that_the_signal_came(capfd):
-    with listening() as request:
+    with catch_stop_signals() as request:
         os.kill(os.getpid(), signal.SIGINT)
     assert request.signal == signal.SIGINT
     assert capfd.readouterr().err == ""
@@ -191,11 +202,11 @@ def test_only_the_first_rank_tells_that_the_signal_came(capfd):
 
 def test_words_go_to_the_terminal_and_to_a_file_a_rank(tmp_path, capsys):
     before = list(LOGGER.handlers)
-    with logging_to(tmp_path, ALONE):
-        say("Growing.")
-    with logging_to(tmp_path, me(1, 2)):
-        say("Growing elsewhere.")
-    say("Heard by no one.")
+    with log_to_folder(tmp_path, ALONE):
+        log_info("Growing.")
+    with log_to_folder(tmp_path, me(1, 2)):
+        log_info("Growing elsewhere.")
+    log_info("Heard by no one.")
     assert capsys.readouterr().err == "Growing.\n"
     assert (tmp_path / "rank-00000.log").read_text().endswith(" INFO Growing.\n")
     assert (tmp_path / "rank-00001.log").read_text().endswith(" INFO Growing elsewhere.\n")
@@ -203,9 +214,9 @@ def test_words_go_to_the_terminal_and_to_a_file_a_rank(tmp_path, capsys):
 
 
 def test_how_a_rank_ended_is_in_its_log_only(tmp_path, capsys):
-    with pytest.raises(JinguError), logging_to(tmp_path, ALONE):
+    with pytest.raises(JinguError), log_to_folder(tmp_path, ALONE):
         raise JinguError("a mistake.", where="somewhere")
-    with pytest.raises(ZeroDivisionError), logging_to(tmp_path, ALONE):
+    with pytest.raises(ZeroDivisionError), log_to_folder(tmp_path, ALONE):
         raise ZeroDivisionError
     log = (tmp_path / "rank-00000.log").read_text()
     assert " ERROR somewhere: a mistake.\n" in log and "Traceback" in log and "ZeroDivisionError" in log
@@ -216,9 +227,9 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys, monkeypatch)
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with logging_to(tmp_path, ALONE):
+    with log_to_folder(tmp_path, ALONE):
         monkeypatch.setattr(logging.FileHandler, "flush", full)
-        say("Growing.")
+        log_info("Growing.")
         monkeypatch.undo()
     assert capsys.readouterr().err == "Growing.\n"
 
@@ -226,8 +237,8 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys, monkeypatch)
 def failing(rank: int, world: int, kinds: list[str]) -> str:
     """How each rank's failure looks from outside."""
     try:
-        with one_voice(me(rank, world)):
-            all_agree(True)
+        with report_first_failure(me(rank, world)):
+            all_ranks_agree(True)
             if kinds[rank] == "mistake":
                 raise JinguError(f"of rank {rank}.")
             if kinds[rank] == "bug":
@@ -252,7 +263,7 @@ def test_one_rank_tells(ranks):
 
 
 def test_one_process_speaks_for_itself():
-    with pytest.raises(JinguError) as raised, one_voice(ALONE):
+    with pytest.raises(JinguError) as raised, report_first_failure(ALONE):
         raise JinguError("a mistake.")
     assert not hasattr(raised.value, "__notes__")
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the DevTools protocol on two pipes: no driver and no library."""
+"""A headless Chromium, controlled through the DevTools protocol on two pipes, without driver or library."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MODIFIERS = {"Alt": 1, "Control": 2, "Shift": 8}
 
 
 def find_browser() -> str | None:
-    """The program, where one is installed."""
-    return next((found for name in CANDIDATES if (found := shutil.which(name))), None)
+    """Return the path of an installed Chromium."""
+    return next((result for name in CANDIDATES if (result := shutil.which(name))), None)
 
 
 class Browser:
@@ -45,7 +45,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
         self.dialogs: list[str | None] = []
         """Answers to the next questions of the page (`confirm`, `prompt`); None cancels."""
-        (page,) = [each for each in self.send("Target.getTargets")["targetInfos"] if each["type"] == "page"]
+        (page,) = [item for item in self.send("Target.getTargets")["targetInfos"] if item["type"] == "page"]
         attached = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -62,7 +62,7 @@ class Browser:
         os.close(self._read)
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its result."""
+        """Send a command, and return its result."""
         number = self._post(method, parameters)
         while True:
             message = self._next()
@@ -98,22 +98,22 @@ class Browser:
         return message
 
     def open(self, url: str) -> None:
-        """Go there, and wait until it is loaded."""
+        """Open a URL, and wait until it is loaded."""
         self.events.clear()
         self.send("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._next()
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; promises are waited for."""
-        told = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in told:
-            raise RuntimeError(told["exceptionDetails"].get("exception", {}).get("description", str(told)))
-        return told["result"].get("value")
+        """Return the value of an expression in the page, awaiting promises."""
+        output = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in output:
+            raise RuntimeError(output["exceptionDetails"].get("exception", {}).get("description", str(output)))
+        return output["result"].get("value")
 
     def until(self, script: str, seconds: float = 60) -> None:
-        """Wait, in the page, until an expression is true."""
-        found = self.run(
+        """Wait until an expression in the page is true."""
+        result = self.run(
             f"""new Promise((done) => {{
               const end = performance.now() + {seconds * 1000};
               const look = () => {{
@@ -125,26 +125,26 @@ class Browser:
               look();
             }})"""
         )
-        assert found, f"never true: {script}\n{self.run('document.body.innerText')}"
+        assert result, f"never true: {script}\n{self.run('document.body.innerText')}"
 
     def wait(self, event: str, which: Callable[[dict[str, Any]], bool]) -> None:
-        """Until an event comes whose parameters are such; it is then forgotten."""
-        while not (found := [each for each in self.events if each["method"] == event and which(each["params"])]):
+        """Wait for an event with matching parameters, and consume it."""
+        while not (result := [item for item in self.events if item["method"] == event and which(item["params"])]):
             self._next()
-        self.events.remove(found[0])
+        self.events.remove(result[0])
 
     def type(self, text: str) -> None:
-        """Text into what has the focus."""
+        """Type text into the focused element."""
         self.send("Input.insertText", text=text)
 
-    def press(self, key: str, *held: str) -> None:
-        """A key, by its name or the code of a letter's (KeyN), with keys held."""
+    def press(self, key: str, *servers: str) -> None:
+        """Press a key, by name or code (KeyN), with modifiers."""
         text, number = KEYS.get(key, ("", ord(key[-1])))
         name = key if key in KEYS else key[-1].lower()
-        modifiers = sum(MODIFIERS[each] for each in held)
-        told = {"key": name, "code": key, "windowsVirtualKeyCode": number, "modifiers": modifiers}
-        self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **told)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **told)
+        modifiers = sum(MODIFIERS[item] for item in servers)
+        output = {"key": name, "code": key, "windowsVirtualKeyCode": number, "modifiers": modifiers}
+        self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **output)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **output)
 
     def look(self, place: Path, *, width: int = 1100, height: int = 760, dark: bool = False) -> None:
         """Write a picture of the page as PNG."""
@@ -155,17 +155,17 @@ class Browser:
         place.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 
     def asked(self) -> list[str]:
-        """Addresses that were asked for since the page was opened."""
+        """Return the URLs requested since the page was opened."""
         return [
-            each["params"]["request"]["url"] for each in self.events if each["method"] == "Network.requestWillBeSent"
+            item["params"]["request"]["url"] for item in self.events if item["method"] == "Network.requestWillBeSent"
         ]
 
     def complaints(self) -> list[str]:
-        """What the page's console has of errors."""
-        found = [
-            each["params"]["exceptionDetails"]["text"]
-            for each in self.events
-            if each["method"] == "Runtime.exceptionThrown"
+        """Return the errors in the page's console."""
+        result = [
+            item["params"]["exceptionDetails"]["text"]
+            for item in self.events
+            if item["method"] == "Runtime.exceptionThrown"
         ]
-        logged = [each["params"]["entry"] for each in self.events if each["method"] == "Log.entryAdded"]
-        return found + [each["text"] for each in logged if each["level"] == "error"]
+        logged = [item["params"]["entry"] for item in self.events if item["method"] == "Log.entryAdded"]
+        return result + [item["text"] for item in logged if item["level"] == "error"]

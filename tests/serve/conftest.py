@@ -1,4 +1,4 @@
-"""A tiny model behind a real server; and an engine that says what it is told to, or fails."""
+"""A tiny model behind a real server, and an engine with scripted answers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from typing import Any
 
 import pytest
 
+from jingu.chat.chat_format import find_chat_format
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.infer.detokenizer import IncrementalDetokenizer
 from jingu.infer.engine import Engine, EngineSettings, EngineStats
-from jingu.infer.load import Loaded
-from jingu.infer.load import loaded as in_memory
+from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Event, Request, Token
-from jingu.infer.text import TextStream
-from jingu.model.build import spec_from_settings
 from jingu.model.decoder import Decoder
-from jingu.model.initialise import initialise
-from jingu.serve.server import Server, make
+from jingu.model.resolve import spec_from_settings
+from jingu.model.weight_init import init_weights
+from jingu.serve.server import Server, build_server
 from jingu.serve.service import ServeSettings
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
-from jingu.tune.speak import find_speech
+from jingu.text.tokenizer_training import train_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CONTEXT = 2048
@@ -43,23 +42,23 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def loaded(tokenizer: Tokenizer) -> Loaded:
-    settings = ModelSettings(width=24, heads=3, layers=2, initial_std=0.4)
-    spec = spec_from_settings(settings, tokenizer.vocabulary, CONTEXT)
+def tiny_model(tokenizer: Tokenizer) -> InferenceModel:
+    settings = ModelSettings(hidden_size=24, num_heads=3, num_layers=2, initializer_range=0.4)
+    spec = spec_from_settings(settings, tokenizer.vocab_size, CONTEXT)
     decoder = Decoder(spec)
-    initialise(decoder, spec, 1)
-    return replace(in_memory(decoder, spec, tokenizer, name="tiny"), end_ids=(0,))
+    init_weights(decoder, spec, 1)
+    return replace(InferenceModel(decoder, spec, tokenizer, name="tiny"), eos_token_ids=(0,))
 
 
 @dataclass
-class Spoken:
-    """An engine without a model: it says what `says` makes of a prompt, a token a step.
+class ScriptedEngine:
+    """An engine without a model. It answers a prompt with `says(prompt)`, one token per step.
 
     Attributes:
         before: called before each step; it may wait, or raise.
     """
 
-    loaded: Loaded
+    model: InferenceModel
     says: Callable[[str], str] = lambda prompt: prompt
     before: Callable[[], None] = lambda: None
     live: dict[int, list[Any]] = field(default_factory=dict)
@@ -70,10 +69,15 @@ class Spoken:
         if len(request.prompt) + request.max_tokens > CONTEXT:
             raise JinguError(f"the prompt has {len(request.prompt)} tokens, which is too long.", where="prompt")
         self.number += 1
-        text = self.says(self.loaded.tokenizer.decode(list(request.prompt), special=True))
-        ids = [*self.loaded.tokenizer.encode(text), 0]
-        decode = partial(self.loaded.tokenizer.decode, special=False)
-        self.live[self.number] = [request, ids, [TextStream(decode, request.stop) for _ in range(request.n)], 0]
+        text = self.says(self.model.tokenizer.decode(list(request.prompt), keep_special_tokens=True))
+        ids = [*self.model.tokenizer.encode(text), 0]
+        decode = partial(self.model.tokenizer.decode, keep_special_tokens=False)
+        self.live[self.number] = [
+            request,
+            ids,
+            [IncrementalDetokenizer(decode, request.stop) for _ in range(request.n)],
+            0,
+        ]
         return self.number
 
     def cancel(self, number: int) -> None:
@@ -101,12 +105,12 @@ class Spoken:
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.live), pages_used=len(self.live), pages_total=64)
+        return EngineStats(running=len(self.live), used_blocks=len(self.live), total_blocks=64)
 
 
 @dataclass
 class Running:
-    """A server that answers."""
+    """A running server."""
 
     server: Server
     engine: Any
@@ -121,24 +125,24 @@ class Running:
     def call(
         self, path: str, body: object = None, method: str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON (or text) and headers of an answer."""
+        """Return status, JSON (or text) and headers of a response."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
-        sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
-        connection.request(method or ("GET" if body is None else "POST"), path, sent, {**kind, **(headers or {})})
+        connection.request(method or ("GET" if body is None else "POST"), path, data, {**kind, **(headers or {})})
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
-        found = {key.lower(): value for key, value in answer.getheaders()}
-        is_json = found.get("content-type", "").startswith("application/json")
-        return answer.status, json.loads(text) if is_json else text, found
+        result = {key.lower(): value for key, value in answer.getheaders()}
+        is_json = result.get("content-type", "").startswith("application/json")
+        return answer.status, json.loads(text) if is_json else text, result
 
     def events(self, path: str, body: object) -> list[Any]:
-        """The events of a stream; the one that says [DONE] as text."""
+        """Return the events of a stream; the last one is the text [DONE]."""
         status, text, headers = self.call(path, body)
         assert status == 200 and headers["content-type"].startswith("text/event-stream"), text
-        shown = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-        return [each if each == "[DONE]" else json.loads(each) for each in shown]
+        rendered = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        return [item if item == "[DONE]" else json.loads(item) for item in rendered]
 
 
 class _Lines(logging.Handler):
@@ -147,15 +151,15 @@ class _Lines(logging.Handler):
         self.lines: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append({"event": record.getMessage(), "level": record.levelname, **getattr(record, "told", {})})
+        self.lines.append({"event": record.getMessage(), "level": record.levelname, **getattr(record, "fields", {})})
 
 
 Serve = Callable[..., Running]
 
 
 @pytest.fixture(scope="module")
-def serve(loaded: Loaded) -> Iterator[Serve]:
-    """Starts servers, on an engine of its own or one that is given; all end with the module."""
+def serve(tiny_model: InferenceModel) -> Iterator[Serve]:
+    """Start servers with an engine of their own or a given one; stop them at the end of the module."""
     stop: list[Callable[[], None]] = []
     logger = logging.getLogger("jingu.serve")
     handler = _Lines()
@@ -163,16 +167,16 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
     before, logger.level = logger.level, logging.INFO
 
     def start(engine: Any = None, template: str | None = "qwen", **settings: Any) -> Running:
-        chosen = ServeSettings(**{"port": 0, "grace": 5.0, **settings})
-        driven = engine or Engine(loaded, EngineSettings(max_batch=16))
-        speech = None if template is None else find_speech(Path("nowhere"), loaded.tokenizer, template)
+        serve_settings = ServeSettings(**{"port": 0, "grace": 5.0, **settings})
+        driven = engine or Engine(tiny_model, EngineSettings(max_num_seqs=16))
+        speech = None if template is None else find_chat_format(Path("nowhere"), tiny_model.tokenizer, template)
         ready, address = threading.Event(), []
 
         def tell(where: str) -> None:
             address.append(where)
             ready.set()
 
-        server = make(driven, chosen, "tiny", speech, tell)
+        server = build_server(driven, serve_settings, "tiny", speech, tell)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         assert ready.wait(120)
@@ -194,7 +198,7 @@ def serve(loaded: Loaded) -> Iterator[Serve]:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait until what another thread will do is done."""
+    """Wait until a condition that another thread will fulfil holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -1,4 +1,4 @@
-"""A server that answers as a test tells it, in OpenAI's protocol, beside the page's files."""
+"""A server with scripted answers in OpenAI's protocol, which also serves the page's files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from jingu.serve.pages import HEADERS, pages
+from jingu.serve.static_files import SECURITY_HEADERS, load_static_files
 
 Answer = Callable[[dict[str, Any]], Iterator[str | dict[str, Any]]]
 
@@ -37,9 +37,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        found = pages().get(self.path)
-        if found:
-            self._reply(200, found.content, found.media_type, HEADERS)
+        result = load_static_files().get(self.path)
+        if result:
+            self._reply(200, result.content, result.media_type, SECURITY_HEADERS)
         elif self.path == "/v1/models":
             names = [{"id": name, "object": "model"} for name in ("small", "large")]
             self._reply(200, json.dumps({"object": "list", "data": names}).encode(), "application/json", {})
@@ -47,10 +47,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, b"", "text/plain", {})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(asked)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
         self.server.keys.append(self.headers.get("Authorization"))
-        pieces = self.server.answer(asked)
+        pieces = self.server.answer(body)
         first = next(pieces)
         if isinstance(first, dict) and "status" in first:
             self._reply(first["status"], json.dumps(first["body"]).encode(), "application/json", {})

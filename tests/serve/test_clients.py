@@ -1,4 +1,4 @@
-"""Clients that people have, unmodified: huggingface_hub, openai, curl."""
+"""Unmodified clients: huggingface_hub, openai, curl."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 
-from jingu.infer.load import Loaded
+from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint
-from tests.serve.conftest import Running, Serve, Spoken
+from tests.serve.conftest import Running, ScriptedEngine, Serve
 
 CHINESE = "你好，世界！🙂👩‍👩‍👧 naïve café 的数据"
 TOOLS: list[Any] = [
@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
 
 
 def says(prompt: str) -> str:
-    """An answer to what was asked last."""
+    """Answer the last message."""
     if "<tool_response>" in prompt:
         return "It is 21 °C. 晴"
     if "<tools>" in prompt and "weather of" in prompt.rsplit("user\n", 1)[1]:
@@ -42,8 +42,8 @@ def says(prompt: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Serve, loaded: Loaded) -> Running:
-    return serve(Spoken(loaded, says), keys=("a-key", "another"))
+def server(serve: Serve, tiny_model: InferenceModel) -> Running:
+    return serve(ScriptedEngine(tiny_model, says), keys=("a-key", "another"))
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +80,19 @@ def test_hub_streams_whole_characters(hub: InferenceClient) -> None:
     assert last.generated_text == CHINESE and last.details is not None and last.details.finish_reason == "eos_token"
 
 
-def test_hub_is_told_what_is_wrong(serve: Serve, loaded: Loaded, hub: InferenceClient) -> None:
+def test_hub_reports_errors(serve: Serve, tiny_model: InferenceModel, hub: InferenceClient) -> None:
     with pytest.raises(ValidationError, match="too long"):
         hub.text_generation("a" * 9000)
     with pytest.raises(ValidationError, match="watermark"):
         list(hub.text_generation("a", watermark=True, stream=True))
-    busy = serve(Spoken(loaded), queue=1)
-    busy.server.driver.open = 1
+    busy = serve(ScriptedEngine(tiny_model), queue=1)
+    busy.server.engine.num_requests = 1
     with pytest.raises(OverloadedError, match="busy"):
         InferenceClient(model=busy.url).text_generation("a")
-    busy.server.driver.open = 0
+    busy.server.engine.num_requests = 0
 
 
-def test_hub_asks_of_the_endpoint(server: Running) -> None:
+def test_hub_queries_the_endpoint(server: Running) -> None:
     hub = InferenceClient(model=server.url, token="a-key", provider="hf-inference")
     assert hub.health_check()
     assert hub.get_endpoint_info()["model_id"] == "tiny"
@@ -135,7 +135,7 @@ def test_openai_chats(client: openai.OpenAI) -> None:
     assert last.usage.prompt_tokens == answer.usage.prompt_tokens
 
 
-def test_openai_calls_a_tool_and_hears_the_answer(client: openai.OpenAI) -> None:
+def test_openai_calls_a_tool_and_returns_its_result(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "The weather of 北京?"}]
     first = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
     choice = first.choices[0]
@@ -161,28 +161,28 @@ def test_openai_streams_a_tool_call(client: openai.OpenAI) -> None:
     assert json.loads(calls[0].function.arguments) == {"place": "北京"}
 
 
-class Place(pydantic.BaseModel):
+class Location(pydantic.BaseModel):
     place: str
     degrees: int
 
 
-def test_openai_asks_for_json(serve: Serve, loaded: Loaded) -> None:
-    engine = Spoken(loaded, lambda _: '{"place": "北京", "degrees": 21}')
-    server, seen, submit = serve(engine), list[Constraint | None](), engine.submit
-    engine.submit = lambda request: seen.append(request.constraint) or submit(request)  # type: ignore[func-returns-value]
+def test_openai_requests_json(serve: Serve, tiny_model: InferenceModel) -> None:
+    engine = ScriptedEngine(tiny_model, lambda _: '{"place": "北京", "degrees": 21}')
+    server, observed, submit = serve(engine), list[Constraint | None](), engine.submit
+    engine.submit = lambda request: observed.append(request.constraint) or submit(request)  # type: ignore[func-returns-value]
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "The weather?"}]}
-    answer = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "The weather?"}]}
+    answer = client.chat.completions.create(**body, response_format={"type": "json_object"})
     assert json.loads(answer.choices[0].message.content) == {"place": "北京", "degrees": 21}
-    parsed = client.chat.completions.parse(**asked, response_format=Place)
-    assert parsed.choices[0].message.parsed == Place(place="北京", degrees=21)
-    named = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="required")
+    parsed = client.chat.completions.parse(**body, response_format=Location)
+    assert parsed.choices[0].message.parsed == Location(place="北京", degrees=21)
+    named = client.chat.completions.create(**body, tools=TOOLS, tool_choice="required")
     (call,) = named.choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)["place"]) == ("weather", "北京")
     assert named.choices[0].message.content is None and named.choices[0].finish_reason == "tool_calls"
     InferenceClient(model=server.url).text_generation("a", grammar={"type": "regex", "value": "[0-9]+"})
     kinds = [
-        each and (each.kind, json.loads(each.value) if each.kind == "json_schema" else each.value) for each in seen
+        item and (item.kind, json.loads(item.value) if item.kind == "json_schema" else item.value) for item in observed
     ]
     assert kinds[0] == ("json", "") and kinds[3] == ("regex", "[0-9]+")
     assert kinds[1] is not None and kinds[1][1]["required"] == ["place", "degrees"]
@@ -192,16 +192,16 @@ def test_openai_asks_for_json(serve: Serve, loaded: Loaded) -> None:
 def test_openai_embeds(serve: Serve) -> None:
     server = serve()
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none is asked for")
-    found = client.embeddings.create(model="tiny", input=["the weather", "far"])  # asks for base64
+    result = client.embeddings.create(model="tiny", input=["the weather", "far"])  # asks for base64
     plain = server.call("/v1/embeddings", {"model": "tiny", "input": "far"})[1]
-    assert found.data[1].embedding == pytest.approx(plain["data"][0]["embedding"], abs=1e-6)
+    assert result.data[1].embedding == pytest.approx(plain["data"][0]["embedding"], abs=1e-6)
     packed = client.embeddings.create(model="tiny", input="far", encoding_format="base64").data[0].embedding
     raw = base64.b64decode(str(packed))
-    assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(found.data[1].embedding, abs=1e-6)
+    assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(result.data[1].embedding, abs=1e-6)
 
 
-def test_openai_is_told_what_is_wrong(server: Running, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+def test_openai_reports_errors(server: Running, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="model 'gpt' does not exist"):
         client.completions.create(model="gpt", prompt="Hi")
     with pytest.raises(openai.BadRequestError, match="too long"):
         client.completions.create(model="tiny", prompt="a" * 9000)
@@ -215,8 +215,8 @@ def test_openai_is_told_what_is_wrong(server: Running, client: openai.OpenAI) ->
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_streams(server: Running) -> None:
     body = json.dumps({"inputs": "Hi", "parameters": {"max_new_tokens": 200}}, ensure_ascii=False)
-    words = ["curl", "-sN", f"{server.url}/generate_stream", "-H", "Content-Type: application/json"]
-    out = subprocess.run([*words, "-H", "Authorization: Bearer a-key", "-d", body], capture_output=True, check=True)
+    message = ["curl", "-sN", f"{server.url}/generate_stream", "-H", "Content-Type: application/json"]
+    out = subprocess.run([*message, "-H", "Authorization: Bearer a-key", "-d", body], capture_output=True, check=True)
     events = [json.loads(line[5:]) for line in out.stdout.decode().splitlines() if line]
     assert events[-1]["generated_text"] == CHINESE
     plain = subprocess.run(["curl", "-s", server.url + "/generate", "-d", body], capture_output=True, check=True)

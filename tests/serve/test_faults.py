@@ -1,4 +1,4 @@
-"""What goes wrong: clients that leave, wait, or send nonsense; an engine that fails; a server that is full or stops."""
+"""Faults: clients that disconnect, stall or send garbage, an engine that fails, a server that is full or shuts down."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from jingu.infer import engine as engine_module
-from jingu.infer import lockstep
+from jingu.infer import distributed
 from jingu.infer.engine import Engine
-from jingu.infer.load import Loaded
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.model_runner import ModelRunner
 from jingu.serve import openai
-from tests.serve.conftest import Running, Serve, Spoken, eventually
+from tests.serve.conftest import Running, ScriptedEngine, Serve, eventually
 
 LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens": 500}}
 
@@ -27,8 +27,8 @@ LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens":
 SHORT = {"inputs": "the weather", "parameters": {"max_new_tokens": 3}}
 
 
-class Gated:
-    """Lets an engine go on as many steps as it is told."""
+class StepGate:
+    """Lets an engine run a limited number of steps."""
 
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
@@ -49,91 +49,96 @@ class Gated:
 
 
 @pytest.fixture
-def gate() -> Gated:
-    return Gated()
+def gate() -> StepGate:
+    return StepGate()
 
 
 @pytest.fixture
-def gated(serve: Serve, loaded: Loaded, gate: Gated) -> Any:
-    """A server whose engine stands still until it is let go on; it is when the test ends."""
+def gated(serve: Serve, tiny_model: InferenceModel, gate: StepGate) -> Any:
+    """Start servers whose engine is paused until the gate lets it run, at the latest when the test ends."""
 
     def start(**settings: Any) -> Running:
-        return serve(Spoken(loaded, before=gate), **settings)
+        return serve(ScriptedEngine(tiny_model, before=gate), **settings)
 
     yield start
     gate.open()
 
 
 def send(server: Running, path: str, body: object) -> http.client.HTTPConnection:
-    """Ask, and do not wait for the answer."""
+    """Send a request without waiting for the response."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=120)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return connection
 
 
-def raw(server: Running, sent: bytes) -> tuple[int, dict[str, str], Any]:
-    """What the server answers to bytes."""
+def raw(server: Running, data: bytes) -> tuple[int, dict[str, str], Any]:
+    """Return status, headers and JSON of the response to raw bytes."""
     with socket.create_connection((server.host, server.port), timeout=120) as connection:
-        connection.sendall(sent)
+        connection.sendall(data)
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         return answer.status, dict(answer.getheaders()), json.loads(answer.read())
 
 
 def logged(server: Running, number: str) -> dict[str, Any]:
-    """The line of the log about a request."""
+    """Return the log line of a request."""
     eventually(lambda: any(line.get("id") == number for line in server.lines))
     return next(line for line in server.lines if line.get("id") == number)
 
 
 def protocol(server: Running) -> Any:
-    """What connections are made of: those to come have its `patience`, and those there are, from their next wait on."""
+    """Return the connection class. Setting its `patience` affects all connections from their next wait on."""
     return server.server.config.http_protocol_class
 
 
 def free(server: Running) -> bool:
-    """Whether nothing is under way any more."""
-    driver = server.server.driver
-    return driver.open == 0 and not driver._tickets and not driver._known and not server.engine.busy
+    """Return whether no request is in progress."""
+    async_engine = server.server.engine
+    return (
+        async_engine.num_requests == 0
+        and not async_engine._handles
+        and not async_engine._owners
+        and not server.engine.busy
+    )
 
 
 # Clients
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_who_leaves_cancels(gated: Callable[..., Running], gate: Gated, path: str) -> None:
+def test_disconnecting_cancels_the_request(gated: Callable[..., Running], gate: StepGate, path: str) -> None:
     server = gated()
     before = len(server.lines)
     connection = send(server, path, LONG)
     gate.let(3)
     eventually(lambda: server.engine.live and server.engine.live[1][3] == 3)
     connection.close()
-    eventually(lambda: server.server.driver.open == 0)
+    eventually(lambda: server.server.engine.num_requests == 0)
     gate.let(1)
     eventually(lambda: server.engine.cancelled == [1])
     eventually(lambda: free(server))
-    told = {(499, "cancelled"), (200, "cancelled")}
-    eventually(lambda: any((line.get("status"), line.get("finish")) in told for line in server.lines[before:]))
+    output = {(499, "cancelled"), (200, "cancelled")}
+    eventually(lambda: any((line.get("status"), line.get("finish")) in output for line in server.lines[before:]))
 
 
-def test_who_leaves_before_the_engine_has_the_request_costs_nothing(gated: Callable[..., Running], gate: Gated) -> None:
+def test_disconnecting_before_submission_costs_nothing(gated: Callable[..., Running], gate: StepGate) -> None:
     server = gated()
     first = send(server, "/generate", LONG)
     assert gate.waiting.wait(120)
     second = send(server, "/generate", LONG)
-    eventually(lambda: server.server.driver.open == 2)
+    eventually(lambda: server.server.engine.num_requests == 2)
     second.close()
-    eventually(lambda: server.server.driver.open == 1)
+    eventually(lambda: server.server.engine.num_requests == 1)
     gate.open()
     assert first.getresponse().status == 200
     eventually(lambda: free(server))
     assert server.engine.number == 1  # the engine never saw the other
 
 
-def test_a_full_server_says_when_to_come_again(gated: Callable[..., Running], gate: Gated) -> None:
+def test_a_full_server_returns_retry_after(gated: Callable[..., Running], gate: StepGate) -> None:
     server = gated(queue=2)
-    taken = [send(server, "/generate", LONG) for _ in range(2)]
-    eventually(lambda: server.server.driver.open == 2)
+    listener = [send(server, "/generate", LONG) for _ in range(2)]
+    eventually(lambda: server.server.engine.num_requests == 2)
     status, answer, headers = server.call("/generate", LONG)
     assert (status, answer["error_type"], headers["retry-after"]) == (429, "overloaded", "1")
     status, answer, headers = server.call("/v1/completions", {"model": "tiny", "prompt": "a"})
@@ -141,11 +146,11 @@ def test_a_full_server_says_when_to_come_again(gated: Callable[..., Running], ga
     status, answer, _ = server.call("/v1/completions", {"model": "tiny", "prompt": ["a"] * 3})
     assert status == 400 and "several calls" in answer["error"]["message"]
     gate.open()
-    assert [each.getresponse().status for each in taken] == [200, 200]
+    assert [item.getresponse().status for item in listener] == [200, 200]
     assert server.call("/generate", LONG)[0] == 200
 
 
-def test_a_request_that_takes_too_long_is_ended(gated: Callable[..., Running], gate: Gated) -> None:
+def test_a_request_times_out(gated: Callable[..., Running], gate: StepGate) -> None:
     server = gated(timeout=0.05)
     status, answer, _ = server.call("/generate", LONG)
     assert (status, answer["error_type"]) == (504, "incomplete_generation")
@@ -157,14 +162,14 @@ def test_a_request_that_takes_too_long_is_ended(gated: Callable[..., Running], g
     eventually(lambda: free(server))
 
 
-def test_who_does_not_read_is_left(gated: Callable[..., Running], gate: Gated) -> None:
+def test_a_client_that_does_not_read_is_disconnected(gated: Callable[..., Running], gate: StepGate) -> None:
     server = gated()
     before = len(server.lines)  # which the module's servers share
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((server.host, server.port))
-        words = {"model": "tiny", "prompt": "the weather " * 250, "max_tokens": 1000, "stream": True, "logprobs": 20}
-        body = json.dumps(words).encode()
+        message = {"model": "tiny", "prompt": "the weather " * 250, "max_tokens": 1000, "stream": True, "logprobs": 20}
+        body = json.dumps(message).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
@@ -178,14 +183,14 @@ def test_who_does_not_read_is_left(gated: Callable[..., Running], gate: Gated) -
     eventually(lambda: free(server) and not server.server.server_state.connections)
 
 
-def test_who_does_not_send_is_left(serve: Serve, loaded: Loaded) -> None:
-    server = serve(Spoken(loaded), patience=0.2)
-    for sent in (b"", b"POST /generate HTTP/1.1\r\nHost:"):
+def test_a_client_that_does_not_send_is_disconnected(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(ScriptedEngine(tiny_model), patience=0.2)
+    for data in (b"", b"POST /generate HTTP/1.1\r\nHost:"):
         with (
             socket.create_connection((server.host, server.port), timeout=120) as connection,
             contextlib.suppress(ConnectionError),  # where it was left before it had sent that
         ):
-            connection.sendall(sent)
+            connection.sendall(data)
             assert connection.recv(100) == b""
     protocol(server).patience = 120.0  # for the head; the body has the time that the server was made with
     head = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
@@ -194,46 +199,46 @@ def test_who_does_not_send_is_left(serve: Serve, loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "words"),
+    ("data", "status", "message"),
     [
         (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", 431, "headers are too large"),
-        (b"nonsense\r\n\r\n", 400, "not a request of HTTP/1.1"),
-        (b"GET / HTTP/1.1\r\nContent-Length: x\r\nHost: a\r\n\r\n", 400, "not a request of HTTP/1.1"),
+        (b"nonsense\r\n\r\n", 400, "not a valid HTTP/1.1 request"),
+        (b"GET / HTTP/1.1\r\nContent-Length: x\r\nHost: a\r\n\r\n", 400, "not a valid HTTP/1.1 request"),
         (b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 3000000\r\n\r\n" + b"a" * 3_000_000, 413, "2,000,000"),
     ],
 )
-def test_what_is_no_request(serve: Serve, sent: bytes, status: int, words: str) -> None:
-    found, headers, answer = raw(_shared(serve), sent)
-    assert found == status and words in answer["error"]
+def test_invalid_http_is_refused(serve: Serve, data: bytes, status: int, message: str) -> None:
+    result, headers, answer = raw(_shared(serve), data)
+    assert result == status and message in answer["error"]
     assert headers["content-type"] == "application/json"
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (b"", "the body"),
-        (b"{", "not JSON"),
+        (b"{", "not valid JSON"),
         (b'{"inputs": ' + b"[" * 1_000, "recursion limit exceeded"),
         (b"\xff\xfe", ""),
         (b'{"inputs": 1e999}', "`inputs`"),
         (b'{"inputs": "\\ud800"}', ""),
-        (b'{"inputs": "a", "parameters": {"temperature": NaN}}', "not JSON"),
+        (b'{"inputs": "a", "parameters": {"temperature": NaN}}', "not valid JSON"),
         (b'{"inputs": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", ""),
         (b'{"inputs": null}', "`inputs`"),
         (b"[]", ""),
         (b'"a"', ""),
     ],
 )
-def test_nonsense_is_refused_as_json(serve: Serve, body: bytes, words: str) -> None:
+def test_malformed_bodies_get_json_errors(serve: Serve, body: bytes, message: str) -> None:
     server = _shared(serve)
     status, answer, _ = server.call("/generate", body)
-    assert status in (400, 422) and answer["error_type"] == "validation" and words in answer["error"], answer
+    assert status in (400, 422) and answer["error_type"] == "validation" and message in answer["error"], answer
     status, answer, _ = server.call("/v1/completions", body)
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("field", "value", "message"),
     [
         ("stop", ["x"] * 17, "`stop`: List should have at most 16 items"),
         ("stop", ["x", ""], "`stop.1`: String should have at least 1 character"),
@@ -242,12 +247,12 @@ def test_nonsense_is_refused_as_json(serve: Serve, body: bytes, words: str) -> N
         ("prompt", None, "`prompt`: Input should be a valid string"),
     ],
 )
-def test_a_field_of_several_types_is_told_what_it_lacks(serve: Serve, field: str, value: object, words: str) -> None:
+def test_errors_of_fields_with_several_types(serve: Serve, field: str, value: object, message: str) -> None:
     status, answer, _ = _shared(serve).call("/v1/completions", {"model": "tiny", "prompt": "a", field: value})
-    assert status == 400 and answer["error"]["message"].startswith(words) and answer["error"]["param"] == field
+    assert status == 400 and answer["error"]["message"].startswith(message) and answer["error"]["param"] == field
 
 
-def test_the_body_must_say_that_it_is_json(serve: Serve) -> None:
+def test_the_content_type_must_be_json(serve: Serve) -> None:
     server = _shared(serve)
     body = b'{"inputs": "a"}'
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
@@ -258,53 +263,53 @@ def test_the_body_must_say_that_it_is_json(serve: Serve) -> None:
 # Who may call
 
 
-def test_keys_are_asked_for(serve: Serve, loaded: Loaded) -> None:
-    server = serve(Spoken(loaded), keys=("one", "钥匙"))
+def test_api_keys_are_required(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(ScriptedEngine(tiny_model), keys=("one", "钥匙"))
     for key in (None, "Bearer two", "one", "Bearer ", "Basic one", "Bearer one two"):
         status, answer, headers = server.call("/v1/models", headers={} if key is None else {"Authorization": key})
         assert (status, headers["www-authenticate"]) == (401, "Bearer") and answer["error"]["code"] == "invalid_api_key"
-        assert ("is needed" in answer["error"]["message"]) is (key in (None, "one", "Bearer "))
+        assert ("is required" in answer["error"]["message"]) is (key in (None, "one", "Bearer "))
     assert server.call("/generate", LONG)[0] == server.call("/metrics")[0] == server.call("/openapi.json")[0] == 401
     for key in ("one", "钥匙".encode().decode("latin-1")):
         assert server.call("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
     assert server.call("/health")[0] == server.call("/chat")[0] == 200
 
 
-def test_other_names_of_the_host_are_refused(serve: Serve, loaded: Loaded) -> None:
-    server = serve(Spoken(loaded), hosts=("localhost", "127.0.0.1", "[::1]"))
+def test_other_host_names_are_refused(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(ScriptedEngine(tiny_model), hosts=("localhost", "127.0.0.1", "[::1]"))
     for host, status in (("localhost:1", 200), ("[::1]:80", 200), ("127.0.0.1", 200), ("evil.example", 403), ("", 403)):
         assert server.call("/v1/models", headers={"Host": host})[0] == status, host
 
 
-def test_pages_of_others_may_not_call(serve: Serve, loaded: Loaded) -> None:
+def test_other_origins_are_refused(serve: Serve, tiny_model: InferenceModel) -> None:
     asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
-    _, _, headers = serve(Spoken(loaded)).call("/generate", method="OPTIONS", headers=asks)
+    _, _, headers = serve(ScriptedEngine(tiny_model)).call("/generate", method="OPTIONS", headers=asks)
     assert "access-control-allow-origin" not in headers
-    opened = serve(Spoken(loaded), origins=("https://page.example",), keys=("one",))
-    status, _, headers = opened.call("/generate", method="OPTIONS", headers=asks)
+    model = serve(ScriptedEngine(tiny_model), origins=("https://page.example",), keys=("one",))
+    status, _, headers = model.call("/generate", method="OPTIONS", headers=asks)
     assert (status, headers["access-control-allow-origin"]) == (200, "https://page.example")
-    other = opened.call("/generate", method="OPTIONS", headers={**asks, "Origin": "https://evil.example"})[2]
+    other = model.call("/generate", method="OPTIONS", headers={**asks, "Origin": "https://evil.example"})[2]
     assert "access-control-allow-origin" not in other
 
 
-def test_the_log_has_no_prompts_unless_it_should(serve: Serve, loaded: Loaded) -> None:
-    asked = {"inputs": "the weather", "parameters": {"max_new_tokens": 3}}
-    for wanted in (False, True):
-        server = serve(Spoken(loaded), log_prompts=wanted)
-        number = server.call("/generate", asked)[2]["x-request-id"]
+def test_prompts_are_logged_only_on_request(serve: Serve, tiny_model: InferenceModel) -> None:
+    body = {"inputs": "the weather", "parameters": {"max_new_tokens": 3}}
+    for expected in (False, True):
+        server = serve(ScriptedEngine(tiny_model), log_prompts=expected)
+        number = server.call("/generate", body)[2]["x-request-id"]
         server.call("/generate", {"inputs": "the weather", "wish": "the weather"})
         server.call("/generate", b'{"inputs": "the weather"')
         line = logged(server, number)
         assert line["prompt_tokens"] == 2 and line["generated_tokens"] == 3 and line["finish"] in ("length", "end")
-        assert line.get("prompts") == (["the weather"] if wanted else None)
-        assert wanted or "weather" not in json.dumps(server.lines)
+        assert line.get("prompts") == (["the weather"] if expected else None)
+        assert expected or "weather" not in json.dumps(server.lines)
 
 
 # The engine
 
 
-class Failing(Spoken):
-    """Fails in the steps that it is told to, and perhaps in forgetting."""
+class Failing(ScriptedEngine):
+    """An engine that fails in given steps, and if `hopeless` also when requests are cancelled."""
 
     fail_at: frozenset[int] = frozenset()
     hopeless = False
@@ -322,8 +327,8 @@ class Failing(Spoken):
         super().cancel(number)
 
 
-def test_a_failed_step_fails_its_requests_and_no_others(serve: Serve, loaded: Loaded) -> None:
-    engine = Failing(loaded)
+def test_a_failed_step_fails_its_requests_and_no_others(serve: Serve, tiny_model: InferenceModel) -> None:
+    engine = Failing(tiny_model)
     engine.fail_at = frozenset({3})
     server = serve(engine)
     status, answer, _ = server.call("/generate", LONG)
@@ -338,15 +343,15 @@ def test_a_failed_step_fails_its_requests_and_no_others(serve: Serve, loaded: Lo
 
 @pytest.mark.parametrize(("finish", "failed", "kind"), [("error", 500, "generation"), ("refused", 422, "validation")])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_an_answer_that_the_engine_breaks_off_is_told(
-    serve: Serve, loaded: Loaded, path: str, finish: Any, failed: int, kind: str
+def test_an_aborted_answer_is_reported(
+    serve: Serve, tiny_model: InferenceModel, path: str, finish: Any, failed: int, kind: str
 ) -> None:
-    class Breaking(Spoken):
+    class Breaking(ScriptedEngine):
         def step(self) -> Any:
             events = super().step()
-            return [replace(each, finish=finish, error="scores are not finite") for each in events]
+            return [replace(item, finish_reason=finish, error="scores are not finite") for item in events]
 
-    server = serve(Breaking(loaded))
+    server = serve(Breaking(tiny_model))
     status, answer, _ = server.call(path, LONG)
     if path == "/generate_stream":
         assert status == 200
@@ -357,51 +362,53 @@ def test_an_answer_that_the_engine_breaks_off_is_told(
     eventually(lambda: free(server))
 
 
-def test_a_failed_step_of_the_engine_itself(serve: Serve, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_of_the_engine_itself(
+    serve: Serve, tiny_model: InferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve()
-    left, computed = [3], engine_module.scores
+    remaining, computed = [3], ModelRunner.compute_logits
 
-    def fails(*given: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
+    def fails(*value: Any) -> Any:
+        remaining[0] -= 1
+        if not remaining[0]:
             raise MemoryError("no room")
-        return computed(*given)
+        return computed(*value)
 
-    whole = server.call("/generate", LONG)[1]
+    response = server.call("/generate", LONG)[1]
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "scores", fails)
+        patch.setattr(ModelRunner, "compute_logits", fails)
         assert server.call("/generate", LONG)[0] == 500
-    assert server.call("/health")[0] == 200 and server.engine.stats().pages_used == 0
-    assert server.call("/generate", LONG)[1] == whole
+    assert server.call("/health")[0] == 200 and server.engine.stats().used_blocks == 0
+    assert server.call("/generate", LONG)[1] == response
     eventually(lambda: free(server))
 
 
-def test_ranks_that_are_no_longer_in_step_end_the_server(
-    serve: Serve, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+def test_ranks_out_of_sync_end_the_server(
+    serve: Serve, tiny_model: InferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Orders:
+    class Channel:
         def __init__(self, _: Any) -> None:
             pass
 
-        def hand_out(self, _: Any) -> None:
+        def broadcast(self, _: Any) -> None:
             pass
 
     def fails(*_: Any) -> Any:
         raise ConnectionError("a rank has left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lockstep, "_Orders", Orders)
-        server = serve(lockstep.Lockstep(Engine(loaded)))
+        patch.setattr(distributed, "_CommandChannel", Channel)
+        server = serve(distributed.DistributedEngine(Engine(tiny_model)))
     assert server.call("/generate", SHORT)[0] == 200
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "scores", fails)
+        patch.setattr(ModelRunner, "compute_logits", fails)
         assert server.call("/generate", SHORT)[0] == 500
-    eventually(lambda: not server.server.driver._thread.is_alive())
-    assert isinstance(server.server.driver.broken, ConnectionError)
+    eventually(lambda: not server.server.engine._thread.is_alive())
+    assert isinstance(server.server.engine.failure, ConnectionError)
 
 
-def test_an_engine_that_cannot_go_on_ends_the_server(serve: Serve, loaded: Loaded) -> None:
-    engine = Failing(loaded)
+def test_an_engine_that_cannot_continue_ends_the_server(serve: Serve, tiny_model: InferenceModel) -> None:
+    engine = Failing(tiny_model)
     engine.fail_at, engine.hopeless = frozenset({2}), True
     server = serve(engine)
     late = http.client.HTTPConnection(server.host, server.port, timeout=120)
@@ -410,41 +417,41 @@ def test_an_engine_that_cannot_go_on_ends_the_server(serve: Serve, loaded: Loade
     with contextlib.suppress(OSError, http.client.HTTPException):  # it has been closed, or
         late.request("GET", "/health")
         assert late.getresponse().status == 503
-    eventually(lambda: not server.server.driver._thread.is_alive())
-    assert isinstance(server.server.driver.broken, RuntimeError)
+    eventually(lambda: not server.server.engine._thread.is_alive())
+    assert isinstance(server.server.engine.failure, RuntimeError)
     engine.hopeless = False
 
 
-def test_who_waits_for_an_engine_that_cannot_go_on_is_told(serve: Serve, loaded: Loaded) -> None:
-    """A request that came during its last step: nothing is left to answer it."""
-    begun, fail = threading.Event(), threading.Event()
+def test_a_request_waiting_for_a_broken_engine_fails(serve: Serve, tiny_model: InferenceModel) -> None:
+    """A request that arrives during the last step."""
+    started, fail = threading.Event(), threading.Event()
 
-    class Last(Spoken):
+    class Last(ScriptedEngine):
         def step(self) -> Any:
-            begun.set()
+            started.set()
             fail.wait()
             raise RuntimeError("a bug")
 
         def cancel(self, number: int) -> None:
             raise RuntimeError("another")
 
-    server = serve(Last(loaded), grace=1.0)
+    server = serve(Last(tiny_model), grace=1.0)
     first = send(server, "/generate", LONG)
-    assert begun.wait(120)
+    assert started.wait(120)
     second = send(server, "/generate", LONG)
-    eventually(lambda: server.server.driver.open == 2)
+    eventually(lambda: server.server.engine.num_requests == 2)
     fail.set()
     assert first.getresponse().status == 500
     answer = second.getresponse()
     assert (answer.status, "engine has failed" in json.loads(answer.read())["error"]) == (503, True)
-    eventually(lambda: server.server.driver.open == 0)
+    eventually(lambda: server.server.engine.num_requests == 0)
 
 
-def test_a_bug_in_taking_a_request_is_an_error_of_the_server(serve: Serve, loaded: Loaded) -> None:
+def test_a_bug_in_submission_is_a_server_error(serve: Serve, tiny_model: InferenceModel) -> None:
     def fail(_: str) -> str:
         raise ZeroDivisionError("secrets")
 
-    engine = Spoken(loaded, fail)
+    engine = ScriptedEngine(tiny_model, fail)
     server = serve(engine)
     status, answer, _ = server.call("/generate", LONG)
     assert (status, answer["error_type"]) == (500, "generation") and "secrets" not in answer["error"]
@@ -455,53 +462,53 @@ def test_a_bug_in_taking_a_request_is_an_error_of_the_server(serve: Serve, loade
 # The end
 
 
-def test_asked_to_stop_it_finishes_what_it_has(gated: Callable[..., Running], gate: Gated) -> None:
+def test_shutdown_finishes_requests_in_progress(gated: Callable[..., Running], gate: StepGate) -> None:
     server = gated(grace=600.0)
-    whole = send(server, "/generate", LONG)
+    response = send(server, "/generate", LONG)
     stream = send(server, "/generate_stream", LONG)
-    eventually(lambda: server.server.driver.open == 2)
+    eventually(lambda: server.server.engine.num_requests == 2)
     gate.let(5)
     late = http.client.HTTPConnection(server.host, server.port, timeout=120)
     late.connect()
     server.server.should_exit = True
-    eventually(lambda: server.server.driver.stopping)
+    eventually(lambda: server.server.engine.is_stopping)
     with contextlib.suppress(OSError):  # it has been closed, or
         late.request("POST", "/generate", json.dumps(LONG), {"Content-Type": "application/json"})
         assert late.getresponse().status == 503
     gate.open()
-    assert json.loads(whole.getresponse().read())["generated_text"].startswith("the weather is fine.")
+    assert json.loads(response.getresponse().read())["generated_text"].startswith("the weather is fine.")
     assert b'"finish_reason":"eos_token"' in stream.getresponse().read()
 
 
 @pytest.mark.parametrize(("grace", "signals"), [(0.2, 1), (100.0, 2)])
-def test_what_does_not_finish_in_time_is_told(
-    gated: Callable[..., Running], gate: Gated, grace: float, signals: int
+def test_shutdown_aborts_requests_after_the_grace_period(
+    gated: Callable[..., Running], gate: StepGate, grace: float, signals: int
 ) -> None:
     server = gated(grace=grace)
-    whole = send(server, "/generate", LONG)
-    asked = {"model": "tiny", "prompt": LONG["inputs"], "max_tokens": 500, "stream": True}
-    stream = send(server, "/v1/completions", asked)
-    eventually(lambda: server.server.driver.open == 2)
+    response = send(server, "/generate", LONG)
+    body = {"model": "tiny", "prompt": LONG["inputs"], "max_tokens": 500, "stream": True}
+    stream = send(server, "/v1/completions", body)
+    eventually(lambda: server.server.engine.num_requests == 2)
     gate.let(5)
-    begun = stream.getresponse()
+    started = stream.getresponse()
     for _ in range(signals):
         server.server.handle_exit(signal.SIGTERM, None)
-    answer = whole.getresponse()
-    assert answer.status == 503 and "stops" in json.loads(answer.read())["error"]
-    last = begun.read().decode().split("data: ")[-1]
-    assert "stops" in json.loads(last)["error"]["message"]
+    answer = response.getresponse()
+    assert answer.status == 503 and "shutting down" in json.loads(answer.read())["error"]
+    last = started.read().decode().split("data: ")[-1]
+    assert "shutting down" in json.loads(last)["error"]["message"]
 
 
 @pytest.fixture
-def embedding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
-    """Embeddings are not made, one after another, until the engine is let."""
-    gate = Gated()
+def embedding(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepGate]:
+    """Pause each embedding until the gate lets it continue."""
+    gate = StepGate()
 
     def embedded(*_: Any) -> list[float]:
         gate()
         return [1.0]
 
-    monkeypatch.setattr(openai, "_embedded", embedded)
+    monkeypatch.setattr(openai, "_embed", embedded)
     yield gate
     gate.open()
 
@@ -509,44 +516,44 @@ def embedding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
 EMBED = {"model": "tiny", "input": ["a", "b"]}
 
 
-def test_embeddings_are_under_way_like_others(serve: Serve, loaded: Loaded, embedding: Gated) -> None:
-    server = serve(Spoken(loaded), queue=1)
+def test_embeddings_count_as_requests(serve: Serve, tiny_model: InferenceModel, embedding: StepGate) -> None:
+    server = serve(ScriptedEngine(tiny_model), queue=1)
     first = send(server, "/v1/embeddings", EMBED)
-    assert embedding.waiting.wait(120) and server.server.driver.open == 1
+    assert embedding.waiting.wait(120) and server.server.engine.num_requests == 1
     assert [server.call(path, body)[0] for path, body in (("/v1/embeddings", EMBED), ("/generate", SHORT))] == [429] * 2
     server.server.should_exit = True
-    eventually(lambda: server.server.driver.stopping)
+    eventually(lambda: server.server.engine.is_stopping)
     embedding.open()
     answer = first.getresponse()
     assert answer.status == 200 and len(json.loads(answer.read())["data"]) == 2
     eventually(lambda: free(server))
 
 
-def test_embeddings_that_take_too_long_are_ended(serve: Serve, loaded: Loaded, embedding: Gated) -> None:
-    status, answer, _ = serve(Spoken(loaded), timeout=0.05).call("/v1/embeddings", EMBED)
+def test_embeddings_time_out(serve: Serve, tiny_model: InferenceModel, embedding: StepGate) -> None:
+    status, answer, _ = serve(ScriptedEngine(tiny_model), timeout=0.05).call("/v1/embeddings", EMBED)
     assert status == 504 and "0.05 seconds" in answer["error"]["message"]
 
 
-def test_embeddings_that_do_not_finish_in_time_are_told(
-    serve: Serve, loaded: Loaded, embedding: Gated, monkeypatch: pytest.MonkeyPatch
+def test_shutdown_aborts_embeddings(
+    serve: Serve, tiny_model: InferenceModel, embedding: StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve(Spoken(loaded), grace=0.05)
-    abandon = server.server.driver.abandon
+    server = serve(ScriptedEngine(tiny_model), grace=0.05)
+    abandon = server.server.engine.abort_all
 
     def abandoned(error: Any) -> None:
         abandon(error)
         embedding.let(1)
 
-    monkeypatch.setattr(server.server.driver, "abandon", abandoned)
-    asked = send(server, "/v1/embeddings", EMBED)
+    monkeypatch.setattr(server.server.engine, "abort_all", abandoned)
+    body = send(server, "/v1/embeddings", EMBED)
     assert embedding.waiting.wait(120)
     server.server.should_exit = True
-    answer = asked.getresponse()
-    assert answer.status == 503 and "stops" in json.loads(answer.read())["error"]["message"]
+    answer = body.getresponse()
+    assert answer.status == 503 and "shutting down" in json.loads(answer.read())["error"]["message"]
 
 
-def _shared(serve: Serve, held: dict[int, Running] = {}) -> Running:  # noqa: B006
-    """One server for many small tests."""
-    if id(serve) not in held:
-        held[id(serve)] = serve()
-    return held[id(serve)]
+def _shared(serve: Serve, servers: dict[int, Running] = {}) -> Running:  # noqa: B006
+    """Return a server that many small tests share."""
+    if id(serve) not in servers:
+        servers[id(serve)] = serve()
+    return servers[id(serve)]

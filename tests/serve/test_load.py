@@ -1,4 +1,4 @@
-"""Two hundred clients at once, of which most behave badly: nothing leaks, nothing is stuck, every error is told."""
+"""Two hundred concurrent clients, most of them misbehaving: nothing leaks or hangs, and every error is reported."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAY_BE_BUSY = (200, 429)
 
 
 @dataclass
-class Crowd:
-    """Clients of a server, and what became of what they asked."""
+class ClientCrowd:
+    """Clients of a server, and the outcomes of their requests."""
 
     server: Running
     random: random.Random
@@ -32,14 +32,14 @@ class Crowd:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Send a request."""
         reader, writer = await asyncio.open_connection(self.server.host, self.server.port, limit=2**22)
-        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n{headers}"
-        writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return reader, writer
 
-    async def hear(self, kind: str, allowed: tuple[int, ...], *asked: Any) -> Any:
-        """The answer, which must be one of these; None where it is an error."""
-        reader, writer = await self.ask(*asked)
+    async def hear(self, kind: str, allowed: tuple[int, ...], *body: Any) -> Any:
+        """Return the response, whose status must be one of these; None for an error."""
+        reader, writer = await self.ask(*body)
         status = int((await reader.readline()).split()[1])
         assert status in allowed, (kind, status, await reader.read())
         text = (await reader.read()).partition(b"\r\n\r\n")[2]
@@ -54,16 +54,16 @@ class Crowd:
 
     async def patient(self) -> None:
         body = {"inputs": self.words(), "parameters": {"max_new_tokens": self.random.randint(1, 12), "details": True}}
-        found = await self.hear("whole", MAY_BE_BUSY, "/generate", body)
-        if found is not None:
-            details = json.loads(found)["details"]
+        result = await self.hear("whole", MAY_BE_BUSY, "/generate", body)
+        if result is not None:
+            details = json.loads(result)["details"]
             ends = details["finish_reason"] == "eos_token"
             assert ends or details["generated_tokens"] == body["parameters"]["max_new_tokens"]
 
     async def streaming(self) -> None:
         body = {"model": "tiny", "prompt": self.words(), "max_tokens": self.random.randint(1, 12), "stream": True}
-        found = await self.hear("stream", MAY_BE_BUSY, "/v1/completions", body)
-        assert found is None or b"data: [DONE]\n\n" in found
+        result = await self.hear("stream", MAY_BE_BUSY, "/v1/completions", body)
+        assert result is None or b"data: [DONE]\n\n" in result
 
     async def leaving(self) -> None:
         path = self.random.choice(["/generate", "/generate_stream"])
@@ -100,7 +100,7 @@ class Crowd:
         await self.hear("huge", (431,), "/generate", b"", f"X-Huge: {'a' * 70_000}\r\n")
 
     async def client(self, goes_on: Callable[[int], bool]) -> None:
-        done = 0
+        result = 0
         kinds = [
             self.patient,
             self.streaming,
@@ -111,22 +111,22 @@ class Crowd:
             self.wrong,
             self.huge,
         ]
-        while goes_on(done):
+        while goes_on(result):
             await self.random.choice(kinds)()
-            done += 1
+            result += 1
 
 
-def storm(server: Running, goes_on: Callable[[int], bool]) -> Counter[str]:
-    """Let them all come at once; what they met. Every one of them comes to an end."""
-    crowd = Crowd(server, random.Random(5))
+def run_clients(server: Running, goes_on: Callable[[int], bool]) -> Counter[str]:
+    """Run all clients at once, and return their outcomes. Every client terminates."""
+    crowd = ClientCrowd(server, random.Random(5))
 
     async def all_of_them() -> None:
         await asyncio.gather(*(crowd.client(goes_on) for _ in range(CLIENTS)))
 
     asyncio.run(all_of_them())
-    driver, engine = server.server.driver, server.engine
-    eventually(lambda: driver.open == 0 and not driver._known and not engine.busy)
-    assert engine.stats().pages_used == engine.stats().running == engine.stats().waiting == 0
+    async_engine, engine = server.server.engine, server.engine
+    eventually(lambda: async_engine.num_requests == 0 and not async_engine._owners and not engine.busy)
+    assert engine.stats().used_blocks == engine.stats().running == engine.stats().waiting == 0
     assert server.call("/health")[0] == 200
     assert server.call("/generate", {"inputs": "the weather", "parameters": {"max_new_tokens": 2}})[0] == 200
     assert not [line for line in server.lines if line["level"] == "ERROR"]
@@ -137,12 +137,12 @@ KINDS = {"whole 200", "stream 200", "left", "slow", "long 422", "nonsense 422", 
 
 
 def test_two_hundred_clients(serve: Serve) -> None:
-    met = storm(serve(queue=64), lambda done: done < 2)
-    assert set(met) >= KINDS
+    outcomes = run_clients(serve(queue=64), lambda result: result < 2)
+    assert set(outcomes) >= KINDS
 
 
 @pytest.mark.slow
 def test_two_hundred_clients_for_a_minute(serve: Serve) -> None:
     end = time.monotonic() + 60
-    met = storm(serve(queue=64), lambda _: time.monotonic() < end)
-    assert set(met) >= KINDS | {"whole 429"}
+    outcomes = run_clients(serve(queue=64), lambda _: time.monotonic() < end)
+    assert set(outcomes) >= KINDS | {"whole 429"}

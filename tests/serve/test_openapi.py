@@ -1,4 +1,4 @@
-"""The OpenAPI description, and what a fuzzer makes of it: schemathesis finds no server error."""
+"""The OpenAPI description, fuzzed by schemathesis without server errors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def tiny(serve: Serve) -> Running:
 
 
 def fuzz(server: Running, mode: schemathesis.GenerationMode, examples: int) -> int:
-    """Call every operation with what the description allows, and with what it does not; how many there were."""
+    """Call every operation with valid or invalid input; return the number of operations."""
     described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operations = [each.ok() for each in described.get_all_operations()]
+    operations = [item.ok() for item in described.get_all_operations()]
     if mode == schemathesis.GenerationMode.NEGATIVE:
-        operations = [each for each in operations if each.body]
+        operations = [item for item in operations if item.body]
     for operation in operations:
 
         @hypothesis.settings(
@@ -52,19 +52,19 @@ def fuzz(server: Running, mode: schemathesis.GenerationMode, examples: int) -> i
     return len(operations)
 
 
-def test_the_description_names_everything(tiny: Running) -> None:
+def test_openapi_describes_every_path(tiny: Running) -> None:
     described = tiny.call("/openapi.json")[1]
-    there = {"/", "/generate", "/generate_stream", "/tokenize", "/info", "/health", "/metrics", "/v1/models"}
-    there |= {"/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
-    assert set(described["paths"]) == there
+    mask = {"/", "/generate", "/generate_stream", "/tokenize", "/info", "/health", "/metrics", "/v1/models"}
+    mask |= {"/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
+    assert set(described["paths"]) == mask
 
 
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode)
-def test_a_fuzzer_finds_no_server_error(tiny: Running, mode: schemathesis.GenerationMode) -> None:
+def test_fuzzing_finds_no_server_error(tiny: Running, mode: schemathesis.GenerationMode) -> None:
     assert fuzz(tiny, mode, 8) == (12 if mode == schemathesis.GenerationMode.POSITIVE else 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode)
-def test_a_fuzzer_finds_no_server_error_in_many_tries(tiny: Running, mode: schemathesis.GenerationMode) -> None:
+def test_long_fuzzing_finds_no_server_error(tiny: Running, mode: schemathesis.GenerationMode) -> None:
     fuzz(tiny, mode, 100)

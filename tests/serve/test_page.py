@@ -1,4 +1,4 @@
-"""The chat page in a real browser: what it shows, what it sends, and that nothing a model writes is run or fetched."""
+"""The chat page in a real browser: what it shows and sends, and that it never executes or fetches model output."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from jingu.infer.load import Loaded
-from jingu.serve.pages import HEADERS, pages
+from jingu.infer.inference_model import InferenceModel
+from jingu.serve.static_files import SECURITY_HEADERS, load_static_files
 from tests.serve.browser import Browser, find_browser
-from tests.serve.conftest import Serve, Spoken
+from tests.serve.conftest import ScriptedEngine, Serve
 from tests.serve.scripted import Scripted
 
 ANSWERS = "[...document.querySelectorAll('.assistant .body')].map((each) => each.innerText)"
@@ -24,8 +24,8 @@ DONE = "document.querySelector('#stop').hidden && document.querySelector('#threa
 MESSAGES = "[...document.querySelectorAll('#thread .body')].map((each) => each.innerText)"
 
 
-class Talk:
-    """A browser at a page whose server says what a test puts in `says`."""
+class PageSession:
+    """A browser at the page, whose server answers with `says`."""
 
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
@@ -34,7 +34,7 @@ class Talk:
         self.go_on.set()
         self.server = Scripted(self._answer)
 
-    def _answer(self, asked: dict[str, Any]) -> Iterator[str | dict[str, Any]]:
+    def _answer(self, body: dict[str, Any]) -> Iterator[str | dict[str, Any]]:
         for piece in self.says:
             if piece == "[WAIT]":
                 self.go_on.wait()
@@ -46,13 +46,13 @@ class Talk:
         self.browser.until("document.querySelector('#model').value && document.activeElement.id === 'input'")
 
     def say(self, text: str) -> None:
-        """Write a message, and wait for the whole answer."""
+        """Send a message, and wait for the complete answer."""
         self.browser.type(text)
         self.browser.press("Enter")
         self.browser.until(DONE)
 
     def pick(self, box: str, value: str) -> None:
-        """Choose an option of a select."""
+        """Select an option."""
         script = "(box, value) => { box.value = value; box.dispatchEvent(new Event('change', { bubbles: true })); }"
         self.browser.run(f"({script})(document.querySelector('{box}'), '{value}')")
 
@@ -62,40 +62,40 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     program = find_browser()
     if program is None:
         pytest.skip("no Chromium is installed")
-    found = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
+    result = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield result
+    result.close()
 
 
 @pytest.fixture
-def talk(browser: Browser) -> Iterator[Talk]:
-    made = Talk(browser)
-    made.open()
-    yield made
+def talk(browser: Browser) -> Iterator[PageSession]:
+    row = PageSession(browser)
+    row.open()
+    yield row
     complaints = browser.complaints()
-    outside = [url for url in browser.asked() if not url.startswith((made.server.url, "blob:"))]
-    made.server.shutdown()
-    made.server.server_close()
+    outside = [url for url in browser.asked() if not url.startswith((row.server.url, "blob:"))]
+    row.server.shutdown()
+    row.server.server_close()
     assert complaints == []
     assert outside == []
 
 
-def test_the_files_name_nothing_outside_and_make_no_markup_of_text() -> None:
-    found = pages()
-    assert set(found) >= {"/chat", "/chat/main.js", "/chat/style.css"}
-    for name, page in found.items():
+def test_the_files_load_nothing_external_and_create_no_markup_from_text() -> None:
+    result = load_static_files()
+    assert set(result) >= {"/chat", "/chat/main.js", "/chat/style.css"}
+    for name, page in result.items():
         text = page.content.decode()
         assert not re.search(r"(src|href|import|from|url)\W{1,3}(https?:)?//", text), name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text), (
             name
         )
     assert (
-        "unsafe" not in HEADERS["Content-Security-Policy"]
-        and "default-src 'none'" in HEADERS["Content-Security-Policy"]
+        "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
+        and "default-src 'none'" in SECURITY_HEADERS["Content-Security-Policy"]
     )
 
 
-def test_an_answer_streams_in_and_is_shown_as_markdown(talk: Talk) -> None:
+def test_an_answer_streams_and_renders_as_markdown(talk: PageSession) -> None:
     talk.go_on.clear()
     talk.says = ["A **bold** wo", "rd, 中", "文 🙂\n\n```py\nx = 1", "[WAIT]", "2\n```\n"]
     browser = talk.browser
@@ -106,7 +106,7 @@ def test_an_answer_streams_in_and_is_shown_as_markdown(talk: Talk) -> None:
         True,
         True,
     ]
-    assert browser.run("document.querySelector('#status').textContent") == "The model answers."
+    assert browser.run("document.querySelector('#status').textContent") == "The model is answering."
     assert browser.run("document.querySelector('#thread').getAttribute('aria-busy')") == "true"
     talk.go_on.set()
     browser.until(DONE)
@@ -116,8 +116,8 @@ def test_an_answer_streams_in_and_is_shown_as_markdown(talk: Talk) -> None:
     assert "中文 🙂" in browser.run(ANSWERS)[0]
     assert browser.run("document.querySelector('#status').textContent") == "The answer is complete."
     assert "7 tokens" in browser.run("document.querySelector('.assistant .tools').innerText")
-    (asked,) = talk.server.asked
-    assert asked == {
+    (body,) = talk.server.asked
+    assert body == {
         "messages": [{"role": "user", "content": "A question\nof two lines"}],
         "model": "small",
         "stream": True,
@@ -148,8 +148,8 @@ HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2">
 """
 
 
-def test_what_is_written_is_never_run_nor_fetched(talk: Talk) -> None:
-    """By the model, by the person (whose words come back in a title), and by settings."""
+def test_model_output_is_never_executed_or_fetched(talk: PageSession) -> None:
+    """Written by the model, by the user (whose message becomes a title), or in settings."""
     talk.says = [HOSTILE[start : start + 11] for start in range(0, len(HOSTILE), 11)]
     browser = talk.browser
     talk.say(HOSTILE)
@@ -159,7 +159,7 @@ def test_what_is_written_is_never_run_nor_fetched(talk: Talk) -> None:
     inside = "#thread :is(script, img, iframe, svg, style, form, input, base, meta, details, object, embed, video)"
     assert browser.run(f"document.querySelectorAll('{inside}').length") == 0
     links = browser.run("[...document.querySelectorAll('#thread a')].map((each) => each.href)")
-    assert {re.match("[a-z]+:", each)[0] for each in links} == {"https:", "http:"}  # type: ignore[index]
+    assert {re.match("[a-z]+:", item)[0] for item in links} == {"https:", "http:"}  # type: ignore[index]
     assert "https://good.invalid/?q=%3Cb%3E" in links or "https://good.invalid/?q=" in " ".join(links)
     attributes = "[...document.querySelectorAll('#thread *')].flatMap((each) => each.getAttributeNames())"
     assert not [name for name in browser.run(attributes) if name.startswith("on") or name in ("style", "src")]
@@ -168,7 +168,7 @@ def test_what_is_written_is_never_run_nor_fetched(talk: Talk) -> None:
     assert browser.run("document.querySelectorAll('#thread a:not([rel~=noopener])').length") == 0
 
 
-def test_the_policy_would_stop_what_slipped_through(talk: Talk) -> None:
+def test_the_content_security_policy_blocks_scripts(talk: PageSession) -> None:
     browser = talk.browser
     script = """(async () => {
       const refused = [];
@@ -198,7 +198,7 @@ def test_the_policy_would_stop_what_slipped_through(talk: Talk) -> None:
     browser.events.clear()  # What was blocked is complained of.
 
 
-def test_stop_regenerate_and_edit_lose_nothing(talk: Talk) -> None:
+def test_stop_regenerate_and_edit_keep_all_versions(talk: PageSession) -> None:
     browser, server = talk.browser, talk.server
     talk.go_on.clear()
     talk.says = chain(["First, half", "[WAIT]"], repeat(" said" * 1000))
@@ -218,8 +218,8 @@ def test_stop_regenerate_and_edit_lose_nothing(talk: Talk) -> None:
     assert browser.run(ANSWERS) == ["Second."]
     assert server.asked[-1]["messages"] == [{"role": "user", "content": "Question one"}]
     talk.say("Question two")
-    said = [message["content"] for message in server.asked[-1]["messages"]]
-    assert said == ["Question one", "Second.", "Question two"]
+    text = [message["content"] for message in server.asked[-1]["messages"]]
+    assert text == ["Question one", "Second.", "Question two"]
 
     # Up in the empty input edits the last message; the answer to what it was stays in its own branch.
     talk.says = ["Third."]
@@ -238,7 +238,7 @@ def test_stop_regenerate_and_edit_lose_nothing(talk: Talk) -> None:
     assert browser.run(MESSAGES) == ["Question one", "Second.", "Question two, better", "Third."]
 
 
-def test_an_answer_can_be_edited_and_is_what_the_model_hears_next(talk: Talk) -> None:
+def test_an_edited_answer_is_sent_to_the_model(talk: PageSession) -> None:
     talk.say("One")
     browser = talk.browser
     browser.run(
@@ -253,7 +253,7 @@ def test_an_answer_can_be_edited_and_is_what_the_model_hears_next(talk: Talk) ->
     assert talk.server.asked[-1]["messages"][1] == {"role": "assistant", "content": "What I would rather hear."}
 
 
-def test_conversations_are_kept_named_and_deleted(talk: Talk) -> None:
+def test_conversations_are_stored_renamed_and_deleted(talk: PageSession) -> None:
     browser = talk.browser
     names = "[...document.querySelectorAll('#list .name')].map((each) => each.textContent)"
     talk.say("Apples")
@@ -277,7 +277,7 @@ def test_conversations_are_kept_named_and_deleted(talk: Talk) -> None:
     assert browser.run(names) == ["Apples"]
 
 
-def test_settings_are_sent_and_an_empty_field_is_not(talk: Talk) -> None:
+def test_only_settings_with_values_are_sent(talk: PageSession) -> None:
     browser = talk.browser
     browser.press("Comma", "Alt")
     browser.until("document.querySelector('#settings').open && document.activeElement.name === 'system'")
@@ -291,10 +291,10 @@ def test_settings_are_sent_and_an_empty_field_is_not(talk: Talk) -> None:
     talk.pick("#model", "large")
     browser.run("document.querySelector('#input').focus()")
     talk.say("Now")
-    asked = talk.server.asked[-1]
-    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
-    wanted = {"model": "large", "temperature": 0.3, "max_tokens": 17, "seed": 5}
-    assert {key: asked.get(key) for key in (*wanted, "top_p")} == {**wanted, "top_p": None}  # 7 is no probability.
+    body = talk.server.asked[-1]
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    expected = {"model": "large", "temperature": 0.3, "max_tokens": 17, "seed": 5}
+    assert {key: body.get(key) for key in (*expected, "top_p")} == {**expected, "top_p": None}  # 7 is no probability.
     assert talk.server.keys[-1] == "Bearer secret"
     assert "secret" not in browser.run("JSON.stringify(localStorage)")
     talk.open()
@@ -304,14 +304,14 @@ def test_settings_are_sent_and_an_empty_field_is_not(talk: Talk) -> None:
     browser.run("sessionStorage.clear()")
 
 
-def test_a_conversation_is_exported(talk: Talk, tmp_path: Path) -> None:
+def test_a_conversation_is_exported(talk: PageSession, tmp_path: Path) -> None:
     browser = talk.browser
     talk.says = ["It is `x < 1`.\n"]
     talk.say("What is it? 什么")
     browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), eventsEnabled=True)
     for kind in ("md", "json"):
         talk.pick("#export", kind)
-        browser.wait("Browser.downloadProgress", lambda told: told["state"] == "completed")
+        browser.wait("Browser.downloadProgress", lambda output: output["state"] == "completed")
     assert json.loads((tmp_path / "What-is-it-什么.json").read_text(encoding="utf-8")) == {
         "title": "What is it? 什么",
         "settings": {},
@@ -324,7 +324,7 @@ def test_a_conversation_is_exported(talk: Talk, tmp_path: Path) -> None:
     assert text == "# What is it? 什么\n\n## You\n\nWhat is it? 什么\n\n## Model\n\nIt is `x < 1`.\n\n"
 
 
-def test_what_goes_wrong_is_told_and_can_be_asked_again(talk: Talk) -> None:
+def test_errors_are_shown_and_can_be_retried(talk: PageSession) -> None:
     browser = talk.browser
     fault = "document.querySelector('.assistant .error')?.textContent"
     talk.says = [{"status": 429, "body": {"error": {"message": "the queue is full.", "type": "overloaded"}}}]
@@ -332,7 +332,7 @@ def test_what_goes_wrong_is_told_and_can_be_asked_again(talk: Talk) -> None:
     assert browser.run(fault) == "429: the queue is full."
     talk.says = ["Half of", "[BREAK]"]
     browser.press("KeyR", "Alt")
-    browser.until(f"({fault})?.includes('broke off')")
+    browser.until(f"({fault})?.includes('was lost')")
     assert browser.run(ANSWERS) == ["Half of"]
     talk.says = ["Half", {"error": {"message": "the model has stumbled."}}]
     browser.press("KeyR", "Alt")
@@ -341,10 +341,10 @@ def test_what_goes_wrong_is_told_and_can_be_asked_again(talk: Talk) -> None:
     browser.press("KeyR", "Alt")
     browser.until(f"({ANSWERS})[0] === 'Well.' && {DONE}")
     assert browser.run(fault) is None
-    browser.events = [each for each in browser.events if each["method"] != "Log.entryAdded"]  # The status 429.
+    browser.events = [item for item in browser.events if item["method"] != "Log.entryAdded"]  # The status 429.
 
 
-def test_the_page_speaks_chinese_to_a_chinese_browser(talk: Talk) -> None:
+def test_the_page_speaks_chinese_to_a_chinese_browser(talk: PageSession) -> None:
     browser = talk.browser
     browser.send("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage="zh-CN")
     try:
@@ -354,15 +354,15 @@ def test_the_page_speaks_chinese_to_a_chinese_browser(talk: Talk) -> None:
             "发送",
         ]
         assert browser.run("document.querySelector('#input').placeholder") == "输入消息"
-        shown = browser.run(
+        rendered = browser.run(
             "document.body.innerText + [...document.querySelectorAll('*')].map((each) => each.ariaLabel ?? '')"
         )
-        assert "undefined" not in shown
+        assert "undefined" not in rendered
     finally:
         browser.send("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage="en-GB")
 
 
-def test_every_control_has_a_name_and_colours_are_told_apart(talk: Talk) -> None:
+def test_controls_have_labels_and_colors_have_contrast(talk: PageSession) -> None:
     browser = talk.browser
     talk.says = ["Text with a [link](https://a.invalid) and\n\n```\ncode\n```"]
     talk.say("One")
@@ -429,7 +429,7 @@ MARKDOWN = [
 
 
 class _Outline(HTMLParser):
-    """Elements and texts, without attributes and what only lays out."""
+    """Return elements and texts, without attributes and layout elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,67 +449,67 @@ class _Outline(HTMLParser):
 
 
 def outline(html: str) -> str:
-    """Loose lists as tight ones, headings as deep as the page has them."""
+    """Normalize loose lists and heading levels to those of the page."""
     parser = _Outline()
     parser.feed(re.sub(r"</?(thead|tbody)>", "", html))
     text = re.sub(r"\s*\n\s*", "\n", "".join(parser.found))
     return re.sub(r"(<li>)<p>(.*?)</p>", r"\1\2", text, flags=re.DOTALL)
 
 
-def test_markdown_is_what_a_reference_makes_of_it(talk: Talk) -> None:
+def test_markdown_equals_the_reference(talk: PageSession) -> None:
     markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py is not installed")
     reference = markdown_it.MarkdownIt("commonmark", {"breaks": True, "html": False}).enable(["table", "strikethrough"])
     script = """(async (texts) => {
-      const { show } = await import("/chat/markdown.js");
-      const { words } = await import("/chat/words.js");
+      const { showMarkdown } = await import("/chat/markdown.js");
+      const { strings } = await import("/chat/strings.js");
       return texts.map((text) => {
         const place = document.createElement("div");
-        show(place, text, words);
+        showMarkdown(place, text, strings);
         for (const code of place.querySelectorAll(".code")) code.replaceWith(code.querySelector("pre"));
         for (const table of place.querySelectorAll(".table")) table.replaceWith(table.firstChild);
         return place.innerHTML;
       });
     })"""
-    found = talk.browser.run(f"{script}({json.dumps(MARKDOWN)})")
-    for text, html in zip(MARKDOWN, found, strict=True):
+    result = talk.browser.run(f"{script}({json.dumps(MARKDOWN)})")
+    for text, html in zip(MARKDOWN, result, strict=True):
         deeper = re.sub(r"(</?h)(\d)", lambda match: f"{match[1]}{min(6, int(match[2]) + 2)}", reference.render(text))
         assert outline(html) == outline(deeper.replace("<s>", "<del>").replace("</s>", "</del>")), text
 
 
-def test_a_text_that_grows_is_shown_as_if_it_came_at_once(talk: Talk) -> None:
-    """And blocks above the last stay the same nodes, so that what is selected in them stays selected."""
+def test_streamed_markdown_equals_complete_markdown(talk: PageSession) -> None:
+    """Blocks above the last one also keep their nodes, so that selections survive."""
     script = """(async (texts) => {
-      const { show } = await import("/chat/markdown.js");
-      const { words } = await import("/chat/words.js");
+      const { showMarkdown } = await import("/chat/markdown.js");
+      const { strings } = await import("/chat/strings.js");
       const differ = [];
       for (const text of texts) {
         const growing = document.createElement("div");
         for (let end = 0; end <= text.length; end++) {
-          show(growing, text.slice(0, end), words);
+          showMarkdown(growing, text.slice(0, end), strings);
           if (end % 5 && end < text.length) continue;
           const whole = document.createElement("div");
-          show(whole, text.slice(0, end), words);
+          showMarkdown(whole, text.slice(0, end), strings);
           if (whole.innerHTML !== growing.innerHTML) differ.push(text.slice(0, end));
         }
       }
       const place = document.createElement("div");
-      show(place, "first\\n\\n```\\ncode", words);
+      showMarkdown(place, "first\\n\\n```\\ncode", strings);
       const [first, second] = place.children;
-      show(place, "first\\n\\n```\\ncode and more\\n```\\n\\nlast", words);
+      showMarkdown(place, "first\\n\\n```\\ncode and more\\n```\\n\\nlast", strings);
       return [differ, place.children[0] === first && place.children[1] === second && place.children.length === 3];
     })"""
     assert talk.browser.run(f"{script}({json.dumps([*MARKDOWN, HOSTILE])})") == [[], True]
 
 
-def test_marks_without_end_and_nests_without_bottom_are_shown(talk: Talk) -> None:
+def test_unclosed_and_deeply_nested_markup_is_shown(talk: PageSession) -> None:
     script = """(async () => {
-      const { show } = await import("/chat/markdown.js");
-      const { words } = await import("/chat/words.js");
+      const { showMarkdown } = await import("/chat/markdown.js");
+      const { strings } = await import("/chat/strings.js");
       const texts = ["*", "**a ", "_a", "`", "[", "![](", "~~x", "http://", "<", "| a ", "> ", "- ", "  - a\\n", "1. "];
       const lost = [];
       for (const text of texts) {
         const place = document.createElement("div");
-        show(place, text.repeat(3000), words);
+        showMarkdown(place, text.repeat(3000), strings);
         if (text.includes("a") && !place.textContent.includes("a")) lost.push(text);
       }
       return lost;
@@ -517,9 +517,9 @@ def test_marks_without_end_and_nests_without_bottom_are_shown(talk: Talk) -> Non
     assert talk.browser.run(script) == []
 
 
-def test_the_page_and_the_real_server_understand_each_other(browser: Browser, serve: Serve, loaded: Loaded) -> None:
-    """With every setting that the page can send."""
-    running = serve(Spoken(loaded, lambda prompt: "**the** weather 的🙂"))
+def test_the_page_with_the_real_server(browser: Browser, serve: Serve, tiny_model: InferenceModel) -> None:
+    """Uses every setting that the page can send."""
+    running = serve(ScriptedEngine(tiny_model, lambda prompt: "**the** weather 的🙂"))
     browser.open(f"{running.url}/chat")
     browser.until("document.querySelector('#model').value === 'tiny'")
     numbers = {

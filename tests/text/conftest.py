@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 
 TRAINING_TEXTS = [
     "def grow(seed):\n    if seed is None:\n        return 0\n    return seed + 1\n" * 5,

@@ -15,16 +15,16 @@ import jingu.text.corpus as corpus_module
 from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
-from jingu.text.readers import Tally, place_in_words, read_documents
-from jingu.text.storage import CorpusFile
+from jingu.text.corpus_file import CorpusFile
+from jingu.text.document_reader import ReadCounts, format_location, read_documents
 
 
 def corpus_settings(*inputs: object, **others: Any) -> DataSettings:
     return DataSettings(input=[str(item) for item in inputs], **others)
 
 
-def read_all(settings: DataSettings, unit_bytes: int = 1 << 20) -> tuple[list[str], Tally]:
-    tally = Tally()
+def read_all(settings: DataSettings, unit_bytes: int = 1 << 20) -> tuple[list[str], ReadCounts]:
+    tally = ReadCounts()
     units = plan_units(find_files(settings), unit_bytes)
     return [d.text for unit in units for d in read_documents(unit, settings, tally)], tally
 
@@ -57,10 +57,12 @@ def test_documents_of_files_and_lines(tmp_path: Path) -> None:
     )
     texts, tally = read_all(corpus_settings(tmp_path))
     assert texts == ["春\r\nline\n", "one", "春\n"]
-    assert tally == Tally(documents=3, empty=2)
-    documents = list(read_documents(plan_units(find_files(corpus_settings(tmp_path)))[0], corpus_settings(), Tally()))
+    assert tally == ReadCounts(documents=3, empty=2)
+    documents = list(
+        read_documents(plan_units(find_files(corpus_settings(tmp_path)))[0], corpus_settings(), ReadCounts())
+    )
     assert [d.bytes for d in documents] == [10, 3, 4]
-    named = [place_in_words(document.file.path, document.place) for document in documents]
+    named = [format_location(document.file.path, document.position) for document in documents]
     assert named[0] == str(tmp_path / "a.txt")
     assert named[2] == f"{tmp_path / 'c.jsonl'}:byte 37"
 
@@ -112,9 +114,9 @@ def test_invalid_utf8_in_a_file(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path}: byte 5 (0xff) is not UTF-8. {INVALID} the document out)."
     assert read_all(corpus_settings(path, invalid_utf8="replace")) == (
         ["good \ufffd bad"],
-        Tally(documents=1, replaced=1),
+        ReadCounts(documents=1, replaced=1),
     )
-    assert read_all(corpus_settings(path, invalid_utf8="skip")) == ([], Tally(invalid=1))
+    assert read_all(corpus_settings(path, invalid_utf8="skip")) == ([], ReadCounts(invalid=1))
 
 
 def test_invalid_utf8_in_a_line(tmp_path: Path) -> None:
@@ -125,17 +127,17 @@ def test_invalid_utf8_in_a_line(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path}:2: byte 27 (0xc3) is not UTF-8. {INVALID} the document out)."
     texts, tally = read_all(corpus_settings(path, invalid_utf8="replace"))
     assert texts == ["one", "t\ufffd(", "\ufffdx", "🙂"]
-    assert tally == Tally(documents=4, replaced=2)
+    assert tally == ReadCounts(documents=4, replaced=2)
     texts, tally = read_all(corpus_settings(path, invalid_utf8="skip"))
     assert texts == ["one", "🙂"]
-    assert tally == Tally(documents=2, invalid=2)
+    assert tally == ReadCounts(documents=2, invalid=2)
     lines_file(path, {"text": "x"})
     path.write_bytes(path.read_bytes() + b'{"text": "\\udc00"}\n')
     with pytest.raises(JinguError) as caught:
         read_all(corpus_settings(path))
     assert str(caught.value) == (
         f"{path}:2: the escape \\udc00 is half a character, which is not UTF-8. "
-        'Set data.invalid_utf8 to "replace" or "skip", or mend the line.'
+        'Set data.invalid_utf8 to "replace" or "skip", or correct the line.'
     )
 
 
@@ -167,7 +169,7 @@ def test_another_field(tmp_path: Path) -> None:
 
 def test_nothing_to_read_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    look = "It was looked for at {}; check the spelling and the folder you are in."
+    look = "The path is {}; check the spelling and the current folder."
     with pytest.raises(JinguError) as caught:
         find_files(DataSettings())
     assert str(caught.value) == ("data.input: no corpus is given. Name text files, .jsonl files, folders or patterns.")
@@ -182,12 +184,12 @@ def test_nothing_to_read_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(JinguError) as caught:
         find_files(DataSettings(input="corpus"))
     assert str(caught.value) == (
-        "corpus: no file in this folder ends in .txt or .jsonl; it holds no files at all. "
-        "Set data.input to where your texts are."
+        "corpus: no file in this folder ends in .txt or .jsonl; it contains no files at all. "
+        "Set data.input to the folder of your texts."
     )
     for name in ("a.py", "b.py", "README"):
         (tmp_path / "corpus" / name).write_text("x")
-    with pytest.raises(JinguError, match=r"ends in \.txt or \.jsonl; it holds 2 \.py, 1 \(no ending\)\. Set data"):
+    with pytest.raises(JinguError, match=r"ends in \.txt or \.jsonl; it contains 2 \.py, 1 \(no suffix\)\. Set data"):
         find_files(DataSettings(input="corpus"))
 
 
@@ -197,11 +199,11 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     units = plan_units(find_files(corpus_settings(path)))
     path.unlink()
     with pytest.raises(JinguError, match=r"a\.txt: the file cannot be read \(No such file or directory\)"):
-        list(read_documents(units[0], corpus_settings(path), Tally()))
+        list(read_documents(units[0], corpus_settings(path), ReadCounts()))
 
 
 def test_a_sample_is_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 100)
+    monkeypatch.setattr(corpus_module, "SAMPLE_CHUNK_BYTES", 100)
     for index in range(50):
         (tmp_path / f"{index:02}.txt").write_text(chr(65 + index) * 40)
     settings = corpus_settings(tmp_path)
@@ -213,7 +215,7 @@ def test_a_sample_is_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_sample_of_one_long_file_is_pieces_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 100)
+    monkeypatch.setattr(corpus_module, "SAMPLE_CHUNK_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{number:04}春" for number in range(500)))
     settings = corpus_settings(path)

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import jingu.text.tokenizer as tokenizer_module
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.training import train_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
 from tests.text.conftest import TRAINING_TEXTS
 
 SAMPLES = [
@@ -43,8 +43,8 @@ def test_transformers_gives_the_same_ids(
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.eos_token == "<|endoftext|>"
-    assert theirs.eos_token_id == seed_tokenizer.end_id == 0
-    assert len(theirs) == seed_tokenizer.vocabulary == 390
+    assert theirs.eos_token_id == seed_tokenizer.eos_token_id == 0
+    assert len(theirs) == seed_tokenizer.vocab_size == 390
     for text in SAMPLES:
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ids == seed_tokenizer.encode(text)
@@ -73,13 +73,13 @@ def test_a_long_text_is_cut_where_it_changes_nothing(seed_tokenizer: Tokenizer, 
     text = "".join(pieces)
     whole = seed_tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "PART", 2)
+        patch.setattr(tokenizer_module, "MAX_CHUNK_CHARS", 2)
         assert seed_tokenizer.encode(text) == whole
 
 
 def test_a_long_text_is_really_cut(seed_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "PART", 4)
-    assert seed_tokenizer._parts("abcd\nefgh\n  ij\nkl") == ["abcd\n", "efgh\n  ij\n", "kl"]
+    monkeypatch.setattr(tokenizer_module, "MAX_CHUNK_CHARS", 4)
+    assert seed_tokenizer._divide_text("abcd\nefgh\n  ij\nkl") == ["abcd\n", "efgh\n  ij\n", "kl"]
 
 
 def test_code_and_chinese_split_sensibly(seed_tokenizer: Tokenizer) -> None:
@@ -106,7 +106,7 @@ def test_training_is_deterministic_and_its_fingerprint_tells_content(seed_tokeni
 
 
 def test_a_small_sample_gives_fewer_entries() -> None:
-    assert train_tokenizer(iter(["ab"]), 300, ["<end>"]).vocabulary == 258  # the end, 256 bytes, and "ab"
+    assert train_tokenizer(iter(["ab"]), 300, ["<end>"]).vocab_size == 258  # the end, 256 bytes, and "ab"
 
 
 def test_saving_keeps_what_was_read(seed_tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_saving_keeps_what_was_read(seed_tokenizer: Tokenizer, tmp_path: Path) -
     (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(config))
     again = Tokenizer.load(tmp_path / "a")
     again.save(tmp_path / "b")
-    assert again.end_id == 1
+    assert again.eos_token_id == 1
     assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text()) == config
     assert again.fingerprint() != seed_tokenizer.fingerprint()
 
@@ -139,7 +139,7 @@ def sentencepiece_like(folder: Path) -> Tokenizer:
 
 def test_byte_lengths_of_a_sentencepiece_like_tokenizer(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like(tmp_path / "sp")
-    assert tokenizer.end_id == 2
+    assert tokenizer.eos_token_id == 2
     for text in ("a ros é", "name 春🙂 is", "zzz"):
         ids = tokenizer.encode(text)
         # One more: the space that such tokenizers put before a text.
@@ -149,7 +149,7 @@ def test_byte_lengths_of_a_sentencepiece_like_tokenizer(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_explained(seed_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    fix = " Run `jingu tokenizer train` (or `jingu import` a model to begin with), or set tokenizer.path to one."
+    fix = " Run `jingu tokenizer train` (or `jingu import` a model to start from), or set tokenizer.path to one."
     with pytest.raises(JinguError) as caught:
         Tokenizer.load(tmp_path / "none")
     assert str(caught.value) == f"{tmp_path / 'none'}: there is no tokenizer folder here." + fix
@@ -207,7 +207,7 @@ def test_the_end_token_of_folders_others_wrote(
             token["special"] = token["id"] == 0
         (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.end_id == end
+    assert tokenizer.eos_token_id == end
     assert tokenizer.decode(tokenizer.encode("some text")) == "some text"
     tokenizer.save(tmp_path / "again")
     again = Tokenizer.load(tmp_path / "again")
@@ -218,15 +218,17 @@ def test_the_end_token_of_folders_others_wrote(
 def test_impossible_training_is_explained() -> None:
     with pytest.raises(JinguError) as caught:
         train_tokenizer(iter(["x"]), 257, ["<a>", "<b>"])
-    assert str(caught.value) == "tokenizer.vocabulary: 257 is too small: 256 bytes and 2 special tokens need 258."
+    assert str(caught.value) == "tokenizer.vocab_size: 257 is too small: 256 bytes and 2 special tokens need 258."
     with pytest.raises(
         JinguError, match="511 is too small: 256 bytes at the beginning and inside of words and 1 special"
     ):
         train_tokenizer(iter(["x"]), 511, ["<a>"], "wordpiece")
-    with pytest.raises(JinguError, match="END would be found in text, because wordpiece takes a whole word"):
+    with pytest.raises(JinguError, match="END would be recognized in text, because wordpiece takes a known word"):
         train_tokenizer(iter(["x"]), 600, ["END"], "wordpiece")
     for specials in ([], ["<a>", "<a>"], [""]):
-        with pytest.raises(JinguError, match=r"tokenizer\.special_tokens: there must be at least one, each once"):
+        with pytest.raises(
+            JinguError, match=r"tokenizer\.special_tokens: there must be at least one special token, each once"
+        ):
             train_tokenizer(iter(["x"]), 300, specials)
 
 
@@ -236,13 +238,13 @@ def test_other_algorithms_write_every_text_as_bytes(algorithm: Any, tmp_path: Pa
     tokenizer = train_tokenizer(iter(texts), 640, ["<|endoftext|>", "<END>"], algorithm)
     again = train_tokenizer(iter(texts), 640, ["<|endoftext|>", "<END>"], algorithm)
     assert tokenizer.fingerprint() == again.fingerprint() or algorithm == "unigram"
-    assert (tokenizer.end_id, tokenizer.special_tokens["<END>"]) == (0, 1)
-    assert 514 <= tokenizer.vocabulary <= 640
+    assert (tokenizer.eos_token_id, tokenizer.special_tokens["<END>"]) == (0, 1)
+    assert 514 <= tokenizer.vocab_size <= 640
     for text in [*SAMPLES, *TRAINING_TEXTS, "<END> of END", "x" * 3000, "## ▁▁ ##"]:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert int(tokenizer.byte_lengths()[ids].sum()) == len(text.encode())
-        assert b"".join(map(tokenizer.bytes_of, ids)) == text.encode()
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
         assert not {0, 1} & set(ids)
     assert len(tokenizer.encode(texts[-1])) < 0.6 * len(texts[-1])
     tokenizer.save(tmp_path)
@@ -252,7 +254,7 @@ def test_other_algorithms_write_every_text_as_bytes(algorithm: Any, tmp_path: Pa
 
 def test_wordpiece_takes_the_longest_piece_each_time() -> None:
     tokenizer = train_tokenizer(iter(["unable unaffable ableable"] * 9), 530, ["<end>"], "wordpiece")
-    pieces = tokenizer.pieces()
+    pieces = tokenizer.vocab()
     names = {id_: piece for piece, id_ in pieces.items()}
     for word in ("unaffable", "unable", "ablun"):
         rest, expected = word, []

@@ -11,34 +11,36 @@ import pytest
 import torch
 import transformers
 
-from jingu.checkpoint.hub import load_model, open_model
 from jingu.cli import main
 from jingu.data.build import build
 from jingu.data.dataset import open_dataset
-from jingu.data.indexed import IndexedWriter
+from jingu.data.indexed_dataset import IndexedWriter
 from jingu.errors import JinguError
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import load_model
+from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.verbs import train as train_tokenizer
+from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.train.run import open_run
 
 T5 = {
-    "data.objective": {"type": "span_corruption", "rate": 0.25, "mean_length": 2.5, "sentinels": 8},
+    "data.objective": {"type": "span_corruption", "noise_density": 0.25, "mean_span_length": 2.5, "num_sentinels": 8},
     "model.family": "t5",
-    "model.kv_heads": None,
-    "model.head_size": 9,
-    "tokenizer.vocabulary": 397,
+    "model.num_kv_heads": None,
+    "model.head_dim": 9,
+    "tokenizer.vocab_size": 397,
     "train.steps": 6,
 }
 MIXTURE = {
     **T5,
     "model": {
         "preset": "cpm2-moe-198b",
-        "layers": 2,
-        "width": 32,
-        "heads": 4,
-        "feed_forward": 42,
-        "experts": {"number": 4, "router": "top_k", "balance": 0.01},
-        "vocabulary": 397,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "intermediate_size": 42,
+        "experts": {"num_experts": 4, "router": "top_k", "aux_loss_coef": 0.01},
+        "vocab_size": 397,
     },
 }
 
@@ -52,13 +54,13 @@ def corrupted(library, tmp_path_factory) -> dict[str, Any]:
     settings: dict[str, Any] = {"tokenizer.path": str(place / "tokenizer"), "data.path": str(place / "data")}
     config = RunConfig.model_validate(
         {
-            "tokenizer": {"path": settings["tokenizer.path"], "vocabulary": 397},
+            "tokenizer": {"path": settings["tokenizer.path"], "vocab_size": 397},
             "data": {
                 "input": str(library.text),
                 "path": settings["data.path"],
                 "suffixes": [".py"],
-                "held_out": 0.2,
-                "workers": 1,
+                "validation_fraction": 0.2,
+                "num_workers": 1,
                 "objective": T5["data.objective"],
             },
         }
@@ -73,11 +75,11 @@ def test_the_tokenizer_has_the_sentinels(corrupted):
     assert list(tokenizer.special_tokens) == ["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(8))]
 
 
-LAYOUTS = [{"zero": 3}, {"tensor": 2}, {"context": 2}]
+LAYOUTS = [{"zero_stage": 3}, {"tensor": 2}, {"context": 2}]
 PIPELINES = [
-    {"pipeline": 2, "parts": [1, 3]},  # cut inside the encoder
-    {"pipeline": 2, "parts": [2, 2]},  # between the two
-    {"pipeline": 2, "schedule": "interleaved"},
+    {"pipeline": 2, "layers_per_stage": [1, 3]},  # cut inside the encoder
+    {"pipeline": 2, "layers_per_stage": [2, 2]},  # between the two
+    {"pipeline": 2, "pipeline_schedule": "interleaved"},
 ]
 
 
@@ -86,15 +88,21 @@ PIPELINES = [
     [
         (T5, [LAYOUTS[1], PIPELINES[0]]),
         (MIXTURE, [LAYOUTS[1], PIPELINES[2]]),
-        pytest.param(T5, [*({"zero": n} for n in range(4)), LAYOUTS[2], PIPELINES[1]], marks=pytest.mark.slow),
+        pytest.param(T5, [*({"zero_stage": n} for n in range(4)), LAYOUTS[2], PIPELINES[1]], marks=pytest.mark.slow),
         pytest.param(MIXTURE, [*LAYOUTS[::2], *PIPELINES[:2]], marks=pytest.mark.slow),
     ],
     ids=["t5", "cpm2-mixture", "t5-more", "cpm2-mixture-more"],
 )
-def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_run, train_on, done):
-    changes = {**corrupted, **model, "evaluation.every": 3, "evaluation.sequences": 5, "evaluation.prompts": ["def "]}
-    changes |= {"evaluation.prompt_tokens": 4}
-    alone = tiny_run({**changes, "batch.micro_size": 2}, name="alone")
+def test_every_layout_equals_one_process(model, layouts, corrupted, tiny_run, train_on, done):
+    changes = {
+        **corrupted,
+        **model,
+        "evaluation.every": 3,
+        "evaluation.num_sequences": 5,
+        "evaluation.sample_prompts": ["def "],
+    }
+    changes |= {"evaluation.max_new_tokens": 4}
+    alone = tiny_run({**changes, "batch.micro_batch_size": 2}, name="alone")
     train_on(1, alone)
     one = done(alone)
     losses, norms, weights = one.column("loss"), one.column("grad_norm"), one.tensors()
@@ -104,7 +112,7 @@ def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_
     assert one.column("bits_per_byte", "evaluation") == [None] * 2
     assert one.column("tokens", "evaluation") == [5 * (8 + 3 + 1)] * 2
     configs = [
-        tiny_run({**changes, "batch.micro_size": 2, "parallel": layout}, name=f"layout-{number}")
+        tiny_run({**changes, "batch.micro_batch_size": 2, "parallel": layout}, name=f"layout-{number}")
         for number, layout in enumerate(layouts)
     ]
     train_on(2, *configs)
@@ -120,8 +128,8 @@ def test_every_layout_is_the_run_of_one_process(model, layouts, corrupted, tiny_
             torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{config.name} {name}")
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(corrupted, tiny_run, train_on, done):
-    """Also with blocks that are computed again in the backward pass."""
+def test_a_stopped_run_resumes_to_the_same_bytes(corrupted, tiny_run, train_on, done):
+    """Also with activation checkpointing."""
     changes = {**corrupted, **T5, "schedule": {"type": "constant", "warmup": 0}}
     whole = tiny_run(changes, name="whole")
     train_on(1, whole)
@@ -136,15 +144,15 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(corrupted, tiny_run, train_on, 
 
 
 def test_generated_inspected_and_exported(corrupted, tiny_run, train_on, tmp_path, capsys):
-    config = tiny_run({**corrupted, **T5, "precision.type": "fp32", "train.steps": 40, "batch.micro_size": 8})
+    config = tiny_run({**corrupted, **T5, "precision.type": "fp32", "train.steps": 40, "batch.micro_batch_size": 8})
     train_on(1, config)
-    run, out = Path(config.runs) / config.name, tmp_path / "exported"
+    run, out = Path(config.runs_dir) / config.name, tmp_path / "exported"
     capsys.readouterr()
     assert main(["generate", str(run), "def <extra_id_0>heappop", "--max-tokens", "9", "--precision", "fp32"]) == 0
     text = capsys.readouterr().out
     assert main(["model", "inspect", str(run), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["family"], facts["dimensions"]["encoder_layers"], facts["faults"]) == ("t5", 2, [])
+    assert (facts["family"], facts["dimensions"]["num_encoder_layers"], facts["problems"]) == ("t5", 2, [])
     assert main(["export", str(run), "--to", str(out)]) == 0
 
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(out).eval()
@@ -152,11 +160,13 @@ def test_generated_inspected_and_exported(corrupted, tiny_run, train_on, tmp_pat
     ours = load_model(open_model(run), torch.float32)
     tokenizer = Tokenizer.load(out)
     mark = tokenizer.special_tokens["<extra_id_0>"]
-    source = torch.tensor([[*tokenizer.encode("def "), mark, *tokenizer.encode("heappop"), tokenizer.end_id]])
-    target = torch.tensor([[tokenizer.start_id, 5, 77, 201]])
+    source = torch.tensor([[*tokenizer.encode("def "), mark, *tokenizer.encode("heappop"), tokenizer.eos_token_id]])
+    target = torch.tensor([[tokenizer.decoder_start_token_id, 5, 77, 201]])
     with torch.no_grad():
         logits = model(input_ids=source, decoder_input_ids=target).logits
-        torch.testing.assert_close(ours.logits(ours(target, source_BS=source)), logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours.logits(ours(Inputs(target, source=Inputs(source)))), logits, rtol=1e-4, atol=1e-5
+        )
     ids = model.generate(source, max_new_tokens=9, do_sample=False)[0, 1:].tolist()
     assert "<extra_id_0>" in text and text == loaded.decode(ids).removesuffix("<|endoftext|>") + "\n"
     capsys.readouterr()
@@ -168,23 +178,25 @@ def test_objective_and_model_must_fit(corrupted, tiny_run):
     with pytest.raises(JinguError) as error:
         open_run(tiny_run({**corrupted, **T5, "data.objective": {"type": "causal"}}))
     assert str(error.value) == (
-        "data.objective.type: t5 has an encoder, and causal gives that no source to read. Set it to span_corruption, "
-        "or choose a model.family without an encoder (llama)."
+        "data.objective.type: t5 has an encoder, for which the objective causal has no input. Set it to "
+        "span_corruption, or choose a model.family without an encoder (llama)."
     )
     with pytest.raises(JinguError) as error:
-        open_run(tiny_run({**corrupted, **T5, "model.family": "llama", "model.head_size": 8}))
+        open_run(tiny_run({**corrupted, **T5, "model.family": "llama", "model.head_dim": 8}))
     assert str(error.value) == (
-        "data.objective.type: llama has no encoder, and span_corruption gives it a source to read. Set it to causal, "
+        "data.objective.type: the objective span_corruption needs an encoder, and llama has none. Set it to causal, "
         "or choose a model.family with an encoder (t5)."
     )
-    held_out = open_dataset(Path(corrupted["data.path"]), "held_out").tokens
-    with pytest.raises(JinguError, match=f"which do not fill one sequence of {held_out + 1:,}"):
-        open_run(tiny_run({**corrupted, **T5, "batch.sequence_length": held_out + 1, "evaluation.every": 1}))
+    held_out = open_dataset(Path(corrupted["data.path"]), "validation").tokens
+    with pytest.raises(JinguError, match=f"fewer than one sequence of {held_out + 1:,}"):
+        few_spans = {"type": "span_corruption", "num_sentinels": 8, "mean_span_length": 5000.0}
+        changes = {"batch.sequence_length": held_out + 1, "evaluation.every": 1, "data.objective": few_spans}
+        open_run(tiny_run({**corrupted, **T5, **changes}))
 
 
 def test_without_sentinels_the_tokenizer_is_refused(tiny_run):
     with pytest.raises(JinguError, match=r"the tokenizer lacks 3 of the 3 sentinels .* such as <extra_id_0>"):
-        open_run(tiny_run({**T5, "tokenizer.vocabulary": 389}))
+        open_run(tiny_run({**T5, "tokenizer.vocab_size": 389}))
 
 
 def test_it_trains_on_a_data_set_of_cpm2(corrupted, tiny_run, train_on, done, tmp_path):

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder, parameter_shapes
-from jingu.model.initialise import initialise
+from jingu.model.weight_init import init_weights
 from jingu.runtime.device import is_out_of_memory
-from jingu.train import loop, session
+from jingu.train import loop, pretraining, trainer
 from jingu.train.run import Run, open_run
 from jingu.train.schedule import learning_rate
 
@@ -25,14 +25,14 @@ def bare_loop(run: Run) -> tuple[Decoder, list[float], list[float]]:
     """The trained model, and loss and gradient norm of each step."""
     config = run.config
     model = Decoder(run.spec).double()
-    initialise(model, run.spec, config.seed)
+    init_weights(model, run.spec, config.seed)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = run.source.batch(step, 0, config.batch.global_size)
+        batch = run.source.batch(step, 0, config.batch.global_batch_size)
         logits = model.logits(model(batch.tokens))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         loss.backward()
@@ -45,9 +45,9 @@ def bare_loop(run: Run) -> tuple[Decoder, list[float], list[float]]:
     return model, losses, norms
 
 
-@pytest.mark.parametrize("family", [{}, {"model.family": "gpt2", "model.kv_heads": None}], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("family", [{}, {"model.family": "gpt2", "model.num_kv_heads": None}], ids=["llama", "gpt2"])
 def test_equals_a_bare_loop(family, tiny_run, train_on, done):
-    changes = {**family, "train.steps": STEPS, "evaluation.every": 100, "evaluation.sequences": "all"}
+    changes = {**family, "train.steps": STEPS, "evaluation.every": 100, "evaluation.num_sequences": "all"}
     config = tiny_run(changes)
     train_on(1, config)
     run = open_run(config)
@@ -66,16 +66,16 @@ def test_equals_a_bare_loop(family, tiny_run, train_on, done):
 
 def held_out(model: Decoder, run: Run) -> dict[str, Any]:
     """Each held-out token predicted once, window by window, each after the token before it."""
-    assert run.held_out is not None
-    text = run.held_out.dataset
-    ids = [run.tokenizer.end_id, *text.gather(torch.tensor([0]).numpy(), text.tokens)[0].tolist()]
+    assert run.validation is not None
+    text = run.validation.dataset
+    ids = [run.tokenizer.eos_token_id, *text.gather(torch.tensor([0]).numpy(), text.tokens)[0].tolist()]
     length, total = run.config.batch.sequence_length, 0.0
     for start in range(0, len(ids) - 1, length):
         window = torch.tensor(ids[start : start + length + 1])
         with torch.no_grad():
             logits = model.logits(model(window[None, :-1]))
         total += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
-    size = sum(shard.text_bytes for shard in text.manifest.held_out.shards)
+    size = sum(shard.text_bytes for shard in text.manifest.validation.shards)
     tokens = len(ids) - 1
     return {"loss": total / tokens, "bits_per_byte": total / math.log(2) / size, "tokens": tokens, "bytes": size}
 
@@ -91,8 +91,8 @@ def test_a_logged_loss_is_the_mean_since_the_last_line(tiny_run, train_on, done)
     assert done(some).column("tokens") == [3 * 8 * 33, 6 * 8 * 33, 7 * 8 * 33]
 
 
-def test_what_metrics_say_of_the_run(tiny_run, train_on, done):
-    evaluation = {"evaluation.every": 1, "evaluation.prompts": ["def "], "evaluation.prompt_tokens": 3}
+def test_the_lines_of_the_metrics_file(tiny_run, train_on, done):
+    evaluation = {"evaluation.every": 1, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 3}
     config = tiny_run({"train.steps": 2, **evaluation})
     train_on(1, config)
     kinds = [line["type"] for line in done(config).lines()]
@@ -106,16 +106,16 @@ def test_what_metrics_say_of_the_run(tiny_run, train_on, done):
     assert all(line["memory_bytes"] > 0 and line["tokens_per_second"] > 0 for line in done(config).lines("train"))
 
 
-def test_a_loss_that_is_no_number_is_told(tiny_run, train_on, done, capsys):
-    """The run goes on: a checkpoint from before may be wanted, and the person decides."""
-    config = tiny_run({"train.steps": 3, "optimizer.lr": 1e300, "train.clip_norm": None, "schedule.warmup": 0})
+def test_a_non_finite_loss_is_logged(tiny_run, train_on, done, capsys):
+    """Training continues: earlier checkpoints stay, and the user decides."""
+    config = tiny_run({"train.steps": 3, "optimizer.lr": 1e300, "train.max_grad_norm": None, "schedule.warmup": 0})
     train_on(1, config)
     assert done(config).column("loss")[-1] == "nan"
     assert "The loss is nan at step " in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_is_told_once(tiny_run, train_on, monkeypatch, capsys):
-    """And once more where it is a number again."""
+def test_a_non_finite_loss_is_logged_once(tiny_run, train_on, monkeypatch, capsys):
+    """And once more when it is finite again."""
     values, step = iter([1.0, math.nan, math.inf, 2.0, 3.0, math.nan]), loop.train_step
     monkeypatch.setattr(
         loop, "train_step", lambda *a, **k: replace(step(*a, **k), loss=torch.tensor(next(values)).double())
@@ -123,53 +123,58 @@ def test_a_loss_that_is_no_number_is_told_once(tiny_run, train_on, monkeypatch, 
     train_on(1, tiny_run({"train.steps": 6, "train.log_every": 1, "evaluation.every": 0}))
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("The loss is")]
     assert [line.partition(":")[0] for line in told] == [
-        "The loss is nan at step 2", "The loss is a number again at step 4.", "The loss is nan at step 6",
+        "The loss is nan at step 2", "The loss is finite again at step 4.", "The loss is nan at step 6",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("sequences", [2, "all"])
-def test_a_long_evaluation_is_told_before_it_begins(sequences, tiny_run, train_on, monkeypatch, capsys):
+def test_a_long_evaluation_is_announced(sequences, tiny_run, train_on, monkeypatch, capsys):
     said: list[str] = []
-    measure = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: said.append(capsys.readouterr().err) or measure(*a, **k))
-    changes = {"train.steps": 1, "evaluation.every": 1, "evaluation.sequences": sequences}
-    train_on(1, tiny_run({**changes, "evaluation.sequences_at_end": sequences}))
+    measure = pretraining.evaluate
+    monkeypatch.setattr(
+        pretraining, "evaluate", lambda *a, **k: said.append(capsys.readouterr().err) or measure(*a, **k)
+    )
+    changes = {"train.steps": 1, "evaluation.every": 1, "evaluation.num_sequences": sequences}
+    train_on(1, tiny_run({**changes, "evaluation.num_sequences_at_end": sequences}))
     (before,) = said
-    assert ("step 1: measuring the loss on all held-out text, " in before) == (sequences == "all")
+    assert ("Evaluating on the whole validation split, " in before) == (sequences == "all")
 
 
-def test_the_end_is_told(tiny_run, done, capsys, peak):
-    from jingu.train.verbs import train
+def test_the_end_of_a_run_is_logged(tiny_run, done, capsys, peak):
+    from jingu.train.commands import train
 
-    config = tiny_run({"train.steps": 2, "evaluation.every": 2, "evaluation.sequences": 2})
+    config = tiny_run({"train.steps": 2, "evaluation.every": 2, "evaluation.num_sequences": 2})
     assert train(config) == 0
-    loss = done(config).column("loss", "evaluation")[-1]
+    loss, bits = (done(config).column(name, "evaluation")[-1] for name in ("loss", "bits_per_byte"))
     said = capsys.readouterr().err
     assert ", 39.3k parameters, " in said and " 528 in all (" in said
     checkpoint = done(config).checkpoint()
-    assert f"Complete: 2 steps with a held-out loss of {loss:.4f}. The checkpoint is {checkpoint}.\n" in said
+    assert (
+        f"Complete: 2 steps, validation loss {loss:.4f}, bits per byte {bits:.4f}. The checkpoint is {checkpoint}.\n"
+        in said
+    )
 
 
-def test_no_more_than_the_whole_peak_is_reached():
-    from jingu.train.loop import Meter
+def test_the_share_of_the_peak_is_at_most_one():
+    from jingu.train.throughput import ThroughputMeter
 
-    meter = Meter(2.0, iter([10.0, 30.0, 30.0]).__next__)
-    assert [meter.share(rate) for rate in (2.5, 10.0, 7.5, 30.0, 15.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]
+    meter = ThroughputMeter(2.0, iter([10.0, 30.0, 30.0]).__next__)
+    assert [meter.peak_share(rate) for rate in (2.5, 10.0, 7.5, 30.0, 15.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]
 
 
-def test_what_the_memory_cannot_hold_is_refused_before_it_is_made(tiny_run, train_on, done, monkeypatch):
+def test_a_model_larger_than_memory_is_refused_before_allocation(tiny_run, train_on, done, monkeypatch):
     """Weights, gradients and two moments in fp64, and a counter of steps for each parameter."""
     config = tiny_run({"train.steps": 1})
     numbers = sum(shape.numel() for shape in parameter_shapes(open_run(config).spec).values())
-    monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers - 1)
+    monkeypatch.setattr(trainer, "total_memory", lambda device: 4 * 8 * numbers - 1)
     with pytest.raises(JinguError, match=r"^model: weights, gradients and optimizer state of one rank take "):
         train_on(1, config)
-    monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers + 1000)
+    monkeypatch.setattr(trainer, "total_memory", lambda device: 4 * 8 * numbers + 1000)
     train_on(1, config)
     assert done(config).column("step") == [1]
 
 
-def test_a_failed_allocation_is_told_from_other_mistakes():
+def test_out_of_memory_is_told_apart_from_other_errors():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)

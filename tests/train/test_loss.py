@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from jingu.train import loss as loss_module
-from jingu.train.loss import chunk_loss, summed_cross_entropy
+from jingu.train.loss import chunk_loss, linear_cross_entropy
 
 
 def reference(hidden, weight, labels):
@@ -34,8 +34,8 @@ def test_equals_whole_logits_in_fp64(rows, length, width, vocabulary, chunk, see
     results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
-        patch.setattr(loss_module, "LEAST_ROWS", 1)
-        for function in (summed_cross_entropy, reference):
+        patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
+        for function in (linear_cross_entropy, reference):
             x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             total = function(x, w, labels)
             (total * 0.37).backward()
@@ -61,7 +61,7 @@ def test_smoothing_z_loss_and_factors(smoothing, z):
     losses = losses + z * logits.logsumexp(-1).flatten().square() * (labels.flatten() >= 0)
     (losses * factors.flatten()).sum().backward()
     a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total = summed_cross_entropy(a, b, labels, partial(chunk_loss, smoothing=smoothing, z=z), factors_BT=factors)
+    total = linear_cross_entropy(a, b, labels, partial(chunk_loss, smoothing=smoothing, z=z), factors_BT=factors)
     total.backward()
     torch.testing.assert_close(total, (losses * factors.flatten()).sum(), rtol=1e-12, atol=0)
     torch.testing.assert_close(a.grad, x.grad, rtol=1e-11, atol=1e-13)
@@ -71,23 +71,23 @@ def test_smoothing_z_loss_and_factors(smoothing, z):
 def test_only_gradients_that_are_wanted_are_computed(monkeypatch):
     """A head that is not trained takes one product less, an evaluation two."""
     products = []
-    counted = loss_module.accumulate_product
-    monkeypatch.setattr(loss_module, "accumulate_product", lambda *a: products.append("weight") or counted(*a))
+    counted = loss_module.matmul_accumulate
+    monkeypatch.setattr(loss_module, "matmul_accumulate", lambda *a: products.append("weight") or counted(*a))
     counting = loss_module.matmul
     monkeypatch.setattr(loss_module, "matmul", lambda *a: products.append("other") or counting(*a))
     hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([[1, 2, 3], [4, 0, -100]])
-    summed_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
+    linear_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
     assert products == ["other", "other"] and hidden.grad is not None and weight.grad is None
     products.clear()
     with torch.no_grad():
-        summed_cross_entropy(hidden, weight.requires_grad_(), labels)
+        linear_cross_entropy(hidden, weight.requires_grad_(), labels)
     assert products == ["other"]
 
 
 def test_large_logits_do_not_overflow():
     hidden = torch.tensor([[[1e4]]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]])
-    total = summed_cross_entropy(hidden, weight, torch.tensor([[1]]))
+    total = linear_cross_entropy(hidden, weight, torch.tensor([[1]]))
     total.backward()
     assert total.item() == pytest.approx(2e4)
     assert torch.isfinite(hidden.grad).all()
@@ -98,7 +98,7 @@ def test_bf16_is_summed_in_fp32():
     hidden = torch.randn(4, 64, 16, generator=generator).bfloat16()
     weight = (torch.randn(300, 16, generator=generator) * 0.1).bfloat16()
     labels = torch.randint(0, 300, (4, 64), generator=generator)
-    total = summed_cross_entropy(hidden, weight, labels)
+    total = linear_cross_entropy(hidden, weight, labels)
     exact = reference(hidden.double(), weight.double(), labels)
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(exact.item(), rel=2e-3)
@@ -106,5 +106,5 @@ def test_bf16_is_summed_in_fp32():
 
 def test_no_gradient_no_work():
     hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
-    total = summed_cross_entropy(hidden, weight, torch.full((2, 3), -100))
+    total = linear_cross_entropy(hidden, weight, torch.full((2, 3), -100))
     assert total.item() == 0.0 and not total.requires_grad

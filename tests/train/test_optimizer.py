@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from jingu.config.sections.train import AdafactorSettings, AdamWSettings, GroupSettings, LionSettings, MuonSettings
+from jingu.config.sections.train import AdafactorSettings, AdamWSettings, LionSettings, MuonSettings, ParamGroupSettings
 from jingu.errors import JinguError
-from jingu.train.optimizer import build_optimizer, check_groups, named_state, orthogonal, set_learning_rate
+from jingu.train.optimizer import (
+    build_optimizer,
+    check_param_groups,
+    named_optimizer_state,
+    orthogonalize,
+    set_learning_rate,
+)
 
 
 class Small(nn.Module):
@@ -83,7 +89,7 @@ def test_adafactor_equals_torch(lr):
     with torch.no_grad():
         for net in (model, copy):
             net.linear.bias.mul_(1e-5)  # below the floor
-    steps(model, build_optimizer(AdafactorSettings(lr=lr, weight_decay=0.1, clip=1.0), model))
+    steps(model, build_optimizer(AdafactorSettings(lr=lr, weight_decay=0.1, clip_threshold=1.0), model))
     groups = [
         {"params": [copy.linear.weight], "weight_decay": 0.1},
         {"params": [copy.linear.bias, copy.norm.weight, copy.norm.bias], "weight_decay": 0.0},
@@ -131,28 +137,28 @@ def test_what_is_orthogonal():
     """Singular values near one, of matrices tall, wide, and several at once."""
     for shape in ((5, 9), (9, 5), (3, 4, 6)):
         matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        values = torch.linalg.svdvals(orthogonal(matrix))
+        values = torch.linalg.svdvals(orthogonalize(matrix))
         assert values.min() > 0.3 and values.max() < 1.3
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        assert (orthogonal(matrix) - u @ v).abs().max() < 0.35
+        assert (orthogonalize(matrix) - u @ v).abs().max() < 0.35
 
 
 def test_groups_by_name():
     model = small(torch.float32)
     groups = [
-        GroupSettings(match="*", rate=0.5),
-        GroupSettings(match="norm.*", rate=2.0, weight_decay=0.2),
-        GroupSettings(match="linear.bias", rate=0.0),
+        ParamGroupSettings(match="*", lr_multiplier=0.5),
+        ParamGroupSettings(match="norm.*", lr_multiplier=2.0, weight_decay=0.2),
+        ParamGroupSettings(match="linear.bias", lr_multiplier=0.0),
     ]
-    optimizer = build_optimizer(AdamWSettings(weight_decay=0.1, groups=groups), model)
+    optimizer = build_optimizer(AdamWSettings(weight_decay=0.1, param_groups=groups), model)
     set_learning_rate(optimizer, 0.1)
     found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     assert found[id(model.linear.weight)] == (0.05, 0.1)
     assert found[id(model.norm.bias)] == (0.2, 0.2)
     assert found[id(model.linear.bias)] == (0.0, 0.0)
-    check_groups(AdamWSettings(groups=groups), ["norm.weight", "linear.bias"])
-    with pytest.raises(JinguError, match=r"no parameter of the model has a name like norm\.\*"):
-        check_groups(AdamWSettings(groups=groups), ["linear.bias", "linear.weight"])
+    check_param_groups(AdamWSettings(param_groups=groups), ["norm.weight", "linear.bias"])
+    with pytest.raises(JinguError, match=r"no parameter of the model matches norm\.\*"):
+        check_param_groups(AdamWSettings(param_groups=groups), ["linear.bias", "linear.weight"])
 
 
 @pytest.mark.parametrize(
@@ -161,10 +167,10 @@ def test_groups_by_name():
 def test_state_is_there_before_the_first_step_and_goes_by_name(settings):
     model = small(torch.float32)
     optimizer = build_optimizer(settings, model)
-    names = [name for name, _ in named_state(optimizer, model)]
+    names = [name for name, _ in named_optimizer_state(optimizer, model)]
     assert {"exp_avg/linear.weight", "row_var/linear.weight"} & set(names)
     model(torch.randn(2, 3)).backward()
     optimizer.step()
-    assert [name for name, _ in named_state(optimizer, model)] == names
+    assert [name for name, _ in named_optimizer_state(optimizer, model)] == names
     set_learning_rate(optimizer, 0.5)
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.config.sections.train import FP16Settings, PrecisionSettings
-from jingu.train.precision import LossScale, choose_precision, first_scale
+from jingu.train.precision import LossScale, choose_precision, initial_loss_scale
 from tests.conftest import train_all
 
-FP16 = {"precision": {"type": "fp16", "initial_scale": 1024.0}, "batch.micro_size": 2}
+FP16 = {"precision": {"type": "fp16", "initial_loss_scale": 1024.0}, "batch.micro_batch_size": 2}
 
 
 def test_dtypes():
@@ -27,9 +27,9 @@ def test_dtypes():
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-def test_the_scale_without_hysteresis_is_that_of_torch(finite: list[bool], window: int):
-    settings = FP16Settings(window=window, hysteresis=1, minimum_scale=1e-30, initial_scale=512.0)
-    ours = first_scale(settings)
+def test_the_loss_scale_without_hysteresis_equals_torch(finite: list[bool], window: int):
+    settings = FP16Settings(loss_scale_window=window, hysteresis=1, min_loss_scale=1e-30, initial_loss_scale=512.0)
+    ours = initial_loss_scale(settings)
     theirs, tracker = torch.tensor(512.0), torch.tensor(0, dtype=torch.int32)
     for good in finite:
         ours.update(settings, finite=good)
@@ -39,21 +39,21 @@ def test_the_scale_without_hysteresis_is_that_of_torch(finite: list[bool], windo
 
 
 def test_hysteresis_and_minimum():
-    settings = FP16Settings(window=3, hysteresis=2, minimum_scale=4.0, initial_scale=16.0)
-    scale, seen = first_scale(settings), []
+    settings = FP16Settings(loss_scale_window=3, hysteresis=2, min_loss_scale=4.0, initial_loss_scale=16.0)
+    scale, seen = initial_loss_scale(settings), []
     for good in [False, True, False, False, False, False, True, True, True, False, False]:
         scale.update(settings, finite=good)
         seen.append(scale.value)
     assert seen == [16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0]
     assert scale.skipped == 7
-    assert LossScale(1024.0).on_sum(264) == 4.0 and LossScale(1.0).on_sum(1) == 1.0
+    assert LossScale(1024.0).for_sum(264) == 4.0 and LossScale(1.0).for_sum(1) == 1.0
 
 
 def test_fp16_follows_fp32(tiny_run, train_on, done):
     exact = tiny_run({"precision.type": "fp32", "train.steps": 8}, name="fp32")
     train_on(1, exact)
     losses = done(exact).column("loss")
-    runs = [tiny_run({**FP16, "train.steps": 8, "parallel.zero": zero}, name=f"fp16-{zero}") for zero in (0, 3)]
+    runs = [tiny_run({**FP16, "train.steps": 8, "parallel.zero_stage": zero}, name=f"fp16-{zero}") for zero in (0, 3)]
     train_on(2, *runs)
     for run in runs:
         assert done(run).column("loss") == pytest.approx(losses, rel=2e-3)
@@ -65,7 +65,7 @@ def test_fp16_follows_fp32(tiny_run, train_on, done):
 
 def overflowing(rank: int, world: int, config: Any, who: int, when: int) -> None:
     """Train, where the loss of one rank is infinite at one step."""
-    from jingu.train.task import Pretraining
+    from jingu.train.pretraining import Pretraining
 
     honest, batch_of, at = Pretraining.loss, Pretraining.batch, [-1]
 
@@ -84,31 +84,34 @@ def overflowing(rank: int, world: int, config: Any, who: int, when: int) -> None
 
 
 def test_a_step_skipped_on_one_rank_is_skipped_on_all(tiny_run, ranks, done):
-    changes = {**FP16, "train.steps": 4, "parallel.zero": 0, "checkpoint.every": 1, "checkpoint.keep": 9}
+    changes = {**FP16, "train.steps": 4, "parallel.zero_stage": 0, "checkpoint.every": 1, "checkpoint.keep_last": 9}
     changes["precision"] = {**FP16["precision"], "hysteresis": 1}
     config = tiny_run(changes)
     ranks.run(overflowing, 2, config, 1, 2)
     run = done(config)
     assert run.column("skipped") == [0, 0, 1, 1]
     assert run.column("loss_scale") == [1024.0, 1024.0, 512.0, 512.0]
-    from jingu.checkpoint import files, store
+    from jingu.checkpoint import save_folder, store
 
     folders = sorted((run.folder / "checkpoints").iterdir())
-    weights = [{name: store.Reader(folder).read(name) for name in files.names(folder)} for folder in folders]
+    weights = [
+        {name: store.CheckpointReader(folder).read(name) for name in save_folder.tensor_names(folder)}
+        for folder in folders
+    ]
     same = [all(torch.equal(now[name], before[name]) for name in now) for before, now in pairwise(weights)]
     assert same == [False, True, False]
     for rank in (0, 1):
         log = (run.folder / "log" / f"rank-{rank:05d}.log").read_text()
-        assert "Step 3 is skipped: its gradient overflowed fp16. The loss scale is 512.\n" in log
+        assert "Step 3 is skipped: its gradient overflowed fp16. The loss scale is now 512.\n" in log
 
 
-def test_a_run_that_stops_goes_on_with_its_scale(tiny_run, train_on, done, monkeypatch):
+def test_a_stopped_run_resumes_with_its_loss_scale(tiny_run, train_on, done, monkeypatch):
     """The first steps overflow, and the scale has just fallen and grown again where the run is cut in two."""
-    from jingu.runtime.signals import SharedStop, Told
-    from jingu.train import verbs
+    from jingu.runtime.signals import CollectiveStop, StopDecision
+    from jingu.train import commands
 
-    precision = {"type": "fp16", "initial_scale": 2.0**24, "window": 3, "hysteresis": 1}
-    changes = {"precision": precision, "batch.micro_size": 4, "train.steps": 12}
+    precision = {"type": "fp16", "initial_loss_scale": 2.0**24, "loss_scale_window": 3, "hysteresis": 1}
+    changes = {"precision": precision, "batch.micro_batch_size": 4, "train.steps": 12}
     whole = tiny_run(changes, name="whole")
     train_on(1, whole)
     expected = done(whole)
@@ -118,13 +121,13 @@ def test_a_run_that_stops_goes_on_with_its_scale(tiny_run, train_on, done, monke
     halves = tiny_run(changes, name="halves")
     calls = iter(range(100))
 
-    def ask(self: SharedStop, *_wishes: bool) -> Told:
+    def ask(self: CollectiveStop, *_wishes: bool) -> StopDecision:
         self.code = 130 if next(calls) == 6 else 0
-        return Told(self.code, False, False)
+        return StopDecision(self.code, False, False)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SharedStop, "ask", ask)
-        assert verbs.train(halves) == 130
+        patch.setattr(CollectiveStop, "ask", ask)
+        assert commands.train(halves) == 130
     train_on(1, halves)
     for column in ("loss", "loss_scale", "skipped", "grad_norm"):
         assert done(halves).column(column) == expected.column(column)
@@ -160,10 +163,12 @@ def reduced_in(rank: int, world: int, configs: list[Any]) -> list[set[torch.dtyp
     return results
 
 
-def test_the_format_of_the_reduction_is_a_choice(tiny_run, ranks, done):
+def test_the_dtype_of_the_reduction_is_configurable(tiny_run, ranks, done):
     kinds = {"bf16": {"type": "bf16"}, "bf16-narrow": {"type": "bf16", "reduce": "bf16"}}
     kinds["fp32-narrow"] = {"type": "fp32", "reduce": "bf16"}
-    runs = [tiny_run({"precision": kind, "parallel.zero": 2, "train.steps": 3}, name=n) for n, kind in kinds.items()]
+    runs = [
+        tiny_run({"precision": kind, "parallel.zero_stage": 2, "train.steps": 3}, name=n) for n, kind in kinds.items()
+    ]
     assert ranks.run(reduced_in, 2, runs)[0] == [{torch.float32}, {torch.bfloat16}, {torch.bfloat16}]
     norms = [done(run).column("grad_norm") for run in runs]
     assert norms[1] == pytest.approx(norms[0], rel=0.02) and norms[1] != norms[0]

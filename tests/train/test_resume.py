@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: in the same layout to the last bit, in another one to nine digits, and when it is not."""
+"""Resuming from a checkpoint: bitwise in the same layout, to nine digits in another one, and when it is refused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.data.build import build
 from jingu.errors import JinguError
-from jingu.runtime.ranks import joined
+from jingu.runtime.ranks import join_process_group
 from jingu.runtime.signals import StopRequest
 from jingu.train import loop as loop_module
-from jingu.train.verbs import train, train_joined
+from jingu.train.commands import train, train_on_rank
 
 TIMES = ("time", "seconds", "tokens_per_second", "peak_share", "memory_bytes")
 SETTINGS = {
     "train.log_every": 3,
     "checkpoint.every": 5,
     "evaluation.every": 5,
-    "evaluation.prompts": ["def "],
-    "evaluation.prompt_tokens": 4,
-    "evaluation.sequences": 3,
+    "evaluation.sample_prompts": ["def "],
+    "evaluation.max_new_tokens": 4,
+    "evaluation.num_sequences": 3,
 }
 
 
@@ -58,14 +58,14 @@ def train_until(config: RunConfig, step: int) -> int:
 
     loop_module.train_step = watched
     try:
-        with joined("cpu", 1) as ranks:
-            return train_joined(config, ranks, request)
+        with join_process_group("cpu", 1) as ranks:
+            return train_on_rank(config, ranks, request)
     finally:
         loop_module.train_step = original
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
-def test_stopped_anywhere_the_run_is_the_undisturbed_one(optimizer, tiny_run, done):
+def test_a_run_stopped_anywhere_equals_the_undisturbed_one(optimizer, tiny_run, done):
     """Weights and metrics to the last bit: stopped within a logging interval, at an evaluation, right at the start."""
     whole = tiny_run({**SETTINGS, "optimizer": {"type": optimizer, "lr": 1e-3}, "precision.type": "fp32"}, name="whole")
     assert train(whole) == 0
@@ -80,7 +80,7 @@ def test_stopped_anywhere_the_run_is_the_undisturbed_one(optimizer, tiny_run, do
     assert seconds == sorted(seconds)
 
 
-def test_lines_of_steps_taken_again_are_dropped(tiny_run, done):
+def test_lines_of_repeated_steps_are_dropped(tiny_run, done):
     """As after a crash: the newest checkpoint is older than the last lines, and the very last is torn."""
     config = tiny_run(SETTINGS)
     assert train(config) == 0
@@ -99,13 +99,13 @@ def test_lines_of_steps_taken_again_are_dropped(tiny_run, done):
     assert done(config).column("resumed_from", "start") == [None, 15]
 
 
-def test_a_complete_run_is_left_as_it_is(tiny_run, done, capsys):
+def test_a_complete_run_is_unchanged(tiny_run, done, capsys):
     config = tiny_run({"train.steps": 3})
     assert train(config) == 0
     lines, tensors = done(config).lines(), done(config).tensors()
     capsys.readouterr()
     assert train(config) == 0
-    assert "The run is complete already: 3 steps are done.\n" in capsys.readouterr().err
+    assert "The run is complete already, with 3 steps.\n" in capsys.readouterr().err
     assert done(config).lines() == lines
     assert_equal_tensors(done(config).tensors(), tensors)
 
@@ -114,10 +114,10 @@ def test_saved_on_two_ranks_resumed_on_one_and_on_four(tiny_run, train_on, done,
     undisturbed = tiny_run(name="undisturbed")
     train_on(1, undisturbed)
     losses = done(undisturbed).column("loss")
-    begun = tiny_run({"checkpoint.every": 8, "parallel.zero": 2}, name="begun")
+    begun = tiny_run({"checkpoint.every": 8, "parallel.zero_stage": 2}, name="begun")
     assert ranks.run(stopped_at, 2, begun, 9) == [130, 130]
     for world, zero in ((1, 1), (2, 2), (4, 3), (4, 0)):
-        config = tiny_run({"parallel.zero": zero}, name=f"on-{world}-{zero}")
+        config = tiny_run({"parallel.zero_stage": zero}, name=f"on-{world}-{zero}")
         shutil.copytree(done(begun).folder, done(config).folder)
         train_on(world, config)
         assert done(config).column("resumed_from", "start")[-1] == done(begun).column("step")[-1]
@@ -127,7 +127,7 @@ def test_saved_on_two_ranks_resumed_on_one_and_on_four(tiny_run, train_on, done,
 
 def stopped_at(rank: int, world: int, config: RunConfig, step: int) -> int:
     """Only the last rank is asked to stop, and all of them do, one step later."""
-    from jingu.runtime.ranks import Ranks
+    from jingu.runtime.ranks import RankInfo
 
     request, original = StopRequest(), loop_module.train_step
 
@@ -138,13 +138,13 @@ def stopped_at(rank: int, world: int, config: RunConfig, step: int) -> int:
 
     loop_module.train_step = watched
     try:
-        return train_joined(config, Ranks(rank, world, torch.device("cpu")), request)
+        return train_on_rank(config, RankInfo(rank, world, torch.device("cpu")), request)
     finally:
         loop_module.train_step = original
 
 
-def test_same_layout_on_two_ranks_goes_on_bitwise(tiny_run, train_on, done, ranks):
-    whole = tiny_run({"precision.type": "fp32", "parallel.zero": 2}, name="whole")
+def test_the_same_layout_on_two_ranks_resumes_bitwise(tiny_run, train_on, done, ranks):
+    whole = tiny_run({"precision.type": "fp32", "parallel.zero_stage": 2}, name="whole")
     train_on(2, whole)
     parts = whole.model_copy(update={"name": "parts"})
     assert ranks.run(stopped_at, 2, parts, 7) == [130, 130]
@@ -165,7 +165,7 @@ def damage(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_passed_over(tiny_run, done, capsys):
+def test_a_damaged_checkpoint_is_skipped(tiny_run, done, capsys):
     config = tiny_run({"checkpoint.every": 5, "train.steps": 15})
     assert train(config) == 0
     tensors, lines = done(config).tensors(), untimed(done(config).lines())
@@ -173,13 +173,13 @@ def test_a_damaged_checkpoint_is_passed_over(tiny_run, done, capsys):
     capsys.readouterr()
     assert train(config) == 0
     said = capsys.readouterr().err
-    assert "Passing over step-00000015: shard-00000-of-00001.safetensors: the bytes of tensor " in said
-    assert "do not match their checksum.\nGoing on from step 10.\n" in said
+    assert "Skipping step-00000015: shard-00000-of-00001.safetensors: the bytes of tensor " in said
+    assert "do not match their checksum.\nResuming from step 10.\n" in said
     assert_equal_tensors(done(config).tensors(), tensors)
     assert untimed(done(config).lines()) == lines
 
 
-def test_no_start_over_where_all_checkpoints_are_damaged(tiny_run, done):
+def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(tiny_run, done):
     config = tiny_run({"checkpoint.every": 5, "train.steps": 10})
     assert train(config) == 0
     folder = done(config).folder
@@ -189,7 +189,7 @@ def test_no_start_over_where_all_checkpoints_are_damaged(tiny_run, done):
     with pytest.raises(JinguError) as raised:
         train(config)
     assert str(raised.value) == (
-        f"{folder}/checkpoints: the run has checkpoints, and none of them is good. Restore one from a copy, or delete "
+        f"{folder}/checkpoints: the run has checkpoints, and none of them is valid. Restore one from a copy, or delete "
         "the folder to start the run over."
     )
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -199,8 +199,8 @@ def test_no_start_over_where_all_checkpoints_are_damaged(tiny_run, done):
 
 
 def mistake(config: RunConfig) -> str:
-    """What is said, where nothing in the run's folder changes."""
-    folder = Path(config.runs) / config.name
+    """Return the error, after checking that nothing in the run's folder has changed."""
+    folder = Path(config.runs_dir) / config.name
 
     def content() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -217,25 +217,25 @@ def test_another_configuration_is_refused(tiny_run, done):
     assert train(config) == 0
     for changes, words, keys in (
         ({"optimizer.lr": 0.02}, "optimizer.lr: 0.01 → 0.02", ["optimizer.lr"]),
-        ({"model.layers": 3, "seed": 6}, "seed: 5 → 6; model.layers: 2 → 3", ["seed", "model.layers"]),
+        ({"model.num_layers": 3, "seed": 6}, "seed: 5 → 6; model.num_layers: 2 → 3", ["seed", "model.num_layers"]),
         ({"train.steps": 3}, "train.steps: 2 → 3", ["train.steps"]),
         ({"precision.type": "fp32"}, "precision.type: fp64 → fp32", ["precision.type"]),
     ):
         assert mistake(tiny_run({"train.steps": 2, **changes})) == (
-            f"{done(config).folder}: this run was started with another configuration: {words}. Going on would mix "
-            "two runs. Choose another name (name=...), delete the folder to start over, or, where that is what you "
-            f"want, go on with {' '.join(f'--allow {key}' for key in keys)}."
+            f"{done(config).folder}: this run was started with another configuration: {words}. To resume it would "
+            "mix two runs. Choose another name (name=...), delete the folder to start over, or, if the change is "
+            f"intended, resume with {' '.join(f'--allow {key}' for key in keys)}."
         )
 
 
-def test_what_is_allowed_passes_and_is_told(tiny_run, done, capsys):
+def test_allowed_changes_pass_and_are_logged(tiny_run, done, capsys):
     config = tiny_run({"train.steps": 4, "checkpoint.every": 2})
     assert train_until(config, 2) == 75
     changed = tiny_run({"train.steps": 6, "checkpoint.every": 2, "optimizer.lr": 0.02, "seed": 6, "train.log_every": 2})
-    assert "go on with --allow seed --allow optimizer.lr --allow train.steps." in mistake(changed)
+    assert "resume with --allow seed --allow optimizer.lr --allow train.steps." in mistake(changed)
     with pytest.raises(JinguError, match=r"--allow: optimizer\.lrr is not a setting\. Did you mean optimizer\.lr\?"):
         train(changed, allow=["optimizer.lrr"])
-    with pytest.raises(JinguError, match=r"go on with --allow optimizer\.lr --allow train\.steps"):
+    with pytest.raises(JinguError, match=r"resume with --allow optimizer\.lr --allow train\.steps"):
         train(changed, allow=["seed"])
     capsys.readouterr()
     assert train(changed, allow=["seed", "optimizer", "train.steps"]) == 0
@@ -245,8 +245,8 @@ def test_what_is_allowed_passes_and_is_told(tiny_run, done, capsys):
     assert train(changed) == 0
 
 
-def test_a_fresh_optimizer_goes_on_with_the_weights(tiny_run, done, capsys):
-    """The new optimizer may be of another kind; the one of the checkpoint then does not fit any more."""
+def test_a_fresh_optimizer_resumes_with_the_weights(tiny_run, done, capsys):
+    """The new optimizer may be of another type, for which the state of the checkpoint does not fit."""
     config = tiny_run({"train.steps": 4, "schedule": {"type": "constant", "warmup": 0}})
     assert train_until(config, 2) == 75
     weights = {name: tensor for name, tensor in done(config).tensors().items() if name.startswith("model/")}
@@ -256,15 +256,15 @@ def test_a_fresh_optimizer_goes_on_with_the_weights(tiny_run, done, capsys):
     with pytest.raises(JinguError, match="this checkpoint is of another model or optimizer"):
         train(lion, allow=["optimizer"])
     assert train(lion, allow=["optimizer"], fresh_optimizer=True) == 0
-    assert "Going on from step 2 with a fresh optimizer.\n" in capsys.readouterr().err
+    assert "Resuming from step 2 with a fresh optimizer.\n" in capsys.readouterr().err
     tensors = done(lion).tensors()
     assert not any("exp_avg_sq" in name for name in tensors)
     for name, weight in weights.items():
         torch.testing.assert_close(tensors[name], weight, rtol=1e-12, atol=1e-12)
 
 
-def test_a_fresh_optimizer_left_in_a_command_applies_once(tiny_run, done, capsys):
-    """Started again after steps of its own, the run goes on with them; asked for anew it begins anew once more."""
+def test_a_repeated_fresh_optimizer_option_applies_once(tiny_run, done, capsys):
+    """A restart with the option keeps the new optimizer; after a start without it, the option applies again."""
 
     def go(until: int, fresh: bool = True) -> str:
         train(tiny_run({"train.steps": until, **constant}, name="run"), fresh_optimizer=fresh)
@@ -275,17 +275,17 @@ def test_a_fresh_optimizer_left_in_a_command_applies_once(tiny_run, done, capsys
 
     constant = {"schedule": {"type": "constant", "warmup": 0}}
     go(2, fresh=False)
-    assert "Going on from step 2 with a fresh optimizer." in go(4)
+    assert "Resuming from step 2 with a fresh optimizer." in go(4)
     assert counter() == 2
     said = go(6)
-    assert "Going on from step 4.\nThe optimizer is the one that began anew at step 2;" in said
+    assert "Resuming from step 4.\nThe optimizer was reset at step 2;" in said
     assert counter() == 4
     assert "fresh optimizer" not in go(7, fresh=False) and counter() == 5
-    assert "Going on from step 7 with a fresh optimizer." in go(8)
+    assert "Resuming from step 7 with a fresh optimizer." in go(8)
     assert counter() == 1
 
 
-def test_a_new_run_begins_with_the_weights_of_another(tiny_run, done):
+def test_a_new_run_starts_from_the_weights_of_another(tiny_run, done):
     first = tiny_run({"train.steps": 2}, name="first")
     assert train(first) == 0
     second = tiny_run({"train.steps": 1, "optimizer.lr": 1e-30}, name="second")
@@ -305,13 +305,13 @@ def test_harmless_changes_pass(tiny_run, done, tmp_path, library):
             "train.steps": 4,
             "schedule": {"type": "constant", "warmup": 2},
             "tokenizer.path": str(tmp_path / "moved"),
-            "tokenizer.vocabulary": 389,
-            "batch.micro_size": 4,
+            "tokenizer.vocab_size": 389,
+            "batch.micro_batch_size": 4,
             "train.log_every": 2,
             "train.activation_checkpointing.type": "full",
-            "parallel.zero": 3,
+            "parallel.zero_stage": 3,
             "evaluation.every": 1,
-            "checkpoint.keep": 1,
+            "checkpoint.keep_last": 1,
         }
     )
     assert train(changed) == 0
@@ -323,7 +323,7 @@ def test_harmless_changes_pass(tiny_run, done, tmp_path, library):
     assert train(fewer) == 0
 
 
-def test_a_data_set_changed_under_the_run_is_refused(tiny_run, done, tmp_path, library):
+def test_a_changed_data_set_is_refused(tiny_run, done, tmp_path, library):
     own = {"data.path": str(tmp_path / "data"), "train.steps": 2}
     shutil.copytree(library.data, tmp_path / "data")
     assert train(tiny_run(own)) == 0
@@ -334,7 +334,7 @@ def test_a_data_set_changed_under_the_run_is_refused(tiny_run, done, tmp_path, l
     build(tiny_run({**own, "data.input": str(text)}))
     assert mistake(tiny_run(own)) == (
         f"{done(tiny_run(own)).folder}: the run was trained until step 2 on another data set than the one in "
-        f"{tmp_path}/data. Put that data set back, start a new run (name=...), or go on all the same with --allow data."
+        f"{tmp_path}/data. Restore that data set, start a new run (name=...), or resume on this one with --allow data."
     )
 
 
@@ -343,11 +343,11 @@ def test_never_resume_is_refused_before_anything_is_written(tiny_run, done):
     assert train(config) == 0
     assert mistake(tiny_run({"train.steps": 2, "checkpoint.resume": "never"})) == (
         f"{done(config).folder}: the run has a checkpoint at step 2, and checkpoint.resume is never. Set "
-        "checkpoint.resume=auto to go on, or choose another name (name=...)."
+        "checkpoint.resume=auto to resume from it, or choose another name (name=...)."
     )
 
 
-def test_a_run_that_has_not_begun_takes_the_new_tokenizer(tiny_run, done, tmp_path, library):
+def test_a_run_without_a_checkpoint_takes_the_new_tokenizer(tiny_run, done, tmp_path, library):
     """Stopped before its first checkpoint, the run's copy of the tokenizer follows the one it then trains with."""
     config = tiny_run({"train.steps": 1})
     stale = done(config).folder / "tokenizer"

@@ -16,8 +16,17 @@ from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
 from jingu.errors import JinguError
 from jingu.train import verify as verify_module
-from jingu.train.trace import Noted, _sums, differences
-from jingu.train.verify import TOLERANCES, Check, Workbench, checks, explain, first_divergence, short_run, valid_layouts
+from jingu.train.trace import ModuleTrace, _coefficients, max_difference
+from jingu.train.verify import (
+    TOLERANCES,
+    Comparison,
+    LayoutRunner,
+    compare_runs,
+    explain_divergence,
+    first_divergence,
+    short_run_overrides,
+    valid_layouts,
+)
 
 # What is planted in one layout
 
@@ -35,16 +44,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def missing_reduction() -> Iterator[None]:
     """One block's gradients are never added up over the ranks."""
-    from jingu.parallel import apply
-    from jingu.train import session, step
+    from jingu.parallel import pipeline
 
-    honest = apply.before_micro_batch
+    honest = pipeline.prepare_backward
 
     def planted(model: Any, zero: int, *, last: bool) -> None:
         honest(model, zero, last=last)
         model.blocks[0].set_requires_gradient_sync(False)
 
-    with replaced(session, "before_micro_batch", planted), replaced(step, "before_micro_batch", planted):
+    with replaced(pipeline, "prepare_backward", planted):
         yield
 
 
@@ -103,7 +111,7 @@ def dropped_layer() -> Iterator[None]:
     def planted(self: Any, *arguments: Any) -> None:
         made(self, *arguments)
         del self.blocks[-1]
-        self.part = self.part[:-1]
+        self.block_range = self.block_range[:-1]
 
     with replaced(Decoder, "__init__", planted):
         yield
@@ -114,29 +122,29 @@ def boundary_that_drops_a_layer() -> Iterator[None]:
     """The second stage of a pipeline begins one block too late."""
     from jingu.parallel import pipeline
 
-    honest = pipeline.divide_blocks
+    honest = pipeline.split_blocks
 
     def planted(*arguments: Any) -> list[range]:
         first, second = honest(*arguments)
         return [first, range(second.start + 1, second.stop)]
 
-    with replaced(pipeline, "divide_blocks", planted):
+    with replaced(pipeline, "split_blocks", planted):
         yield
 
 
 @contextmanager
 def missing_reduction_of_activations() -> Iterator[None]:
     """What ranks of `tensor` have computed of the first attention is not added up."""
-    from jingu.parallel.rows import Rows
+    from jingu.parallel.token_sharding import TokenSharding
 
-    honest, calls = Rows.scatter, [0]
+    honest, calls = TokenSharding.scatter, [0]
 
     def planted(self: Any, y_BCD: Any) -> Any:
         calls[0] += 1
         scale = self.tensor if calls[0] % 5 == 2 and self.tensor_rank == 0 else calls[0] % 5 != 2
         return honest(self, y_BCD * scale)  # the first rank's part, on all of them
 
-    with replaced(Rows, "scatter", planted):
+    with replaced(TokenSharding, "scatter", planted):
         yield
 
 
@@ -159,27 +167,30 @@ def record(rank: int, world: int, configs: list[tuple[Any, str]]) -> None:
     """Leave short runs behind, as `jingu train --trace` does, each with something planted."""
     from contextlib import nullcontext
 
-    from jingu.runtime.ranks import Ranks
+    from jingu.runtime.ranks import RankInfo
     from jingu.runtime.signals import StopRequest
     from jingu.train import session
-    from jingu.train.verbs import train_joined
+    from jingu.train.commands import train_on_rank
 
     for config, plant in configs:
-        trace = Path(config.runs) / config.name / "trace"
-        me = Ranks(rank, world, torch.device("cpu"))
-        with PLANTS[plant]() if PLANTS[plant] else nullcontext(), replaced(session, "measured_peak", lambda *_: 1e9):
-            assert train_joined(config, me, StopRequest(), trace) == 0
+        trace = Path(config.runs_dir) / config.name / "trace"
+        me = RankInfo(rank, world, torch.device("cpu"))
+        with (
+            PLANTS[plant]() if PLANTS[plant] else nullcontext(),
+            replaced(session, "measure_peak_flops", lambda *_: 1e9),
+        ):
+            assert train_on_rank(config, me, StopRequest(), trace) == 0
 
 
-def compared(tmp_path: Path, name: str) -> list[Check]:
-    return list(checks(tmp_path / "runs" / "one", tmp_path / "runs" / name, 2))
+def compared(tmp_path: Path, name: str) -> list[Comparison]:
+    return list(compare_runs(tmp_path / "runs" / "one", tmp_path / "runs" / name, 2))
 
 
 def test_a_pipeline(tmp_path, tiny_run, ranks):
     """Stages are found under the names of the whole model; a boundary that drops a layer is named."""
-    changes = {"model.layers": 4, "parallel.zero": 0}
+    changes = {"model.num_layers": 4, "parallel.zero_stage": 0}
     ranks.run(record, 1, [(short(tmp_path, tiny_run, "one", **changes), "nothing")])
-    changes |= {"parallel.pipeline": 2, "parallel.parts": [2, 2]}
+    changes |= {"parallel.pipeline": 2, "parallel.layers_per_stage": [2, 2]}
     plants = ["nothing", "boundary that drops a layer"]
     runs = [(short(tmp_path, tiny_run, f"run-{number}", **changes), plant) for number, plant in enumerate(plants)]
     ranks.run(record, 2, runs)
@@ -187,7 +198,9 @@ def test_a_pipeline(tmp_path, tiny_run, ranks):
     assert first_divergence(honest, 1e-9) is None
     assert len({check.name for check in honest if check.kind == "output"}) == 50
     worst = first_divergence(compared(tmp_path, "run-1"), 1e-9)
-    assert worst is not None and worst.words == "the output of blocks.2.attention_norm in the forward pass (step 1)"
+    assert (
+        worst is not None and worst.description == "the output of blocks.2.attention_norm in the forward pass (step 1)"
+    )
 
 
 def test_tensor_and_context_parallelism(tmp_path, tiny_run, ranks):
@@ -203,13 +216,15 @@ def test_tensor_and_context_parallelism(tmp_path, tiny_run, ranks):
         assert first_divergence(honest, 1e-9) is None, axis
         assert len({check.name for check in honest if check.kind == "output"}) == modules, axis
     worst = first_divergence(compared(tmp_path, "planted"), 1e-9)
-    assert worst is not None and worst.words == "the output of blocks.0.attention in the forward pass (step 1)"
+    assert worst is not None and worst.description == "the output of blocks.0.attention in the forward pass (step 1)"
 
 
 def short(tmp_path: Path, tiny_run: Any, name: str, steps: int = 2, precision: str = "fp64", **changes: Any) -> Any:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(tiny_run(changes)))
-    return load_config(file, [*short_run(tmp_path / "runs", name, steps, precision), "batch.micro_size=2"])
+    return load_config(
+        file, [*short_run_overrides(tmp_path / "runs", name, steps, precision), "batch.micro_batch_size=2"]
+    )
 
 
 def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
@@ -220,19 +235,19 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
     for number, plant in enumerate(plants):
         # Of the mistakes one is enough to see that it does not shrink.
         for kind in ("fp64", "fp32") if plant in ROUGH else ("fp64",):
-            zero = {"parallel.zero": 2, "evaluation.every": 0}
+            zero = {"parallel.zero_stage": 2, "evaluation.every": 0}
             runs.append((short(tmp_path, tiny_run, f"{number}-{kind}", precision=kind, **zero), plant))
     ranks.run(record, 2, runs)
     words = {}
     for number, plant in enumerate(plants):
         exact, rough = (
-            list(checks(tmp_path / "runs" / f"one-{kind}", tmp_path / "runs" / f"{number}-{kind}", 2))
+            list(compare_runs(tmp_path / "runs" / f"one-{kind}", tmp_path / "runs" / f"{number}-{kind}", 2))
             if kind == "fp64" or plant in ROUGH
             else []
             for kind in ("fp64", "fp32")
         )
         worst = first_divergence(exact, TOLERANCES["fp64"])
-        words[plant] = explain(worst, "fp64", rough, "fp32") if worst else "equal"
+        words[plant] = explain_divergence(worst, "fp64", rough, "fp32") if worst else "equal"
         if worst is None:
             assert first_divergence(rough, TOLERANCES["fp32"]) is None
             assert {check.kind for check in exact} == {"output", "loss", "gradient", "weight"}
@@ -240,7 +255,8 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
             assert len({check.name for check in exact if check.kind == "output"}) == 26
     assert words.pop("nothing") == "equal"
     first = {
-        plant: text.split(", by ")[0].removeprefix("diverged. What differs first is ") for plant, text in words.items()
+        plant: (text.split("): ")[0] + ")").removeprefix("diverged. The first difference is in ")
+        for plant, text in words.items()
     }
     assert first == {
         "missing reduction": "the gradient of blocks.0.feed_forward.down.weight (step 1)",
@@ -252,15 +268,23 @@ def test_planted_mistakes_are_found_and_named(tmp_path, tiny_run, ranks):
 
 
 def test_rounding_is_told_from_a_bug():
-    worst = Check("loss", 2, "loss", 2e-3)
-    exact = [Check("loss", 1, "loss", 1e-16), Check("loss", 2, "loss", 3e-14), Check("weight", 2, "loss", 1.0)]
-    assert explain(worst, "fp32", exact, "fp64") == (
-        "diverged. What differs first is loss (step 2), by 2.0e-03 of its size in fp32 and 3.0e-14 in fp64. It shrinks "
-        "in fp64: rounding, not a bug."
+    worst = Comparison("loss", 2, "loss", 2e-3)
+    exact = [
+        Comparison("loss", 1, "loss", 1e-16),
+        Comparison("loss", 2, "loss", 3e-14),
+        Comparison("weight", 2, "loss", 1.0),
+    ]
+    assert explain_divergence(worst, "fp32", exact, "fp64") == (
+        "diverged. The first difference is in loss (step 2): 2.0e-03 of its size in fp32 and 3.0e-14 in fp64. It "
+        "shrinks in fp64: rounding, not a bug."
     )
-    assert explain(Check("loss", 2, "loss", 2e-8), "fp64", [worst], "fp32").endswith("rounding, not a bug.")
-    assert explain(Check("loss", 2, "loss", 2e-4), "fp64", [worst], "fp32").endswith("a bug, not rounding.")
-    assert first_divergence([Check("loss", 1, "loss", float("nan"))], 1.0) is not None
+    assert explain_divergence(Comparison("loss", 2, "loss", 2e-8), "fp64", [worst], "fp32").endswith(
+        "rounding, not a bug."
+    )
+    assert explain_divergence(Comparison("loss", 2, "loss", 2e-4), "fp64", [worst], "fp32").endswith(
+        "a bug, not rounding."
+    )
+    assert first_divergence([Comparison("loss", 1, "loss", float("nan"))], 1.0) is not None
 
 
 # Traces
@@ -285,17 +309,17 @@ def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts
     generator = torch.Generator().manual_seed(7)
     x_BTF = torch.randn(2 * data_ranks, tokens, features * tensors, generator=generator, dtype=torch.float64)
 
-    def noted(values_BTF: torch.Tensor, row: int, context: int, tensor: int, alone: bool) -> Noted:
+    def noted(values_BTF: torch.Tensor, row: int, context: int, tensor: int, alone: bool) -> ModuleTrace:
         axes = {"context": (context, 1 if alone else contexts), "tensor": (tensor, 1 if alone else tensors)}
         size, cpu = values_BTF.shape[-1], torch.device("cpu")
-        whole, part = (values_BTF @ _sums(size, first, cpu) for first in (0, tensor * size))
-        return Noted(row, axes, size, divided == "summands" and not alone, whole, part)
+        whole, part = (values_BTF @ _coefficients(size, first, cpu) for first in (0, tensor * size))
+        return ModuleTrace(row, axes, size, divided == "summands" and not alone, whole, part)
 
     # A context rank that is alone cuts the row where it sees all of it.
     fill = 0 if contexts == 1 and divided != "tokens" else contexts * per_context - tokens
     filled = torch.nn.functional.pad(x_BTF, (0, 0, 0, fill), value=3.0)
 
-    def cut(x: torch.Tensor) -> list[Noted]:
+    def cut(x: torch.Tensor) -> list[ModuleTrace]:
         blocks = []
         for rank in range(data_ranks):
             for context in range(contexts):
@@ -312,12 +336,12 @@ def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts
         return blocks
 
     one = [noted(x_BTF, 0, 0, 0, True)]
-    apart = differences(one, cut(filled))
+    apart = max_difference(one, cut(filled))
     assert apart is not None and apart < 1e-13
     place = tuple(data.draw(st.integers(0, size - 1)) for size in x_BTF.shape)
     filled[place] += 0.1
-    assert differences(one, cut(filled)) > 1e-4
-    assert differences(one, one) == 0.0
+    assert max_difference(one, cut(filled)) > 1e-4
+    assert max_difference(one, one) == 0.0
 
 
 # The verb
@@ -325,14 +349,14 @@ def test_traces_are_laid_over_one_another(data_ranks, tokens, features, contexts
 
 @pytest.fixture
 def bench(tmp_path, tiny_run):
-    return Workbench(tmp_path, tiny_run({"parallel.zero": 3, "batch.micro_size": 8}), 2)
+    return LayoutRunner(tmp_path, tiny_run({"parallel.zero_stage": 3, "batch.micro_batch_size": 8}), 2)
 
 
 def test_layouts(bench):
-    alone = bench.layout(["parallel={zero: 0}"], 1)
-    assert str(alone) == "1 process" and alone.config.batch.micro_size == 8
+    alone = bench.layout(["parallel={zero_stage: 0}"], 1)
+    assert str(alone) == "1 process" and alone.config.batch.micro_batch_size == 8
     two = bench.layout(["parallel.replicate=2", "parallel.shard=2"], None)
-    assert (two.ranks, str(two), two.config.batch.micro_size) == (4, "2 replicate × 2 shard, zero 3", "auto")
+    assert (two.ranks, str(two), two.config.batch.micro_batch_size) == (4, "2 replicate × 2 shard, zero 3", "auto")
     with pytest.raises(JinguError, match=r"does not divide|is not the number of ranks"):
         bench.layout(["parallel.shard=3"], 4)
     with pytest.raises(JinguError, match="tensr is not a setting"):
@@ -352,18 +376,18 @@ def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys, ranks):
         ranks.run(record, processes, [(load_config(Path(words[1]), []), "nothing")])
         return 0
 
-    monkeypatch.setattr(verify_module, "start_local_ranks", start)
+    monkeypatch.setattr(verify_module, "launch_local_ranks", start)
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(dump_yaml(tiny_run({"evaluation.every": 5})))
-    assert main(["verify", "run.yaml", "--steps", "2", "--against", "parallel.zero=3", "parallel.shard=2"]) == 0
+    assert main(["verify", "run.yaml", "--steps", "2", "--against", "parallel.zero_stage=3", "parallel.shard=2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("1 process beside 2 shard, zero 3, 2 steps: equal in fp64. The largest difference is ")
-    assert list(Path(tiny_run().runs).iterdir()) == []
+    assert out.startswith("1 process vs. 2 shard, zero 3, 2 steps: equal in fp64. The largest difference is ")
+    assert list(Path(tiny_run().runs_dir).iterdir()) == []
     assert main(["verify", "run.yaml", "--against", "parallel.shard=3"]) == 2
-    assert "batch.global_size 8 cannot be divided over 3 ranks" in capsys.readouterr().err
+    assert "batch.global_batch_size 8 cannot be divided over 3 ranks" in capsys.readouterr().err
 
 
-EXPERTS = {"model.family": "mixtral", "model.experts.number": 4, "model.experts.active": 2}
+EXPERTS = {"model.family": "mixtral", "model.experts.num_experts": 4, "model.experts.num_experts_per_token": 2}
 
 
 @pytest.mark.slow
@@ -371,7 +395,7 @@ EXPERTS = {"model.family": "mixtral", "model.experts.number": 4, "model.experts.
 def test_every_layout_of_two_ranks(changes, tmp_path, tiny_run, monkeypatch, capsys):
     """With four blocks, so that schedules with two stages a rank take part."""
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(dump_yaml(tiny_run({"model.layers": 4, **changes})))
+    Path("run.yaml").write_text(dump_yaml(tiny_run({"model.num_layers": 4, **changes})))
     code = main(["verify", "run.yaml", "--steps", "2", "--all", "2"])
     out = capsys.readouterr().out
     assert code == 0, out
@@ -385,15 +409,15 @@ def test_every_layout_of_two_ranks(changes, tmp_path, tiny_run, monkeypatch, cap
     [
         ({}, ["parallel.tensor=2"]),
         ({}, ["parallel.context=2"]),
-        ({}, ["parallel.context=2", "parallel.context_by=ring", "parallel.zero=3"]),
-        ({}, ["parallel.pipeline=2", "parallel.schedule=zbv"]),
+        ({}, ["parallel.context=2", "parallel.context_method=ring", "parallel.zero_stage=3"]),
+        ({}, ["parallel.pipeline=2", "parallel.pipeline_schedule=zbv"]),
         (EXPERTS, ["parallel.expert=2", "parallel.shard=2"]),
     ],
     ids=["tensor", "context", "ring", "pipeline", "expert"],
 )
 def test_narrow_formats_differ_by_rounding_alone(precision, changes, layout, tmp_path, tiny_run, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(dump_yaml(tiny_run({"model.layers": 4, **changes})))
+    Path("run.yaml").write_text(dump_yaml(tiny_run({"model.num_layers": 4, **changes})))
     code = main(["verify", "run.yaml", "--steps", "2", "--precision", precision, "--against", *layout])
     out = capsys.readouterr().out
     assert code == 0 or "It shrinks in fp64: rounding, not a bug" in out, out

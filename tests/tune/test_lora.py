@@ -1,4 +1,4 @@
-"""Adapters: only they are trained and saved, in every layout; peft reads ours, and we read peft's."""
+"""Adapters: only they are trained and saved, in every layout, and peft and jingu read each other's files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.checkpoint.hub import OpenModel, load_model, open_model, open_run_apart, with_adapters
-from jingu.checkpoint.peft import read_adapters
 from jingu.checkpoint.resume import step_folder
-from jingu.checkpoint.verbs import convert
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
-from jingu.model.adapters import is_adapter
-from jingu.model.decoder import make_model
-from jingu.parallel import apply
+from jingu.formats.export import convert
+from jingu.formats.models import open_adapter_run, open_model
+from jingu.formats.peft import read_adapters
+from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
+from jingu.formatting import format_rounded
+from jingu.model.adapter_layers import is_adapter
+from jingu.model.decoder import build_model
+from jingu.parallel import parallelize
 from jingu.train.run import Run, open_run
-from jingu.tune.adapters import export, merge
-from jingu.words import rounded
+from jingu.tune.adapter_commands import export, merge
 from tests.conftest import Done, MakeRun
 
 TOKENS = torch.arange(5, 29).view(2, 12)
@@ -31,33 +32,38 @@ Read = Callable[[RunConfig], Done]
 
 @pytest.fixture
 def base(tiny_run: MakeRun, train_on: Train) -> Path:
-    """A run of 10 steps."""
+    """Train a run of 10 steps."""
     config = tiny_run({"train.steps": 10}, name="base")
     train_on(1, config)
-    return Path(config.runs) / "base"
+    return Path(config.runs_dir) / "base"
 
 
 @pytest.fixture
 def adapted(tiny_run: MakeRun, base: Path) -> MakeRun:
-    """Makes a run that trains adapters beside `base`."""
+    """Return a function that configures a run with adapters on `base`."""
 
     def make(changes: dict[str, Any] | None = None, name: str = "adapted") -> RunConfig:
-        tune = {"type": "lora", "rank": 3, "alpha": 6.0, "targets": ["blocks.*.attention.*", "*.feed_forward.down"]}
+        tune = {
+            "type": "lora",
+            "rank": 3,
+            "alpha": 6.0,
+            "target_modules": ["blocks.*.attention.*", "*.feed_forward.down"],
+        }
         plain = {"model": {}, "initialize": {"from": str(base)}, "tune": tune, "train.steps": 8, "optimizer.lr": 4e-3}
         return tiny_run({**plain, **(changes or {})}, name=name)
 
     return make
 
 
-def logits(opened: OpenModel, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = load_model(opened, dtype)
+def logits(stored: StoredModel, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = load_model(stored, dtype)
     with torch.no_grad():
         return model.logits(model(TOKENS))
 
 
-def mean_loss(opened: OpenModel, run: Run) -> float:
-    """Over the batches that the run was trained on."""
-    model = load_model(opened, torch.float64)
+def mean_loss(stored: StoredModel, run: Run) -> float:
+    """Return the mean loss over the batches that the run was trained on."""
+    model = load_model(stored, torch.float64)
     losses = []
     for step in range(run.config.train.steps):
         batch = run.source.batch(step, 0, 8)
@@ -68,9 +74,9 @@ def mean_loss(opened: OpenModel, run: Run) -> float:
 
 
 def unmerged(run: Path) -> torch.Tensor:
-    """Logits of the base with the adapters beside its matrices."""
-    apart, base, _ = open_run_apart(run)
-    model = make_model(apart.spec)
+    """Return logits of the base with unmerged adapters."""
+    apart, base, _ = open_adapter_run(run)
+    model = build_model(apart.spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_((apart if is_adapter(name) else base).read(name))
@@ -80,8 +86,8 @@ def unmerged(run: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     "layouts",
     [
-        [{"parallel.zero": 3}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}],
-        pytest.param([{"parallel.zero": zero} for zero in range(3)], marks=pytest.mark.slow),
+        [{"parallel.zero_stage": 3}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}],
+        pytest.param([{"parallel.zero_stage": zero} for zero in range(3)], marks=pytest.mark.slow),
     ],
 )
 def test_only_adapters_are_trained_and_saved_in_every_layout(
@@ -103,99 +109,97 @@ def test_only_adapters_are_trained_and_saved_in_every_layout(
         many = done(other)
         assert many.column("loss") == pytest.approx(losses, rel=1e-9), layout
         assert many.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-9), layout
-        found = many.tensors()
+        result = many.tensors()
         for name, tensor in weights.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
+            torch.testing.assert_close(result[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
 
 
-def test_a_run_goes_on_where_it_was(
-    adapted: MakeRun, train_on: Train, done: Read, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes(adapted: MakeRun, train_on: Train, done: Read, capsys: pytest.CaptureFixture[str]) -> None:
     config = adapted({"checkpoint.every": 4})
     train_on(1, config)
-    whole = done(config)
-    losses, weights = whole.column("loss"), whole.tensors()
+    response = done(config)
+    losses, weights = response.column("loss"), response.tensors()
     numbers = sum(tensor.numel() for name, tensor in weights.items() if name.startswith("model/"))
-    assert f" parameters ({rounded(numbers)} of them trained), 1 rank " in capsys.readouterr().err
-    shutil.rmtree(step_folder(whole.folder / "checkpoints", 8))
+    assert f" parameters ({format_rounded(numbers)} of them trained), 1 rank " in capsys.readouterr().err
+    shutil.rmtree(step_folder(response.folder / "checkpoints", 8))
     train_on(1, config)
     assert done(config).column("loss") == pytest.approx(losses, rel=1e-12)
-    found = done(config).tensors()
+    result = done(config).tensors()
     for name, tensor in weights.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=0)
+        torch.testing.assert_close(result[name], tensor, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("rank_stabilised", [False, True])
-def test_peft_loads_what_we_write(
+def test_peft_loads_exported_adapters(
     rank_stabilised: bool, adapted: MakeRun, base: Path, train_on: Train, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    config = adapted({"tune.rank_stabilised": rank_stabilised})
+    config = adapted({"tune.use_rslora": rank_stabilised})
     train_on(1, config)
-    run = Path(config.runs) / "adapted"
+    run = Path(config.runs_dir) / "adapted"
     convert(base, tmp_path / "hf", "fp32")
     export(run, tmp_path / "adapter")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
-        before = theirs(TOKENS).logits
-        found = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()(TOKENS).logits
+        before = reference(TOKENS).logits
+        result = PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()(TOKENS).logits
     apart = unmerged(run)
     assert (apart - before).abs().max() > 0.001
-    torch.testing.assert_close(found, apart, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, apart, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(open_model(run)), apart, rtol=1e-5, atol=1e-5)
     merge(run, tmp_path / "merged")
     torch.testing.assert_close(logits(open_model(tmp_path / "merged")), apart, rtol=1e-5, atol=1e-5)
 
 
-def test_we_load_what_peft_writes(base: Path, tmp_path: Path) -> None:
+def test_peft_s_adapters_are_loaded(base: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     convert(base, tmp_path / "hf", "fp32")
     torch.manual_seed(0)
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), settings).eval()
-    theirs.save_pretrained(tmp_path / "adapter")
+    reference = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), settings).eval()
+    reference.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
-        expected = theirs(TOKENS).logits
+        expected = reference(TOKENS).logits
     under = open_model(tmp_path / "hf")
-    found = with_adapters(read_adapters(tmp_path / "adapter", under), under)
-    torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-4)
+    result = apply_adapters(read_adapters(tmp_path / "adapter", under), under)
+    torch.testing.assert_close(logits(result), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_base_is_kept_in_what_it_is_computed_with(
+def test_the_base_is_stored_in_the_compute_dtype(
     adapted: MakeRun, train_on: Train, done: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 it takes half the memory and gives the same numbers, also sharded."""
+    """In bf16 it takes half the memory and gives the same results, also sharded."""
     config = adapted({"precision.type": "bf16", "train.steps": 3})
-    kept: dict[str, torch.dtype] = {}
-    narrow = apply._narrow_frozen
+    saved: dict[str, torch.dtype] = {}
+    narrow = parallelize._narrow_frozen
 
     def seen(model: torch.nn.Module, dtype: torch.dtype) -> None:
         narrow(model, dtype)
-        kept.update({name: parameter.dtype for name, parameter in model.named_parameters()})
+        saved.update({name: parameter.dtype for name, parameter in model.named_parameters()})
 
-    monkeypatch.setattr(apply, "_narrow_frozen", seen)
+    monkeypatch.setattr(parallelize, "_narrow_frozen", seen)
     train_on(1, config)
     losses = done(config).column("loss")
-    assert kept["blocks.0.attention.q.weight"] == kept["embedding.weight"] == torch.bfloat16
-    assert kept["blocks.0.attention.q.lora_a"] == kept["blocks.0.attention_norm.weight"] == torch.float32
-    monkeypatch.setattr(apply, "_narrow_frozen", lambda *_: None)
+    assert saved["blocks.0.attention.q.weight"] == saved["embedding.weight"] == torch.bfloat16
+    assert saved["blocks.0.attention.q.lora_a"] == saved["blocks.0.attention_norm.weight"] == torch.float32
+    monkeypatch.setattr(parallelize, "_narrow_frozen", lambda *_: None)
     wide = adapted({"precision.type": "bf16", "train.steps": 3}, name="wide")
     train_on(1, wide)
     assert done(wide).column("loss") == losses
     monkeypatch.undo()
-    sharded = adapted({"precision.type": "bf16", "train.steps": 3, "parallel.zero": 3}, name="sharded")
+    sharded = adapted({"precision.type": "bf16", "train.steps": 3, "parallel.zero_stage": 3}, name="sharded")
     train_on(2, sharded)
     assert done(sharded).column("loss") == pytest.approx(losses, rel=1e-3)
 
 
-def test_mistakes(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train, tmp_path: Path) -> None:
+def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"no matrix of the model has a name like \*q_proj"):
-        train_on(1, adapted({"tune.targets": ["*q_proj"]}))
-    with pytest.raises(JinguError, match="no model to begin with"):
+        train_on(1, adapted({"tune.target_modules": ["*q_proj"]}))
+    with pytest.raises(JinguError, match="the run starts from none"):
         train_on(1, tiny_run({"tune": {"type": "lora"}}, name="none"))
     with pytest.raises(JinguError, match="trained no adapters"):
         export(base, tmp_path / "adapter")

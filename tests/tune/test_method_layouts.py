@@ -1,4 +1,4 @@
-"""Every method in every layout is the run of one process: losses, gradient norms and trained weights, in fp64."""
+"""Every tuning method in every layout equals the run of one process: losses, gradient norms and weights, in fp64."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import pytest
 import torch
 
 from jingu.data.batch import Batch
-from jingu.model.decoder import make_model
-from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replaced
-from jingu.train.task import prompted
+from jingu.model.decoder import build_model
+from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replace_fields
+from jingu.train.batch_transforms import model_inputs, prepend_virtual_tokens
 from tests.dist.test_layouts import check, tiny
 from tests.rank_pool import RankPool
 
 ALL = ("*attention.*", "*.feed_forward.*")
 METHODS: dict[str, Adapter] = {
-    "lora": Lora(rank=3, alpha=6.0, targets=ALL),
-    "dora": Lora(rank=2, alpha=6.0, targets=ALL, magnitudes=True, rank_stabilised=True),
-    "dropout": Lora(rank=3, alpha=6.0, targets=ALL, magnitudes=True, dropout=0.3),
-    "ia3": Ia3(targets=("*attention.k", "*attention.v", "*.feed_forward.down", "*.feed_forward.up")),
-    "prompt": SoftPrompt(tokens=3),
-    "p_tuning_mlp": SoftPrompt(tokens=3, encoder="mlp", hidden=10),
-    "p_tuning_lstm": SoftPrompt(tokens=3, encoder="lstm", hidden=10),
-    "prefix": DeepPrompt(tokens=3, hidden=10),
-    "p_tuning_v2": DeepPrompt(tokens=3),
+    "lora": Lora(rank=3, alpha=6.0, target_modules=ALL),
+    "dora": Lora(rank=2, alpha=6.0, target_modules=ALL, use_dora=True, use_rslora=True),
+    "dropout": Lora(rank=3, alpha=6.0, target_modules=ALL, use_dora=True, dropout=0.3),
+    "ia3": Ia3(target_modules=("*attention.k", "*attention.v", "*.feed_forward.down", "*.feed_forward.up")),
+    "prompt": SoftPrompt(num_virtual_tokens=3),
+    "p_tuning_mlp": SoftPrompt(num_virtual_tokens=3, encoder="mlp", encoder_hidden_size=10),
+    "p_tuning_lstm": SoftPrompt(num_virtual_tokens=3, encoder="lstm", encoder_hidden_size=10),
+    "prefix": DeepPrompt(num_virtual_tokens=3, encoder_hidden_size=10),
+    "p_tuning_v2": DeepPrompt(num_virtual_tokens=3),
 }
-LAYOUTS: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}]
+LAYOUTS: list[dict[str, Any]] = [{"zero_stage": 3}, {"tensor": 2}, {"pipeline": 2}]
 MODELS: dict[str, ModelSpec] = {
     "llama": tiny("llama", kv_heads=2),
     "bloom": tiny("bloom"),
-    "t5": tiny("t5", encoder_layers=2),
+    "t5": tiny("t5", num_encoder_layers=2),
 }
 
 
 def spec_of(model: str, method: str) -> ModelSpec:
-    return replaced(MODELS[model], adapter=METHODS[method])
+    return replace_fields(MODELS[model], adapter=METHODS[method])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -64,9 +64,9 @@ def test_an_encoder_decoder_on_tensor_and_pipeline(method: str, ranks: RankPool)
         *(slow(model, method) for model in ("llama", "bloom") for method in METHODS if (model, method) not in FAST),
     ],
 )
-def test_tokens_of_several_documents_are_shared(model: str, method: str, ranks: RankPool) -> None:
-    """Both ways of context parallelism; all documents of a row see one prompt."""
-    layouts = [{"context": 2}, {"context": 2, "context_by": "ring"}]
+def test_context_parallelism_with_packed_documents(model: str, method: str, ranks: RankPool) -> None:
+    """Both methods of context parallelism; all documents of a row attend to one prompt."""
+    layouts = [{"context": 2}, {"context": 2, "context_method": "ring"}]
     check(ranks, spec_of(model, method), 2, layouts, documents=True)
 
 
@@ -74,36 +74,36 @@ def test_tokens_of_several_documents_are_shared(model: str, method: str, ranks: 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_three_axes_and_zero_together(model: str, method: str, ranks: RankPool) -> None:
-    layouts = [{"tensor": 2, "pipeline": 2, "zero": zero} for zero in (2, 3)]
+    layouts = [{"tensor": 2, "pipeline": 2, "zero_stage": zero} for zero in (2, 3)]
     check(ranks, spec_of(model, method), 8, layouts)
 
 
 def test_adapters_of_experts(ranks: RankPool) -> None:
-    mixture = tiny("mixtral", kv_heads=2, feed_forward={"number": 4, "capacity": 1.25})
-    layouts: list[dict[str, Any]] = [{"zero": 3, "expert": 2}, {"tensor": 2}, {"pipeline": 2}]
-    check(ranks, replaced(mixture, adapter=METHODS["lora"]), 2, layouts)
+    mixture = tiny("mixtral", kv_heads=2, feed_forward={"num_experts": 4, "capacity_factor": 1.25})
+    layouts: list[dict[str, Any]] = [{"zero_stage": 3, "expert": 2}, {"tensor": 2}, {"pipeline": 2}]
+    check(ranks, replace_fields(mixture, adapter=METHODS["lora"]), 2, layouts)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_frozen_weights_stay_in_every_layout(tied: bool, ranks: RankPool) -> None:
-    """The first stage of the pipeline trains nothing, and (tied) the last one has a copy of what is frozen there."""
-    spec = replaced(MODELS["llama"], tied_embeddings=tied, frozen=("embedding.*", "blocks.0.*"))
+def test_frozen_weights_do_not_change_in_any_layout(tied: bool, ranks: RankPool) -> None:
+    """The first pipeline stage trains nothing, and the last one has a copy of its frozen tied embedding."""
+    spec = replace_fields(MODELS["llama"], tie_word_embeddings=tied, frozen_parameters=("embedding.*", "blocks.0.*"))
     check(ranks, spec, 2, LAYOUTS)
 
 
 @pytest.mark.parametrize("method", ["p_tuning_mlp", "p_tuning_v2"])
 @pytest.mark.parametrize("model", ["llama", "bloom"])
-def test_one_prompt_for_all_documents_is_one_for_each(model: str, method: str) -> None:
+def test_packed_documents_share_one_prompt(model: str, method: str) -> None:
     spec = spec_of(model, method)
     torch.manual_seed(0)
-    decoder = make_model(spec).double()
+    decoder = build_model(spec).double()
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     texts = torch.arange(12).view(2, 6)
     documents, positions = torch.arange(2).repeat_interleave(6), torch.arange(6).repeat(2)
     row = Batch(texts.flatten()[None], texts.flatten()[None], positions[None], documents[None])
-    together, apart = prompted(row, spec), prompted(Batch(texts, texts), spec)
+    together, apart = prepend_virtual_tokens(row, spec), prepend_virtual_tokens(Batch(texts, texts), spec)
     with torch.no_grad():
-        found = decoder(together.tokens, together.positions, together.documents)[0, 3:].view(2, 6, -1)
+        result = decoder(model_inputs(together))[0, 3:].view(2, 6, -1)
         expected = decoder(apart.tokens)[:, 3:]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Rows in every form that people have, and what is told of those that cannot be used."""
+"""Rows in every supported form, and the errors of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jingu.chat.messages import ConversationError, Message
 from jingu.errors import JinguError
-from jingu.text.readers import Span
-from jingu.text.storage import CorpusFile
-from jingu.tune.rows import BadRow, Message, RowError, parse_row, read_rows, rows_before, stop_at, without_comments
+from jingu.text.corpus_file import CorpusFile
+from jingu.text.document_reader import Span
+from jingu.tune.row_formats import parse_row
+from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows, strip_comments
 
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
 def parts_of(file: Path, parts: int) -> list[Span]:
-    """A file in parts that are about equal."""
+    """Divide a file into spans of about equal size."""
     size = file.stat().st_size if file.exists() else 0
     splits = CorpusFile(str(file), size, splits=not file.name.endswith(".gz"))
     return [Span(splits, size * part // parts, size * (part + 1) // parts) for part in range(parts)]
@@ -114,17 +116,17 @@ CONVERSATIONS: list[tuple[str, dict[str, Any], list[Message]]] = [
 
 
 @pytest.mark.parametrize(("kind", "value", "messages"), CONVERSATIONS)
-def test_conversations(kind: str, value: dict[str, Any], messages: list[Message]) -> None:
+def test_conversation_rows(kind: str, value: dict[str, Any], messages: list[Message]) -> None:
     row = parse_row(value)
     assert row.kind == kind
     assert list(row.messages) == messages
     assert row.tools == ((TOOL,) if "tools" in value else ())
 
 
-def test_texts_that_stand_as_they_are() -> None:
-    assert parse_row({"type": "pretrain", "text": "春"}).parts == (("春", True),)
-    assert parse_row({"text": "春"}).parts == (("春", True),)
-    assert parse_row({"prompt": "1+1=", "completion": "2"}).parts == (("1+1=", False), ("2", True))
+def test_plain_text_rows() -> None:
+    assert parse_row({"type": "pretrain", "text": "春"}).segments == (("春", True),)
+    assert parse_row({"text": "春"}).segments == (("春", True),)
+    assert parse_row({"prompt": "1+1=", "completion": "2"}).segments == (("1+1=", False), ("2", True))
 
 
 BAD = [
@@ -153,71 +155,76 @@ BAD = [
         {"messages": [{"role": "user", "content": "a", "weight": 3}]},
         "field messages[0].weight: expected a number from 0 to 2, not 3",
     ),
-    ({"conversations": [{"from": "cat", "value": "a"}]}, "field conversations[0].from: expected human, user"),
-    ({"text": "a\ufdd0"}, "field text: U+FDD0 is no character"),
+    (
+        {"conversations": [{"from": "cat", "value": "a"}]},
+        "field conversations[0].from: expected system, developer, user, human",
+    ),
+    ({"text": "a\ufdd0"}, "field text: U+FDD0 is not a character"),
     ({"prompt": "a"}, "field completion: expected text, but it is missing"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "field tools: expected a list of objects"),
 ]
 
 
 @pytest.mark.parametrize(("value", "reason"), BAD)
-def test_bad_rows_say_what_was_expected(value: Any, reason: str) -> None:
-    with pytest.raises(RowError) as caught:
+def test_errors_of_bad_rows(value: Any, reason: str) -> None:
+    with pytest.raises(ConversationError) as caught:
         parse_row(value)
     assert reason in str(caught.value)
 
 
-def test_json_as_people_write_it(tmp_path: Path) -> None:
+def test_json_with_comments(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(
         '[ // two rows\n {"text": "a // b, /* c */ ,]"}, /* and */ {"text": "\\"d",},\n]\n', encoding="utf-8"
     )
     (span,) = parts_of(file, 1)
-    found = [(number, row.parts[0][0]) for number, row in read_rows(span, stop_at)]
-    assert found == [(1, "a // b, /* c */ ,]"), (2, '"d')]
-    assert without_comments('{"a": [1,\n// ,\n]}').count("\n") == 2
+    result = [(number, row.segments[0][0]) for number, row in read_rows(span, raise_bad_row)]
+    assert result == [(1, "a // b, /* c */ ,]"), (2, '"d')]
+    assert strip_comments('{"a": [1,\n// ,\n]}').count("\n") == 2
 
 
-def test_lines_and_what_is_told_of_bad_ones(tmp_path: Path) -> None:
+def test_bad_lines_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     lines = ['\ufeff{"text": "好"}', "", "{oops", json.dumps({"text": "x" * 200}), '{"text": ""}']
     file.write_bytes("\n".join(lines).encode() + b"\n\xff")
     bad: list[BadRow] = []
     (span,) = parts_of(file, 1)
-    assert [number for number, _ in read_rows(span, bad.append, largest=100)] == [1]
-    assert [each.number for each in bad] == [3, 4, 5, 6]
+    assert [number for number, _ in read_rows(span, bad.append, max_bytes=100)] == [1]
+    assert [item.number for item in bad] == [3, 4, 5, 6]
     assert "not UTF-8" in str(bad[3])
     assert "it is not JSON (Expecting property name enclosed in double quotes at column 2). It begins: {oops" in str(
         bad[0]
     )
     assert "longer than 100 bytes" in str(bad[1])
     with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins: {"text": ""}') as caught:
-        list(read_rows(span, lambda each: stop_at(each) if each.number == 5 else None))
+        list(read_rows(span, lambda item: raise_bad_row(item) if item.number == 5 else None))
     assert str(caught.value.where) == str(file)
 
 
 @pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl.gz"])
-def test_packed_files(name: str, tmp_path: Path) -> None:
-    """They are read from front to back; one that was cut is told of."""
+def test_compressed_files(name: str, tmp_path: Path) -> None:
+    """They are read sequentially, and truncated ones are reported."""
     file, rows = tmp_path / name, [{"text": f"{number} 春"} for number in range(2000)]
     packed = gzip.compress((json.dumps(rows) if "jsonl" not in name else "\n".join(map(json.dumps, rows))).encode())
     file.write_bytes(packed)
-    assert [row.parts[0][0] for _, row in read_rows(*parts_of(file, 1), stop_at)] == [row["text"] for row in rows]
+    assert [row.segments[0][0] for _, row in read_rows(*parts_of(file, 1), raise_bad_row)] == [
+        row["text"] for row in rows
+    ]
     file.write_bytes(packed[:-2000])
-    with pytest.raises(JinguError, match="damaged or was cut"):
-        list(read_rows(*parts_of(file, 1), stop_at))
+    with pytest.raises(JinguError, match="damaged, or was truncated"):
+        list(read_rows(*parts_of(file, 1), raise_bad_row))
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(b"\xff", "not UTF-8"), (b"{}", "no list of rows"), (b"[{]", "not JSON"), (None, "cannot be read")],
+    [(b"\xff", "not UTF-8"), (b"{}", "not hold a list of rows"), (b"[{]", "not JSON"), (None, "cannot be read")],
 )
-def test_files_that_cannot_be_read(content: bytes | None, what: str, tmp_path: Path) -> None:
+def test_unreadable_files(content: bytes | None, what: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(JinguError, match=what):
-        list(read_rows(*parts_of(file, 1), stop_at))
+        list(read_rows(*parts_of(file, 1), raise_bad_row))
 
 
 @given(
@@ -225,19 +232,19 @@ def test_files_that_cannot_be_read(content: bytes | None, what: str, tmp_path: P
     parts=st.integers(1, 9),
     suffix=st.sampled_from([".json", ".jsonl"]),
 )
-def test_parts_of_a_file_have_each_row_once(
+def test_spans_of_a_file_have_each_row_once(
     sizes: list[int], parts: int, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.getbasetemp() / f"parts{suffix}"
     rows = [json.dumps({"text": f"{number}春" + "x" * size}, ensure_ascii=False) for number, size in enumerate(sizes)]
     rows[3:4] = ["{}"]
     file.write_text("\n".join(rows) if suffix == ".jsonl" else f"[{','.join(rows)}]", encoding="utf-8")
-    found: list[tuple[int, str]] = []
+    result: list[tuple[int, str]] = []
 
     def bad(row: BadRow) -> None:
-        found.append((row.number, "bad"))
+        result.append((row.number, "bad"))
 
     for span in parts_of(file, parts):
-        found += [(rows_before(span) + number, row.parts[0][0]) for number, row in read_rows(span, bad)]
+        result += [(count_rows_before(span) + number, row.segments[0][0]) for number, row in read_rows(span, bad)]
     texts = ["bad" if text == "{}" else json.loads(text)["text"] for text in rows]
-    assert sorted(found) == list(enumerate(texts, start=1))
+    assert sorted(result) == list(enumerate(texts, start=1))

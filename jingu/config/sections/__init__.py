@@ -1,1 +1,1 @@
-"""The sections of a run's file."""
+"""The sections of a configuration."""

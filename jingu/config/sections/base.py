@@ -1,4 +1,4 @@
-"""What every section of the tree of settings is made of."""
+"""Base class and common types of all sections."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from pydantic_core import PydanticCustomError
 Positive = Annotated[int, Field(ge=1)]
 
 
-NotNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0)]
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 @dataclass(frozen=True)
-class Words:
-    """What a value must be, in words for people; beside constraints that only a program reads with ease."""
+class Description:
+    """Describes what values are allowed, where the other constraints are hard to put into words."""
 
     text: str
 
 
-def whole(value: object) -> object:
-    """Python holds `True == 1 == 1.0`; a choice among whole numbers does not."""
+def reject_bool_and_float(value: object) -> object:
+    """Accept only integers in a choice among them: for Python, `True == 1 == 1.0`."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("whole", "a whole number")
     return value
 
 
-Place = Annotated[str, Field(min_length=1), AfterValidator(expanduser), Words("the name of a file or folder")]
-"""A file or folder, relative to where the command is run; a leading ~ is the home folder."""
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expanduser), Description("the name of a file or folder")]
+"""A file or folder, relative to the working directory; a leading ~ is the home folder."""
 
 
 class Settings(BaseModel):
-    """A section of the file: frozen, strict about types, and closed to unknown keys."""
+    """A section of the configuration: frozen, strict about types, and without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -49,6 +49,6 @@ class Settings(BaseModel):
     )
 
 
-def type_or(default: str) -> BeforeValidator:
-    """Give a section that has no `type:` the default one."""
+def default_type(default: str) -> BeforeValidator:
+    """Return a validator that adds the default `type:` to a section without one."""
     return BeforeValidator(lambda value: {"type": default, **value} if isinstance(value, dict) else value)

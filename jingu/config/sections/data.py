@@ -1,4 +1,4 @@
-"""Settings of the tokenizer and of the data: sources, order, what a sample is."""
+"""Settings of the tokenizer and of the data: sources, order, objective."""
 
 from __future__ import annotations
 
@@ -6,139 +6,139 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import Fraction, NotNegative, Place, Positive, Settings, type_or
+from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive, Settings, default_type
 
 
 class TokenizerSettings(Settings):
-    """The tokenizer of the run: where it lies, and how `jingu tokenizer train` makes it."""
+    """The tokenizer of the run: its folder, and how `jingu tokenizer train` trains it."""
 
-    path: Place = "tokenizer"
-    """Folder with tokenizer.json, or a sentencepiece model, tiktoken's ranks, or vocab.json and merges.txt."""
+    path: PathText = "tokenizer"
+    """Folder with tokenizer.json, a SentencePiece model, tiktoken ranks, or vocab.json and merges.txt."""
     type: Literal["bpe", "unigram", "wordpiece"] = "bpe"
-    """How it is trained: by merging frequent pairs, by pruning unlikely pieces, or by merging for the longest match."""
-    base: Place | None = None
-    """Tokenizer that `jingu tokenizer extend` adds entries to, until there are `vocabulary` of them."""
-    vocabulary: Annotated[int, Field(ge=257)] = 4096
-    """Number of entries to train, special tokens included (byte-level BPE needs 256 and the specials)."""
+    """Algorithm for training: byte-level BPE, Unigram, or WordPiece."""
+    base: PathText | None = None
+    """Tokenizer to which `jingu tokenizer extend` adds entries until it has `vocab_size` of them."""
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Number of entries, special tokens included (byte-level BPE needs 256 plus the special tokens)."""
     special_tokens: list[str] = ["<|endoftext|>"]
-    """Tokens never split; the first one ends every document."""
+    """Tokens that are never split; the first one ends every document."""
     sample_bytes: Positive = 100_000_000
-    """Train on about this many bytes of the corpus, spread evenly over its documents."""
+    """Train on about this many bytes of the corpus, sampled evenly from its documents."""
 
 
 class FullOrderSettings(Settings):
-    """One order over all windows."""
+    """Shuffle all sequences of an epoch."""
 
     type: Literal["full"] = "full"
 
 
 class BlockOrderSettings(Settings):
-    """For slow storage: large blocks in random order, and the windows of a few open blocks mixed."""
+    """For slow storage: read large blocks in random order, and shuffle the sequences of a few blocks at a time."""
 
     type: Literal["blocks"] = "blocks"
     block_tokens: Positive = 16_777_216
-    """Tokens of a block, which lie next to each other."""
+    """Number of consecutive tokens in a block."""
     open_blocks: Positive = 16
-    """Blocks whose windows are mixed with each other."""
+    """Number of blocks whose sequences are shuffled together."""
 
 
-Order = Annotated[FullOrderSettings | BlockOrderSettings, Discriminator("type"), type_or("full")]
+Order = Annotated[FullOrderSettings | BlockOrderSettings, Discriminator("type"), default_type("full")]
 
 
 class SourceSettings(Settings):
     """One of several corpora that a run mixes."""
 
-    path: Place = "data"
-    """Folder of its built data set; its last part names the source."""
-    input: list[Place] | Place = []
-    """What `jingu data build` makes it of, as in `data.input`; an empty list: it is built already."""
+    path: PathText = "data"
+    """Folder of its built data set. The last part of the path names the source."""
+    input: list[PathText] | PathText = []
+    """Files from which `jingu data build` builds it, as in `data.input`; an empty list: it is built already."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Its share of the samples, beside the weights of the others."""
-    most_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Most times that its text is used; then the others share on. null: no limit."""
+    """Its share of the samples, relative to the weights of the other sources."""
+    max_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Maximum number of passes over its text; after them the other sources share its weight. null: no limit."""
 
 
 class StageSettings(Settings):
-    """Other weights from a step on."""
+    """Source weights that hold from a step on."""
 
-    from_step: NotNegative = 0
-    """The first step (from 0) with these weights."""
+    start_step: NonNegative = 0
+    """First step (from 0) with these weights."""
     weights: list[Annotated[float, Field(ge=0)]] = []
-    """A weight for each of `data.sources`, in their order; 0 leaves one out."""
+    """One weight for each of `data.sources`, in their order; 0 excludes a source."""
 
 
 class DropSettings(Settings):
-    """Documents to leave out from a step on; a run can go back to an earlier checkpoint and on without them."""
+    """Documents to exclude from a step on. A run can return to an earlier checkpoint and continue without them."""
 
-    file: Place | None = None
-    """A list of documents, one a line, as `jingu data preview` prints them (data/train-00003:1207)."""
-    from_step: NotNegative = 0
-    """The first step (from 0) without them."""
+    file: PathText | None = None
+    """File that lists one document a line, as `jingu data preview` prints them (data/train-00003:1207)."""
+    start_step: NonNegative = 0
+    """First step (from 0) without them."""
 
 
 class CausalSettings(Settings):
-    """Each token is predicted from those before it; for decoders."""
+    """Predict each token from those before it; for decoders."""
 
     type: Literal["causal"] = "causal"
 
 
 class SpanCorruptionSettings(Settings):
-    """Spans are removed from what the encoder reads, and the decoder says what they were (Raffel et al., 2020); for
-    models with an encoder. Each batch.sequence_length tokens of text make a source and a target."""
+    """Remove spans from the encoder's input; the decoder predicts them (Raffel et al., 2020). For encoder-decoders.
+    Each batch.sequence_length tokens of text become one source and one target."""
 
     type: Literal["span_corruption"] = "span_corruption"
-    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the tokens that is removed."""
-    mean_length: Annotated[float, Field(ge=1)] = 3.0
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Fraction of the tokens to remove."""
+    mean_span_length: Annotated[float, Field(ge=1)] = 3.0
     """Mean length of a removed span, in tokens."""
-    sentinels: Positive = 100
-    """Special tokens (`<extra_id_0>` and so on) that mark the spans of a text; `jingu tokenizer train` adds them."""
+    num_sentinels: Positive = 100
+    """Number of special tokens (`<extra_id_0>` and so on) that mark removed spans; `jingu tokenizer train` adds
+    them."""
 
 
-class CutSettings(Settings):
-    """A sequence is cut in two at a random place, between two shares of its tokens."""
+class SplitPointSettings(Settings):
+    """Split each sequence in two at a random point. The prefix has a random fraction of its tokens."""
 
-    shortest: Fraction = 0.25
-    """Share of the tokens that the shortest beginning has."""
-    longest: Fraction = 0.75
-    """Share of the tokens that the longest beginning has."""
-
-
-class PrefixSettings(CutSettings):
-    """The beginning of each sequence is seen whole, in both directions, and the rest is predicted (prefix-LM, Raffel et
-    al., 2020); of each document with data.within_documents. For decoders; generation from the run sees prompts whole,
-    too, and an exported folder does not say so."""
-
-    type: Literal["prefix"] = "prefix"
+    min_prefix: Fraction = 0.25
+    """Smallest fraction of the tokens in the prefix."""
+    max_prefix: Fraction = 0.75
+    """Largest fraction of the tokens in the prefix."""
 
 
-class ContinuationSettings(CutSettings):
-    """An encoder reads the beginning of each sequence, and the decoder writes the rest. Both are filled up to their
-    longest; where shortest and longest are the same, there is nothing to fill."""
+class PrefixLmSettings(SplitPointSettings):
+    """Attend to the prefix of each sequence in both directions, and predict the rest (prefix LM, Raffel et al., 2020);
+    with data.document_mask, of each document. For decoders. Generation from the run attends to prompts in both
+    directions too; an exported folder cannot express this."""
+
+    type: Literal["prefix_lm"] = "prefix_lm"
+
+
+class ContinuationSettings(SplitPointSettings):
+    """The encoder reads the prefix of each sequence, and the decoder predicts the rest. Both are padded to their
+    maximum length; there is no padding if min_prefix and max_prefix are equal."""
 
     type: Literal["continuation"] = "continuation"
 
 
 class TargetFilesSettings(Settings):
-    """The data sets are CPM-2's for encoder-decoders, from which spans are removed already: data.path begins the names
-    of its files, PATH_context.bin and so on. batch.sequence_length is what the encoder reads."""
+    """Data sets in CPM-2's format for encoder-decoders, from which spans are removed already. data.path is the prefix
+    of the file names (PATH_context.bin and so on), and batch.sequence_length the length of the encoder's input."""
 
     type: Literal["target_files"] = "target_files"
     target_length: Positive = 256
-    """Tokens of the decoder; longer targets are cut."""
-    first_sentinel: NotNegative | None = None
-    """The first id that stands for a removed span in the files; null: the number of the tokenizer's entries."""
+    """Length of the decoder's input, in tokens; longer targets are truncated."""
+    first_sentinel: NonNegative | None = None
+    """First id that stands for a removed span in the files; null: the size of the tokenizer's vocabulary."""
     sentinel: str = "<extra_id_N>"
-    """Names of the tokenizer's special tokens for removed spans, with N for the number."""
+    """Names of the tokenizer's sentinel tokens, with N in place of the number."""
 
 
 class FillInTheMiddleSettings(Settings):
-    """A share of the documents is written as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et
-    al., 2022)."""
+    """Reorder some documents as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et al., 2022)."""
 
     type: Literal["fill_in_the_middle"] = "fill_in_the_middle"
     rate: Fraction = 0.5
-    """Share of the documents."""
+    """Fraction of the documents to reorder."""
     prefix_token: str = "<|fim_prefix|>"
     """Special token before the prefix; the tokenizer must have it (tokenizer.special_tokens)."""
     suffix_token: str = "<|fim_suffix|>"
@@ -148,105 +148,110 @@ class FillInTheMiddleSettings(Settings):
 
 
 class SupervisedSettings(Settings):
-    """Answers are predicted from what was asked; the corpus is rows of instruction data, which `jingu tune prepare`
-    makes into packed sequences of batch.sequence_length."""
+    """Train on the answers of instruction data, from which `jingu tune prepare` builds sequences of
+    batch.sequence_length tokens."""
 
     type: Literal["supervised"] = "supervised"
     template: str = "auto"
-    """How a conversation is written: the tokenizer's own template (auto), chatml, qwen, llama2, llama3, alpaca,
-    bloomz-plain, or a file of Jinja."""
-    train_on: Literal["answers", "last_answer", "all"] = "answers"
-    """Which tokens are trained; an answer's weight (in its row) is a factor on its loss."""
-    longer: Literal["cut", "drop", "split"] = "cut"
-    """What to do with a row that is longer than a sequence: cut its end, leave it out, or divide it by rounds."""
-    sequences: Literal["packed", "by_length", "padded"] = "packed"
-    """What fills a sequence: as many rows as fit, apart from each other; or one row, with the rows of a step of similar
-    length, or as it comes. Where it is one row, a micro-batch is as long as its longest (not in a pipeline)."""
-    obey_special: bool = False
-    """Whether special tokens written in a row's texts are such tokens; else they are plain text."""
+    """Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a Jinja
+    file."""
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of its
+    answers."""
+    overflow: Literal["truncate", "drop", "split"] = "truncate"
+    """What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns."""
+    packing: Literal["packed", "group_by_length", "padded"] = "packed"
+    """packed: as many rows in a sequence as fit, masked from each other; padded: one row; group_by_length: one row, and
+    the rows of a step have similar lengths. With one row, a micro-batch is as long as its longest row (not in a
+    pipeline)."""
+    parse_special_tokens: bool = False
+    """Whether special tokens written in the text of a row act as such; otherwise they are plain text."""
 
 
 Objective = Annotated[
     CausalSettings
     | ContinuationSettings
     | FillInTheMiddleSettings
-    | PrefixSettings
+    | PrefixLmSettings
     | SpanCorruptionSettings
     | SupervisedSettings
     | TargetFilesSettings,
     Discriminator("type"),
-    type_or("causal"),
+    default_type("causal"),
 ]
 
 
-FOR_ENCODERS = ContinuationSettings, SpanCorruptionSettings, TargetFilesSettings
+ENCODER_OBJECTIVES = ContinuationSettings, SpanCorruptionSettings, TargetFilesSettings
 """Objectives that give an encoder something to read."""
 
 
 class DataSettings(Settings):
-    """The corpus, and the data set that `jingu data build` makes of it."""
+    """The corpus, and the data set that `jingu data build` builds from it."""
 
-    input: list[Place] | Place = []
-    """Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, patterns or addresses of the corpus."""
-    path: Place = "data"
+    input: list[PathText] | PathText = []
+    """Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs of the corpus."""
+    path: PathText = "data"
     """Folder of the built data set."""
     suffixes: list[str] = [".txt", ".jsonl"]
-    """File endings taken from a folder; a .jsonl holds a document a line, any other file is one document."""
+    """Extensions of the files to read from a folder; a .jsonl file has one document a line, any other file is one
+    document."""
     text_field: str = "text"
-    """Field of a .jsonl line that holds the document."""
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Share of the documents kept out of training for evaluation, chosen by a hash of their text."""
+    """Field of a .jsonl line that holds the text."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Fraction of the documents to use for validation instead of training, chosen by a hash of their text."""
     invalid_utf8: Literal["refuse", "replace", "skip"] = "refuse"
-    """What to do with a document that is not UTF-8: stop, replace the bad bytes, or leave the document out."""
+    """What to do with a document that is not valid UTF-8: stop, replace the invalid bytes, or skip the document."""
     documents: Literal["file", "line", "block"] = "file"
-    """What is a document of a text file: all of it, each line, or each stretch between blank lines."""
+    """What one document of a text file is: the file, a line, or a block between blank lines."""
     escaped_newlines: bool = False
     """Whether `<n>` in a text file stands for a newline."""
-    largest_document: Positive = 100_000_000
-    """Bytes; a longer document is a mistake, told before memory runs out."""
-    beginning: bool = True
-    """Whether a document begins with what the tokenizer would have texts begin with (`<s>` of Llama; mostly none)."""
+    max_document_bytes: Positive = 100_000_000
+    """Maximum size of a document in bytes; a longer one is an error, raised before memory runs out."""
+    add_bos_token: bool = True
+    """Whether to begin each document with the tokenizer's BOS token, if it adds one (`<s>` of Llama; most add none)."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do about a mistake in the corpus: stop, or leave the document out, counted and listed in skipped.txt."""
-    workers: Positive | Literal["auto"] = "auto"
-    """Processes that build; auto: one a core."""
+    """What to do about an error in the corpus: stop, or skip the document and list it in skipped.txt."""
+    num_workers: Positive | Literal["auto"] = "auto"
+    """Number of processes that build; auto: one a core."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """What to do with exact copies of a document (by a hash of its text): nothing, or leave them out."""
+    """What to do with exact copies of a document (by a hash of the text): keep them, or drop them."""
     shard_tokens: Positive = 500_000_000
-    """A new shard begins after about this many tokens."""
-    reading: Literal["mmap", "lazy", "cached", "infer"] = "mmap"
-    """Shards are mapped into memory, read piece by piece, or by kept blocks; infer: as suits their file system."""
-    local: Place | None = None
-    """Folder on a fast local disk; shards are copied there while training begins, and read from there once verified."""
+    """Start a new shard after about this many tokens."""
+    reader: Literal["mmap", "lazy", "cached", "infer"] = "mmap"
+    """How to read shards: memory-mapped, piece by piece, or through a block cache; infer: depending on their file
+    system."""
+    local_cache: PathText | None = None
+    """Folder on a fast local disk. Shards are copied there while training begins, and read from there once verified."""
     sources: list[SourceSettings] = []
     """Several corpora in place of `input` and `path`, mixed by their weights."""
     stages: list[StageSettings] = []
-    """Weights by step, in place of the sources' own, each stage until the next one begins."""
+    """Source weights by step, in place of the sources' own; each stage lasts until the next one begins."""
     temperature: Annotated[float, Field(gt=0)] | None = None
-    """With T, each weight is multiplied by its source's tokens ^ (1/T); null: the weights as they are."""
+    """With temperature T, multiply each weight by its source's tokens ^ (1/T); null: use the weights as they are."""
     order: Order = FullOrderSettings()
-    packing: Literal["cut", "best_fit"] = "cut"
-    """Text as one row cut into sequences, or sequences of whole documents that fit them best, the rest left empty."""
-    within_documents: bool = False
-    """Whether attention stays inside each document, and positions begin anew with it."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """concat: concatenate documents and cut the text into sequences; best_fit: fill sequences with whole documents, and
+    pad."""
+    document_mask: bool = False
+    """Whether attention is limited to each document, and positions restart with it."""
     drop: DropSettings = DropSettings()
     objective: Objective = CausalSettings()
 
     @property
-    def keeps_apart(self) -> bool:
-        """Whether attention stays inside each document, or row."""
-        return self.within_documents or isinstance(self.objective, SupervisedSettings)
+    def separates_documents(self) -> bool:
+        """Whether attention is limited to each document or row."""
+        return self.document_mask or isinstance(self.objective, SupervisedSettings)
 
     @property
-    def rows_alone(self) -> bool:
-        """Whether each sequence is one row of supervised data."""
-        return isinstance(self.objective, SupervisedSettings) and self.objective.sequences != "packed"
+    def has_single_row_sequences(self) -> bool:
+        """Whether each sequence is one row of instruction data."""
+        return isinstance(self.objective, SupervisedSettings) and self.objective.packing != "packed"
 
     @property
-    def corpora(self) -> list[SourceSettings]:
-        """The sources; `input` and `path` are the short form of one."""
+    def all_sources(self) -> list[SourceSettings]:
+        """The sources; `input` and `path` are a short form for a single one."""
         return self.sources or [SourceSettings(path=self.path, input=self.input)]
 
-    def of(self, source: SourceSettings) -> DataSettings:
-        """The settings of one source alone."""
+    def for_source(self, source: SourceSettings) -> DataSettings:
+        """Return the settings of one source alone."""
         return self.model_copy(update={"path": source.path, "input": source.input, "sources": []})

@@ -1,4 +1,4 @@
-"""Settings of the layout over ranks, and of where they compute."""
+"""Settings of the layout over ranks, and of the device."""
 
 from __future__ import annotations
 
@@ -6,68 +6,70 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator
 
-from jingu.config.sections.base import Place, Positive, Settings, type_or, whole
+from jingu.config.sections.base import PathText, Positive, Settings, default_type, reject_bool_and_float
 
 
 class NoOffloadSettings(Settings):
-    """Everything stays on the device that computes."""
+    """Keep everything on the device."""
 
     type: Literal["none"] = "none"
 
 
 class HostOffloadSettings(Settings):
-    """Master weights, gradients and optimizer state in main memory; the device has what it computes with."""
+    """Keep master weights, gradients and optimizer state in host memory, and only the compute weights on the device."""
 
     type: Literal["host"] = "host"
 
 
 class DiskOffloadSettings(Settings):
-    """As `host`, with master weights and optimizer state in a file, of which memory holds what there is room for."""
+    """As `host`, but with master weights and optimizer state in a file, of which host memory caches what it has room
+    for."""
 
     type: Literal["disk"] = "disk"
-    path: Place | None = None
+    path: PathText | None = None
     """Folder on a local disk; null: the folder `offload` of the run."""
 
 
 Offload = Annotated[
-    NoOffloadSettings | HostOffloadSettings | DiskOffloadSettings, Discriminator("type"), type_or("none")
+    NoOffloadSettings | HostOffloadSettings | DiskOffloadSettings, Discriminator("type"), default_type("none")
 ]
 
 
 class ParallelSettings(Settings):
-    """The layout over ranks, whose number is the product of replicate, shard, context, tensor and pipeline."""
+    """The layout over ranks. Their number is the product of replicate, shard, context, tensor and pipeline."""
 
-    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 1
-    """What is sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
+    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(reject_bool_and_float)] = 1
+    """What to shard over data-parallel ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     replicate: Positive | Literal["auto"] = "auto"
-    """Groups of ranks with rows of their own that each hold the whole model; auto: 1, with ZeRO 0 all that is left."""
+    """Data-parallel replicas, each with the whole model; auto: 1, or with ZeRO 0 all remaining ranks."""
     shard: Positive | Literal["auto"] = "auto"
-    """Ranks with rows of their own that share one copy of the model (ZeRO 1 to 3); auto: all that is left."""
+    """Data-parallel ranks that share one copy of the model (ZeRO 1 to 3); auto: all remaining ranks."""
     tensor: Positive | Literal["auto"] = 1
-    """Ranks that share the heads, inner dims and vocabulary of each block; auto: all that is left."""
+    """Ranks that split the heads, inner dimensions and vocabulary of each block; auto: all remaining ranks."""
     context: Positive | Literal["auto"] = 1
-    """Ranks that share the tokens of each row; auto: all that is left."""
-    context_by: Literal["heads", "ring"] = "heads"
-    """How attention sees all tokens of a row: for it, ranks exchange tokens for heads, whose number must divide; or
-    keys and values go around in a ring, whatever the number of heads."""
+    """Ranks that split the tokens of each row; auto: all remaining ranks."""
+    context_method: Literal["ulysses", "ring"] = "ulysses"
+    """ulysses: ranks exchange tokens for heads around attention, and the number of heads must be divisible; ring: keys
+    and values are passed around a ring, with any number of heads."""
     pipeline: Positive | Literal["auto"] = 1
-    """Ranks that share the blocks, each of them a stage or more; auto: all that is left."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Order of a pipeline's work: all forward, then all backward; in turns; in turns with several stages a rank; that
-    with backward passes split to fill the gaps; that with two stages a rank, there and back."""
+    """Ranks that split the blocks into stages, one or more for each rank; auto: all remaining ranks."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    """gpipe: all forward passes, then all backward passes; 1f1b: alternating; interleaved: alternating, with several
+    stages for each rank; zero_bubble: the same with split backward passes; zbv: the same with two stages for each
+    rank."""
     stages_per_rank: Positive | Literal["auto"] = "auto"
-    """Stages of a pipeline that a rank has (interleaved and zero_bubble); auto: 2, with gpipe and 1f1b 1."""
-    parts: list[Positive] | None = None
-    """Number of blocks of each stage of a pipeline, in order; null: even by their cost, embedding and head counted."""
+    """Pipeline stages for each rank (interleaved and zero_bubble); auto: 2, or 1 with gpipe and 1f1b."""
+    layers_per_stage: list[Positive] | None = None
+    """Number of blocks in each pipeline stage, in order; null: balanced by cost, with embedding and head counted."""
     offload: Offload = NoOffloadSettings()
     expert: Positive | Literal["auto"] = 1
-    """Ranks, of those of shard × context, that share a mixture's experts; auto: as many as can."""
+    """Ranks, of those of shard × context, that split the experts; auto: as many as possible."""
 
 
 class DeviceSettings(Settings):
-    """Where the run computes."""
+    """The device on which the run computes."""
 
     type: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a card, else CPU."""
+    """auto: CUDA if there is a GPU, else CPU."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads a rank; auto: the cores divided by the local ranks."""
+    """CPU threads for each rank; auto: the number of cores divided by the number of local ranks."""

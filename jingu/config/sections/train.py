@@ -6,230 +6,232 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import Fraction, NotNegative, Positive, Settings, type_or
+from jingu.config.sections.base import Fraction, NonNegative, Positive, Settings, default_type
 
 
 class BatchSettings(Settings):
-    """What one optimizer step sees. The rest (accumulation, tokens a step) is derived."""
+    """The batch of one optimizer step. Gradient accumulation steps and tokens per step follow from it."""
 
     sequence_length: Positive = 512
-    """Tokens a sequence."""
-    global_size: Positive = 32
-    """Sequences an optimizer step, over all ranks."""
-    micro_size: Positive | Literal["auto"] = "auto"
-    """Sequences a forward pass on one rank; auto: the largest divisor that keeps to 8,192 tokens."""
+    """Tokens in a sequence."""
+    global_batch_size: Positive = 32
+    """Sequences in an optimizer step, over all ranks."""
+    micro_batch_size: Positive | Literal["auto"] = "auto"
+    """Sequences in a forward pass of one rank; auto: the largest divisor with at most 8,192 tokens."""
 
 
-class GroupSettings(Settings):
-    """Parameters that are trained otherwise than the rest."""
+class ParamGroupSettings(Settings):
+    """Parameters with another learning rate or weight decay."""
 
     match: Annotated[str, Field(min_length=1)] = "*"
-    """Pattern of their names, such as `embedding.*` or `blocks.0.*`; of the groups one is in, the last counts."""
-    rate: Annotated[float, Field(ge=0)] = 1.0
+    """Pattern of their names, such as `embedding.*` or `blocks.0.*`. If several groups match, the last one counts."""
+    lr_multiplier: Annotated[float, Field(ge=0)] = 1.0
     """Their learning rate, as a multiple of the schedule's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Their decay; null: the optimizer's."""
+    """Their weight decay; null: the optimizer's."""
 
 
 class OptimizerBase(Settings):
-    """What every optimizer has."""
+    """Settings of every optimizer."""
 
     type: str
-    groups: list[GroupSettings] = []
-    """Parameters that have another rate or decay."""
+    param_groups: list[ParamGroupSettings] = []
+    """Parameters with another learning rate or weight decay."""
 
 
 class AdamWSettings(OptimizerBase):
     """AdamW (Loshchilov and Hutter, 2019)."""
 
     type: Literal["adamw"] = "adamw"
-    moments: Literal["fp32", "int8"] = "fp32"
-    """Their format; int8 (of matrices with rows of a multiple of 256 elements) needs the bitsandbytes package."""
+    state_dtype: Literal["fp32", "int8"] = "fp32"
+    """Format of both moments; int8 (for matrices whose rows have a multiple of 256 elements) needs the bitsandbytes
+    package."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Decay rate of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Epsilon added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay a unit of learning rate; never on norms and biases."""
+    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 class LionSettings(OptimizerBase):
-    """Lion (Chen et al., 2023): the sign of an interpolated momentum."""
+    """Lion (Chen et al., 2023): updates by the sign of an interpolated momentum."""
 
     type: Literal["lion"] = "lion"
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate; about a tenth of AdamW's."""
+    """Peak learning rate, about a tenth of AdamW's."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Weight of the momentum in the update's direction."""
+    """Weight of the momentum in the direction of the update."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Decay of the momentum."""
+    """Decay rate of the momentum."""
     weight_decay: Annotated[float, Field(ge=0)] = 1.0
-    """Decoupled decay a unit of learning rate; never on norms and biases."""
+    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 class AdafactorSettings(OptimizerBase):
-    """Adafactor (Shazeer and Stern, 2018): of a matrix's second moment only its rows and columns are kept, and steps
-    are relative to the size of the weights."""
+    """Adafactor (Shazeer and Stern, 2018): stores only row and column means of a matrix's second moment, and scales
+    updates by the size of the weights."""
 
     type: Literal["adafactor"] = "adafactor"
     lr: Annotated[float, Field(gt=0)] = 1e-2
-    """Peak learning rate, relative to the weights; a step never goes further than 1 / √step."""
-    power: Annotated[float, Field(gt=0)] = 0.8
-    """Step t gives the second moment a share of t ^ -power."""
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Peak learning rate, relative to the size of the weights, and at most 1 / √step."""
+    decay_rate: Annotated[float, Field(gt=0)] = 0.8
+    """The second moment of step t has weight t ^ -decay_rate."""
+    clip_threshold: Annotated[float, Field(gt=0)] = 1.0
     """Root mean square above which an update is scaled down."""
-    floor: Annotated[float, Field(gt=0)] = 1e-3
-    """Least root mean square that weights are taken to have."""
+    min_weight_rms: Annotated[float, Field(gt=0)] = 1e-3
+    """Lower bound for the root mean square of the weights."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled decay a unit of learning rate; never on norms and biases."""
+    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 class MuonSettings(OptimizerBase):
-    """Muon (Jordan, 2024): the momentum of a block's matrices made orthogonal; AdamW for all other parameters."""
+    """Muon (Jordan, 2024): orthogonalized momentum for the matrices of blocks, AdamW for all other parameters."""
 
     type: Literal["muon"] = "muon"
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate of both; Muon's steps are of the size of AdamW's (Liu et al., 2025)."""
+    """Peak learning rate of both; Muon's updates are scaled to the size of AdamW's (Liu et al., 2025)."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the momentum, which is Nesterov's."""
+    """Decay rate of the Nesterov momentum."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the first moment."""
+    """AdamW's decay rate of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """AdamW's decay rate of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay a unit of learning rate; never on norms and biases."""
+    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 Optimizer = Annotated[
-    AdamWSettings | LionSettings | AdafactorSettings | MuonSettings, Discriminator("type"), type_or("adamw")
+    AdamWSettings | LionSettings | AdafactorSettings | MuonSettings, Discriminator("type"), default_type("adamw")
 ]
 
 
-def in_steps(length: int | float, steps: int) -> int:
+def resolve_steps(length: int | float, steps: int) -> int:
     """A length given in steps (a whole number) or as a fraction of the run, in steps."""
     return length if isinstance(length, int) else round(length * steps)
 
 
 class ScheduleBase(Settings):
-    """Warm-up and floor, common to every schedule."""
+    """Settings of every schedule."""
 
     type: str
-    warmup: NotNegative | Fraction = 0.02
-    """Linear warm-up: steps (a whole number) or a fraction of the run (with a decimal point)."""
-    minimum: Annotated[float, Field(ge=0)] = 0.0
-    """The rate never falls below this, once warmed up."""
+    warmup: NonNegative | Fraction = 0.02
+    """Linear warmup: steps (a whole number), or a fraction of the run (with a decimal point)."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Lower bound of the learning rate after warmup."""
 
 
 class ConstantSettings(ScheduleBase):
-    """The peak rate to the end."""
+    """Keep the peak learning rate to the end."""
 
     type: Literal["constant"] = "constant"
 
 
 class LinearSettings(ScheduleBase):
-    """A straight line from the peak to the minimum at the last step."""
+    """Decay linearly from the peak to the minimum."""
 
     type: Literal["linear"] = "linear"
 
 
 class CosineSettings(ScheduleBase):
-    """Half a cosine from the peak to the minimum at the last step."""
+    """Decay along half a cosine from the peak to the minimum."""
 
     type: Literal["cosine"] = "cosine"
 
 
-class NoamSettings(ScheduleBase):
-    """Inverse square root of the step (Vaswani et al., 2017), reaching the peak at the end of warm-up."""
+class InverseSqrtSettings(ScheduleBase):
+    """Decay with the inverse square root of the step, from the peak at the end of warmup (Vaswani et al., 2017)."""
 
-    type: Literal["noam"] = "noam"
+    type: Literal["inverse_sqrt"] = "inverse_sqrt"
 
 
 class ExponentialSettings(ScheduleBase):
-    """The rate is multiplied by `decay` over the run, evenly step by step."""
+    """Decay exponentially over the run."""
 
     type: Literal["exponential"] = "exponential"
     decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of the peak rate left at the last step."""
+    """Fraction of the peak learning rate at the last step."""
 
 
-class WarmupStableDecaySettings(ScheduleBase):
-    """Warm up, stay, then fall in a straight line over the last part (Hu et al., 2024)."""
+class WsdSettings(ScheduleBase):
+    """Warmup-stable-decay: constant after warmup, then linear decay over the last part of the run (Hu et al., 2024)."""
 
-    type: Literal["warmup-stable-decay"] = "warmup-stable-decay"
-    decay: NotNegative | Fraction = 0.2
-    """Length of the fall: steps (a whole number) or a fraction of the run (with a decimal point)."""
+    type: Literal["wsd"] = "wsd"
+    decay: NonNegative | Fraction = 0.2
+    """Length of the decay: steps (a whole number), or a fraction of the run (with a decimal point)."""
 
 
 Schedule = Annotated[
-    ConstantSettings | LinearSettings | CosineSettings | NoamSettings | ExponentialSettings | WarmupStableDecaySettings,
+    ConstantSettings | LinearSettings | CosineSettings | InverseSqrtSettings | ExponentialSettings | WsdSettings,
     Discriminator("type"),
-    type_or("cosine"),
+    default_type("cosine"),
 ]
 
 
 class ActivationCheckpointingSettings(Settings):
-    """What the backward pass finds of a block's activations, and what it computes again."""
+    """Activations that are stored for the backward pass; it recomputes the others."""
 
     type: Literal["none", "selective", "full"] = "none"
-    """Kept: all; what products, attention and exchanges between ranks gave; or only the block's input."""
+    """none: store everything; selective: results of matrix products, attention and communication; full: only block
+    inputs."""
     every: Positive = 1
-    """Only every so many-th block computes again; the others keep all."""
+    """Recompute only every n-th block; the others store everything."""
 
 
 class TrainSettings(Settings):
-    """How the loop runs."""
+    """The training loop."""
 
     steps: Positive = 1000
-    """Optimizer steps of the run."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; null: no clipping."""
+    """Number of optimizer steps."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Maximum global norm of the gradient; null: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each target that is spread evenly over the vocabulary; evaluations leave it out."""
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the squared logarithm of the softmax's sum, such as 1e-4; evaluations leave it out."""
-    noise: Annotated[float, Field(ge=0)] = 0.0
-    """Size of the noise on embedded tokens (NEFTune's α, such as 5), for decoders."""
+    """Probability that is spread evenly over the vocabulary in each target; evaluations ignore it."""
+    z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log of the softmax's normalizer, such as 1e-4; evaluations ignore it."""
+    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Scale of the noise on token embeddings (NEFTune's alpha, such as 5), for decoders."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the blocks; auto: where a compiler is present and the run is long enough to earn it."""
+    """Whether to compile the blocks; auto: if there is a compiler and the run is long enough to benefit."""
     activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
-    """Also write TensorBoard events into the run's folder (needs the tensorboard package)."""
+    """Also write TensorBoard events to the run's folder (needs the tensorboard package)."""
 
 
 class PrecisionBase(Settings):
-    """Number formats, common to every precision."""
+    """Settings of every precision."""
 
     type: str
     reduce: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
-    """Format in which gradients are added up over micro-batches and ranks; auto: that of the master weights."""
+    """Format in which gradients are accumulated over micro-batches and ranks; auto: that of the master weights."""
 
 
 class PrecisionSettings(PrecisionBase):
-    """bf16 computes in bf16 over fp32 master weights; auto: bf16 where the device has units for it, else fp32."""
+    """bf16 computes in bf16 with fp32 master weights; auto: bf16 if the device is fast at it, else fp32."""
 
     type: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
 
 class FP16Settings(PrecisionBase):
-    """fp16 over fp32 master weights. The loss is scaled, so that gradients stay within what fp16 can hold."""
+    """fp16 with fp32 master weights and dynamic loss scaling."""
 
     type: Literal["fp16"] = "fp16"
-    initial_scale: Annotated[float, Field(gt=0)] = 65536.0
-    """Factor on the mean loss at first."""
-    window: Positive = 1000
-    """Steps without overflow after which the scale is doubled."""
+    initial_loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """Initial loss scale."""
+    loss_scale_window: Positive = 1000
+    """Double the loss scale after this many steps without overflow."""
     hysteresis: Positive = 2
-    """Overflows within a window from which on the scale is halved; a step that overflows is skipped either way."""
-    minimum_scale: Annotated[float, Field(gt=0)] = 1.0
-    """The scale never falls below this."""
+    """Halve the loss scale after this many overflows within a window; a step that overflows is always skipped."""
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Lower bound of the loss scale."""
 
 
-Precision = Annotated[PrecisionSettings | FP16Settings, Discriminator("type"), type_or("auto")]
+Precision = Annotated[PrecisionSettings | FP16Settings, Discriminator("type"), default_type("auto")]

@@ -1,4 +1,4 @@
-"""Settings of what trains: all of a model, a part of it, or adapters beside it."""
+"""Settings of what is trained: the whole model, a part of it, or adapters."""
 
 from __future__ import annotations
 
@@ -6,103 +6,104 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import Place, Positive, Settings, type_or
+from jingu.config.sections.base import PathText, Positive, Settings, default_type
 
 
 class FullSettings(Settings):
-    """The model's own weights are trained: all of them, or a part; all of them are saved."""
+    """Train the model's own weights, all of them or a part. The whole model is saved."""
 
     type: Literal["full"] = "full"
     freeze: list[str] = []
-    """Patterns of names of weights that stay as they are, such as `embedding.*` or `blocks.0.*`."""
-    last: Positive | None = None
-    """Train only so many last blocks, and the norm and head after them; null: all blocks."""
+    """Patterns of names of weights that are not trained, such as `embedding.*` or `blocks.0.*`."""
+    num_trainable_layers: Positive | None = None
+    """Train only the last n blocks, and the norm and the head after them; null: all blocks."""
 
 
 class AdapterBase(Settings):
-    """What every kind of adapters has: these alone are trained, and saved."""
+    """Settings of every adapter. Only the adapter is trained and saved."""
 
     type: str
-    start: Place | None = None
-    """A run, or a folder of peft, with whose adapters these begin: those of another task, say."""
-    base: Literal["int8", "int4", "nf4"] | None = None
-    """What the matrices of the blocks, which are not trained, are rounded to (QLoRA; nf4 needs the bitsandbytes
-    package); null: to what is computed in."""
+    initial_adapter: PathText | None = None
+    """A run, or a peft folder, whose adapter the new one starts from."""
+    quantization: Literal["int8", "int4", "nf4"] | None = None
+    """Format to which the frozen matrices of the blocks are quantized (QLoRA; nf4 needs the bitsandbytes package);
+    null: none."""
 
 
 class LoraSettings(AdapterBase):
-    """Adapters of low rank beside chosen matrices (Hu et al., 2022)."""
+    """Low-rank adapters of selected matrices (Hu et al., 2022)."""
 
     type: Literal["lora"] = "lora"
     rank: Positive = 8
-    """Inner size of an adapter."""
+    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
-    """What an adapter gives is multiplied by alpha / rank."""
-    rank_stabilised: bool = False
-    """Multiply by alpha / √rank instead (Kalajdzievski, 2023)."""
-    dora: bool = False
-    """Also train the length of each row of the sum of matrix and adapter (Liu et al., 2024)."""
+    """The adapter's output is scaled by alpha / rank."""
+    use_rslora: bool = False
+    """Scale by alpha / √rank instead (rank-stabilized LoRA, Kalajdzievski, 2023)."""
+    use_dora: bool = False
+    """Also train the norm of each row of the adapted matrix (DoRA, Liu et al., 2024)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that is zero, others in each step."""
-    targets: list[str] = ["*attention.*", "*.feed_forward.*"]
-    """Patterns of names of the matrices that get one, such as `blocks.*.attention.q`."""
+    """Dropout probability of the adapter's input."""
+    target_modules: list[str] = ["*attention.*", "*.feed_forward.*"]
+    """Patterns of names of the adapted matrices, such as `blocks.*.attention.q`."""
 
 
 class Ia3Settings(AdapterBase):
-    """Factors of what chosen matrices give; of a feed-forward's `down`, of what it gets (Liu et al., 2022)."""
+    """IA³ (Liu et al., 2022): trained factors for the outputs of selected matrices, or for the inputs of feed-forward
+    `down`."""
 
     type: Literal["ia3"] = "ia3"
-    targets: list[str] = ["*attention.k", "*attention.v", "*.feed_forward.down"]
+    target_modules: list[str] = ["*attention.k", "*attention.v", "*.feed_forward.down"]
     """Patterns of names of the matrices."""
 
 
 class SoftPromptBase(AdapterBase):
-    """Vectors in the place of tokens."""
+    """Settings of trained vectors in place of tokens."""
 
-    length: Positive = 20
-    """Tokens of the prompt."""
-    initial_text: str | None = None
-    """Text whose tokens' vectors they (or what a network makes them of) begin with, repeated or cut to the length;
-    null: tokens drawn by the seed."""
+    num_virtual_tokens: Positive = 20
+    """Length of the prompt in virtual tokens."""
+    init_text: str | None = None
+    """Text whose token embeddings initialize the prompt (or its network's input), repeated or cut to its length; null:
+    random tokens."""
     position: Literal["front", "back"] = "front"
-    """Before what is read, or (an encoder's) behind it."""
+    """Whether the prompt stands before the input, or behind it (an encoder's only)."""
 
 
 class PromptSettings(SoftPromptBase):
-    """Prompt tuning: vectors in the place of tokens, before the text or what an encoder reads (Lester et al., 2021)."""
+    """Prompt tuning: trained vectors before the input of the decoder or encoder (Lester et al., 2021)."""
 
     type: Literal["prompt"] = "prompt"
 
 
 class PTuningSettings(SoftPromptBase):
-    """P-tuning: a prompt whose vectors a small network makes while it is trained (Liu et al., 2021)."""
+    """P-tuning: a prompt whose vectors a small network computes during training (Liu et al., 2021)."""
 
     type: Literal["p_tuning"] = "p_tuning"
     encoder: Literal["mlp", "lstm"] = "mlp"
-    """The network: three layers, or two of an LSTM in both directions and two after them."""
-    hidden: Positive | None = None
-    """Its width; null: the model's."""
+    """The network: an MLP of three layers, or a bidirectional LSTM of two layers followed by two linear ones."""
+    encoder_hidden_size: Positive | None = None
+    """Its hidden size; null: the model's."""
 
 
 class DeepPromptBase(AdapterBase):
-    """Keys and values before the text in each block."""
+    """Settings of trained keys and values before the text in each block."""
 
-    length: Positive = 20
-    """Tokens of the prompt."""
+    num_virtual_tokens: Positive = 20
+    """Length of the prompt in virtual tokens."""
     in_encoder: bool = True
-    """Whether the blocks of an encoder have them, too."""
+    """Whether the encoder's blocks have them, too."""
 
 
 class PrefixTuningSettings(DeepPromptBase):
-    """Prefix tuning: keys and values before the text in each block, made by a small network (Li and Liang, 2021)."""
+    """Prefix tuning: keys and values in each block, computed by a small network (Li and Liang, 2021)."""
 
     type: Literal["prefix"] = "prefix"
-    hidden: Positive = 512
-    """Inner width of the network, of which each block has its own."""
+    encoder_hidden_size: Positive = 512
+    """Hidden size of the network, of which each block has its own."""
 
 
 class PTuningV2Settings(DeepPromptBase):
-    """P-tuning v2: keys and values before the text in each block, trained themselves (Liu et al., 2022)."""
+    """P-tuning v2: keys and values in each block, trained directly (Liu et al., 2022)."""
 
     type: Literal["p_tuning_v2"] = "p_tuning_v2"
 
@@ -116,5 +117,5 @@ Tune = Annotated[
     | PrefixTuningSettings
     | PTuningV2Settings,
     Discriminator("type"),
-    type_or("full"),
+    default_type("full"),
 ]

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jingu.model.families.family import Family, key, only, sized, written
-from jingu.model.families.names import Transform, rules
-from jingu.model.spec import AlibiPositions, Attention, LayerNorm, ModelSpec, PlainFeedForward
+from jingu.model.families.family import Family, config_key, constant_keys, preset, supported_options
+from jingu.model.families.name_map import Transform, name_rules
+from jingu.model.spec import AlibiPositions, AttentionSpec, LayerNorm, ModelSpec, PlainFeedForward
 
 _KEYS = (
-    only(apply_residual_connection_post_layernorm=(False,)),
-    key("vocabulary", "vocab_size"),
-    key("width", "hidden_size", "n_embed"),
-    key("layers", "n_layer", "num_hidden_layers"),
+    supported_options(apply_residual_connection_post_layernorm=(False,)),
+    config_key("vocab_size", "vocab_size"),
+    config_key("hidden_size", "hidden_size", "n_embed"),
+    config_key("num_layers", "n_layer", "num_hidden_layers"),
     # ALiBi sets no end; this is what they were trained with.
-    key("context", "seq_length", default=2048),
-    key("attention.heads", "n_head", "num_attention_heads"),
-    key("norm.epsilon", "layer_norm_epsilon", default=1e-5),
-    key("tied_embeddings", "tie_word_embeddings", default=True),
-    key("initial_std", "initializer_range", default=0.02),
-    written(hidden_dropout=0.0, attention_dropout=0.0, use_cache=True),
+    config_key("max_position_embeddings", "seq_length", default=2048),
+    config_key("attention.num_heads", "n_head", "num_attention_heads"),
+    config_key("norm.eps", "layer_norm_epsilon", default=1e-5),
+    config_key("tie_word_embeddings", "tie_word_embeddings", default=True),
+    config_key("initializer_range", "initializer_range", default=0.02),
+    constant_keys(hidden_dropout=0.0, attention_dropout=0.0, use_cache=True),
 )
 _NAMES = {
     "transformer.word_embeddings": "embedding",
@@ -36,27 +36,27 @@ _NAMES = {
 _INTERLEAVED_NAMES = {"transformer.h.*.self_attention.query_key_value": "blocks.*.attention.{q,k,v}"}
 
 
-def _to_ours(theirs: Tensor, spec: ModelSpec) -> Tensor:
+def _to_jingu(tensor: Tensor, spec: ModelSpec) -> Tensor:
     heads = spec.attention
-    return theirs.unflatten(0, (heads.heads, 3, heads.head_size)).transpose(0, 1).flatten(0, 2)
+    return tensor.unflatten(0, (heads.num_heads, 3, heads.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
-def _to_theirs(ours: Tensor, spec: ModelSpec) -> Tensor:
+def _to_hf(tensor: Tensor, spec: ModelSpec) -> Tensor:
     heads = spec.attention
-    return ours.unflatten(0, (3, heads.heads, heads.head_size)).transpose(0, 1).flatten(0, 2)
+    return tensor.unflatten(0, (3, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
 _TEMPLATE = ModelSpec(
     family="bloom",
-    vocabulary=250880,
-    width=384,
-    layers=6,
-    context=2048,
-    norm=LayerNorm(epsilon=1e-5),
+    vocab_size=250880,
+    hidden_size=384,
+    num_layers=6,
+    max_position_embeddings=2048,
+    norm=LayerNorm(eps=1e-5),
     position=AlibiPositions(),
-    attention=Attention(heads=6, kv_heads=6, head_size=64, qkv_bias=True, output_bias=True),
-    feed_forward=PlainFeedForward(size=1536, bias=True),
-    tied_embeddings=True,
+    attention=AttentionSpec(num_heads=6, num_kv_heads=6, head_dim=64, qkv_bias=True, output_bias=True),
+    feed_forward=PlainFeedForward(intermediate_size=1536, bias=True),
+    tie_word_embeddings=True,
     embedding_norm=True,
 )
 
@@ -64,10 +64,10 @@ BLOOM = Family(
     architectures=("BloomForCausalLM",),
     template=_TEMPLATE,
     keys=_KEYS,
-    rules=(*rules(_NAMES), *rules(_INTERLEAVED_NAMES, Transform(_to_ours, _to_theirs))),
+    rules=(*name_rules(_NAMES), *name_rules(_INTERLEAVED_NAMES, Transform(_to_jingu, _to_hf))),
     base="transformer.",
     presets={
-        name: sized(_TEMPLATE, layers, width, heads, 4 * width)
+        name: preset(_TEMPLATE, layers, width, heads, 4 * width)
         for name, layers, width, heads in (
             ("bloom-560m", 24, 1024, 16),
             ("bloom-1b1", 24, 1536, 16),

@@ -3,9 +3,20 @@ and values, biases on q, k and v, and these and the gated feed-forward packed in
 
 from __future__ import annotations
 
-from jingu.model.families.family import FOLLOWS, Config, Family, Keys, Values, at, key, only, sized, written
-from jingu.model.families.names import rules
-from jingu.model.spec import Attention, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions
+from jingu.model.families.family import (
+    DERIVED,
+    ConfigKeys,
+    Family,
+    HFConfig,
+    SpecValues,
+    config_key,
+    constant_keys,
+    field_value,
+    preset,
+    supported_options,
+)
+from jingu.model.families.name_map import name_rules
+from jingu.model.spec import AttentionSpec, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions
 
 
 def _feed_forward_size(width: int) -> int:
@@ -13,14 +24,14 @@ def _feed_forward_size(width: int) -> int:
     return -(-107 * width // (32 * 64)) * 64
 
 
-def _biases(config: Config) -> Values:
+def _biases(config: HFConfig) -> SpecValues:
     linear = bool(config.get("add_bias_linear"))
     qkv = linear or bool(config.get("add_qkv_bias"))
     return {"attention.qkv_bias": qkv, "attention.output_bias": linear, "feed_forward.bias": linear}
 
 
 _KEYS = (
-    only(
+    supported_options(
         multi_query_attention=(True,),
         rmsnorm=(True,),
         post_layer_norm=(True,),
@@ -29,24 +40,26 @@ _KEYS = (
         pre_seq_len=(None, 0),
         quantization_bit=(0, None),
     ),
-    key("vocabulary", "padded_vocab_size"),
-    key("width", "hidden_size"),
-    key("layers", "num_layers"),
-    key("context", "seq_length"),
-    key("norm.epsilon", "layernorm_epsilon", default=1e-5),
-    Keys(
-        lambda config: {"position.base": 10000.0 * (config.get("rope_ratio") or 1.0)},
-        lambda spec: {"rope_ratio": at(spec, "position.base") / 10000.0},
+    config_key("vocab_size", "padded_vocab_size"),
+    config_key("hidden_size", "hidden_size"),
+    config_key("num_layers", "num_layers"),
+    config_key("max_position_embeddings", "seq_length"),
+    config_key("norm.eps", "layernorm_epsilon", default=1e-5),
+    ConfigKeys(
+        lambda config: {"position.theta": 10000.0 * (config.get("rope_ratio") or 1.0)},
+        lambda spec: {"rope_ratio": field_value(spec, "position.theta") / 10000.0},
     ),
-    key("attention.heads", "num_attention_heads"),
-    key("attention.kv_heads", "multi_query_group_num"),
-    key("attention.head_size", "kv_channels", default=FOLLOWS),
-    key("feed_forward.size", "ffn_hidden_size"),
-    Keys(_biases, lambda spec: {"add_qkv_bias": spec.attention.qkv_bias, "add_bias_linear": spec.feed_forward.bias}),
-    key("tied_embeddings", "tie_word_embeddings", default=False),
-    key("initial_std", "initializer_range", default=0.02),
-    Keys(write=lambda spec: {"vocab_size": spec.vocabulary}),
-    written(attention_dropout=0.0, hidden_dropout=0.0, use_cache=True),
+    config_key("attention.num_heads", "num_attention_heads"),
+    config_key("attention.num_kv_heads", "multi_query_group_num"),
+    config_key("attention.head_dim", "kv_channels", default=DERIVED),
+    config_key("feed_forward.intermediate_size", "ffn_hidden_size"),
+    ConfigKeys(
+        _biases, lambda spec: {"add_qkv_bias": spec.attention.qkv_bias, "add_bias_linear": spec.feed_forward.bias}
+    ),
+    config_key("tie_word_embeddings", "tie_word_embeddings", default=False),
+    config_key("initializer_range", "initializer_range", default=0.02),
+    ConfigKeys(write=lambda spec: {"vocab_size": spec.vocab_size}),
+    constant_keys(attention_dropout=0.0, hidden_dropout=0.0, use_cache=True),
 )
 _NAMES = {
     "transformer.embedding.word_embeddings": "embedding",
@@ -60,14 +73,14 @@ _NAMES = {
 }
 _TEMPLATE = ModelSpec(
     family="chatglm3",
-    vocabulary=65024,
-    width=384,
-    layers=6,
-    context=8192,
-    norm=RmsNorm(epsilon=1e-5),
-    position=RotaryPositions(base=10000.0, share=0.5, interleaved=True),
-    attention=Attention(heads=6, kv_heads=6, head_size=64, qkv_bias=True),
-    feed_forward=GatedFeedForward(size=1344),
+    vocab_size=65024,
+    hidden_size=384,
+    num_layers=6,
+    max_position_embeddings=8192,
+    norm=RmsNorm(eps=1e-5),
+    position=RotaryPositions(theta=10000.0, partial_rotary_factor=0.5, interleaved=True),
+    attention=AttentionSpec(num_heads=6, num_kv_heads=6, head_dim=64, qkv_bias=True),
+    feed_forward=GatedFeedForward(intermediate_size=1344),
 )
 
 CHATGLM3 = Family(
@@ -76,9 +89,9 @@ CHATGLM3 = Family(
     template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
     keys=_KEYS,
-    rules=rules(_NAMES),
+    rules=name_rules(_NAMES),
     base="transformer.",
     ignored=(".rotary_pos_emb.inv_freq",),
-    presets={"chatglm3-6b": sized(_TEMPLATE, 28, 4096, 32, 13696, kv_heads=2)},
+    presets={"chatglm3-6b": preset(_TEMPLATE, 28, 4096, 32, 13696, num_kv_heads=2)},
     replaces_code=True,
 )

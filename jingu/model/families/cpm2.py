@@ -8,20 +8,21 @@ is the spec's component as it is.
 
 from __future__ import annotations
 
-from jingu.model.families.family import Family, Keys, key, written
-from jingu.model.families.names import Rule, rules
+from jingu.config.legacy import migrate_spec
+from jingu.model.families.family import ConfigKeys, Family, config_key, constant_keys
+from jingu.model.families.name_map import NameRule, name_rules
 from jingu.model.families.t5 import CONTEXT, SHARED_KEYS, V1_1, v1_1_presets
-from jingu.model.spec import Experts, RandomProjection, replaced
+from jingu.model.spec import Experts, RandomProjectionRouter, replace_fields
 
 _KEYS = (
     *SHARED_KEYS,
-    key("context", "n_positions", default=CONTEXT),
-    Keys(
-        lambda config: {"feed_forward": config["experts"]} if config.get("experts") else {},
+    config_key("max_position_embeddings", "n_positions", default=CONTEXT),
+    ConfigKeys(
+        lambda config: migrate_spec({"feed_forward": config["experts"]}) if config.get("experts") else {},
         lambda spec: {"experts": spec.feed_forward.model_dump() if isinstance(spec.feed_forward, Experts) else None},
     ),
     # Their own configuration names relu, and their code does not ask it.
-    written(feed_forward_proj="gated-gelu"),
+    constant_keys(feed_forward_proj="gated-gelu"),
 )
 _INNER, _PARTS = "dense_relu_dense.{wi_0,wi_1,wo}", "feed_forward.{gate,up,down}"
 _NAMES = {
@@ -46,22 +47,28 @@ _NAMES = {
     "lm_head": "head",
 }
 _ROUTERS = (
-    Rule("encoder.blocks.*.ff.expert_centroids", ("encoder.blocks.*.feed_forward.router.weight",)),
-    Rule("decoder.blocks.*.ff.expert_centroids", ("blocks.*.feed_forward.router.weight",)),
+    NameRule("encoder.blocks.*.ff.expert_centroids", ("encoder.blocks.*.feed_forward.router.weight",)),
+    NameRule("decoder.blocks.*.ff.expert_centroids", ("blocks.*.feed_forward.router.weight",)),
 )
-_TEMPLATE = replaced(V1_1, family="cpm2", vocabulary=26240)
+_TEMPLATE = replace_fields(V1_1, family="cpm2", vocab_size=26240)
 _11B = v1_1_presets(_TEMPLATE)["xxl"]
 
 CPM2 = Family(
     architectures=("EncDecModel",),
     template=_TEMPLATE,
     keys=_KEYS,
-    rules=(*rules(_NAMES), *_ROUTERS),
+    rules=(*name_rules(_NAMES), *_ROUTERS),
     presets={
         "cpm2-11b": _11B,
-        "cpm2-moe-198b": replaced(
+        "cpm2-moe-198b": replace_fields(
             _11B,
-            feed_forward=Experts(number=32, active=1, size=10240, activation="gelu_tanh", router=RandomProjection()),
+            feed_forward=Experts(
+                num_experts=32,
+                num_experts_per_token=1,
+                intermediate_size=10240,
+                activation="gelu_tanh",
+                router=RandomProjectionRouter(),
+            ),
         ),
     },
     replaces_code=True,

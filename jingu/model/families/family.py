@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.model.families.names import Rule
-from jingu.model.spec import Activation, Experts, ModelSpec, places, replaced
+from jingu.model.families.name_map import NameRule
+from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, replace_fields
 
-Config = Mapping[str, Any]
-Values = dict[str, Any]
-"""Values of a spec by their places in it, such as `attention.heads`."""
+HFConfig = Mapping[str, Any]
+# Values of a spec by their places in it, such as `attention.num_heads`.
+SpecValues = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Keys:
+class ConfigKeys:
     """Keys of a `config.json`, and what they say of a spec, in both directions.
 
     Attributes:
@@ -24,11 +24,11 @@ class Keys:
         write: the keys of a spec.
     """
 
-    read: Callable[[Config], Values] = lambda config: {}
+    read: Callable[[HFConfig], SpecValues] = lambda config: {}
     write: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
 
 
-def four_widths(width: int) -> int:
+def four_times_hidden_size(width: int) -> int:
     """The usual size of a plain feed-forward."""
     return 4 * width
 
@@ -52,10 +52,10 @@ class Family:
 
     architectures: tuple[str, ...]
     template: ModelSpec
-    keys: tuple[Keys, ...]
-    rules: tuple[Rule, ...]
+    keys: tuple[ConfigKeys, ...]
+    rules: tuple[NameRule, ...]
     presets: Mapping[str, ModelSpec]
-    feed_forward_size: Callable[[int], int] = four_widths
+    feed_forward_size: Callable[[int], int] = four_times_hidden_size
     model_type: str | None = None
     base: str = ""
     ignored: tuple[str, ...] = ()
@@ -72,27 +72,27 @@ class Family:
         parts = (spec.feed_forward for spec in (self.template, *self.presets.values()))
         return next((part for part in parts if isinstance(part, Experts)), None)
 
-    def spec_from_hf(self, config: Config) -> ModelSpec:
+    def spec_from_hf(self, config: HFConfig) -> ModelSpec:
         """The spec of a `config.json`. Raises JinguError on an option that would change the numbers."""
         if config.get("quantization_config") is not None:
-            raise unsupported("quantization_config", config["quantization_config"], "expected None")
-        values: Values = {}
+            raise unsupported_option("quantization_config", config["quantization_config"], "expected None")
+        values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
         follow = {
-            "attention.kv_heads": values["attention.heads"],
-            "attention.head_size": values["width"] // values["attention.heads"],
-            "feed_forward.size": self.feed_forward_size(values["width"]),
+            "attention.num_kv_heads": values["attention.num_heads"],
+            "attention.head_dim": values["hidden_size"] // values["attention.num_heads"],
+            "feed_forward.intermediate_size": self.feed_forward_size(values["hidden_size"]),
         }
-        return replaced(self.template, **{**follow, **values})
+        return replace_fields(self.template, **{**follow, **values})
 
     def hf_config(self, spec: ModelSpec) -> dict[str, Any]:
         """`config.json` of a spec. Raises JinguError where it cannot say all that the spec does."""
         config: dict[str, Any] = {"model_type": self.model_type or self.name}
         for keys in self.keys:
             config |= keys.write(spec)
-        said = places(self.spec_from_hf(config))
-        lost = [place for place, value in places(spec).items() if said.get(place) != value]
+        said = flatten_fields(self.spec_from_hf(config))
+        lost = [place for place, value in flatten_fields(spec).items() if said.get(place) != value]
         if lost:
             raise JinguError(
                 f"Hugging Face's {self.architectures[0]} has no way to say this model's {', '.join(lost)}.",
@@ -103,44 +103,46 @@ class Family:
         return config
 
 
-REQUIRED, FOLLOWS = object(), object()
-"""In place of a key's default: there must be one; or the value follows from others, as `spec_from_hf` knows."""
+# In place of a key's default: there must be one; or the value follows from others, as `spec_from_hf` knows.
+REQUIRED, DERIVED = object(), object()
 
 
-def key(place: str, *names: str, default: Any = REQUIRED) -> Keys:
+def config_key(place: str, *names: str, default: Any = REQUIRED) -> ConfigKeys:
     """One key, of several names for it the first that a config has; the first of all is written."""
 
-    def read(config: Config) -> Values:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if found is REQUIRED:
+    def read(config: HFConfig) -> SpecValues:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if value is REQUIRED:
             raise JinguError(
                 f"the model's config lacks {names[0]!r}.", where="config.json", fix="Restore the original file."
             )
-        return {} if found is FOLLOWS else {place: found}
+        return {} if value is DERIVED else {place: value}
 
-    return Keys(read, lambda spec: {names[0]: at(spec, place)})
+    return ConfigKeys(read, lambda spec: {names[0]: field_value(spec, place)})
 
 
-def at(spec: ModelSpec, place: str) -> Any:
+def field_value(spec: ModelSpec, place: str) -> Any:
     """The value at a place; None where there is no such."""
-    return places(spec).get(place)
+    return flatten_fields(spec).get(place)
 
 
-def written(**values: Any) -> Keys:
+def constant_keys(**values: Any) -> ConfigKeys:
     """Keys that are the same for all models of a family, and are not read."""
-    return Keys(write=lambda spec: values)
+    return ConfigKeys(write=lambda spec: values)
 
 
-def only(**values: Sequence[Any]) -> Keys:
+def supported_options(**values: Sequence[Any]) -> ConfigKeys:
     """Options that would change the numbers: each must be absent or have one of the values. The first is written."""
 
-    def read(config: Config) -> Values:
+    def read(config: HFConfig) -> SpecValues:
         for name, choices in values.items():
             if name in config and config[name] not in choices:
-                raise unsupported(name, config[name], f"expected {' or '.join(repr(choice) for choice in choices)}")
+                raise unsupported_option(
+                    name, config[name], f"expected {' or '.join(repr(choice) for choice in choices)}"
+                )
         return {}
 
-    return Keys(read, lambda spec: {name: choices[0] for name, choices in values.items()})
+    return ConfigKeys(read, lambda spec: {name: choices[0] for name, choices in values.items()})
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -155,22 +157,22 @@ ACTIVATIONS: dict[str, Activation] = {
 HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 
 
-def activation_key(name: str, default: str) -> Keys:
+def activation_key(name: str, default: str) -> ConfigKeys:
     """The key that names the activation."""
-    return Keys(
-        lambda config: {"feed_forward.activation": activation(name, config.get(name) or default)},
+    return ConfigKeys(
+        lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)},
         lambda spec: {name: HF_ACTIVATIONS[spec.feed_forward.activation]},
     )
 
 
-def activation(key: str, name: str) -> Activation:
+def parse_activation(key: str, name: str) -> Activation:
     """The activation that a config's key names."""
     if name not in ACTIVATIONS:
-        raise unsupported(key, name, f"known are {', '.join(ACTIVATIONS)}")
+        raise unsupported_option(key, name, f"known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def unsupported(key: str, value: Any, detail: str) -> JinguError:
+def unsupported_option(key: str, value: Any, detail: str) -> JinguError:
     """The error for an option jingu does not compute."""
     return JinguError(
         f"the model sets {key} to {value!r}, which is not supported ({detail}).",
@@ -179,25 +181,25 @@ def unsupported(key: str, value: Any, detail: str) -> JinguError:
     )
 
 
-def sized(
+def preset(
     template: ModelSpec,
-    layers: int,
-    width: int,
-    heads: int,
-    feed_forward: int,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    intermediate_size: int,
     *,
-    kv_heads: int | None = None,
-    head_size: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
     **changes: Any,
 ) -> ModelSpec:
     """A published model: the family's habits at these dimensions."""
     sizes = {
-        "layers": layers,
-        "encoder_layers": template.encoder_layers and layers,
-        "width": width,
-        "attention.heads": heads,
-        "attention.kv_heads": kv_heads or heads,
-        "attention.head_size": head_size or width // heads,
-        "feed_forward.size": feed_forward,
+        "num_layers": num_layers,
+        "num_encoder_layers": template.num_encoder_layers and num_layers,
+        "hidden_size": hidden_size,
+        "attention.num_heads": num_heads,
+        "attention.num_kv_heads": num_kv_heads or num_heads,
+        "attention.head_dim": head_dim or hidden_size // num_heads,
+        "feed_forward.intermediate_size": intermediate_size,
     }
-    return replaced(template, **sizes, **changes)
+    return replace_fields(template, **sizes, **changes)

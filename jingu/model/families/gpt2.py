@@ -5,24 +5,35 @@ Hugging Face keeps its matrices input-first (Conv1D), and q, k, v in one.
 
 from __future__ import annotations
 
-from jingu.model.families.family import FOLLOWS, Family, Keys, activation_key, key, only, sized, written
-from jingu.model.families.names import TRANSPOSED, rules
-from jingu.model.spec import Attention, LayerNorm, LearnedPositions, ModelSpec, PlainFeedForward
+from jingu.model.families.family import (
+    DERIVED,
+    ConfigKeys,
+    Family,
+    activation_key,
+    config_key,
+    constant_keys,
+    preset,
+    supported_options,
+)
+from jingu.model.families.name_map import TRANSPOSE, name_rules
+from jingu.model.spec import AttentionSpec, LayerNorm, LearnedPositions, ModelSpec, PlainFeedForward
 
 _KEYS = (
-    only(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
-    key("vocabulary", "vocab_size"),
-    key("context", "n_positions"),
-    key("width", "n_embd"),
-    key("layers", "n_layer"),
-    key("attention.heads", "n_head"),
-    key("feed_forward.size", "n_inner", default=FOLLOWS),
+    supported_options(
+        scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)
+    ),
+    config_key("vocab_size", "vocab_size"),
+    config_key("max_position_embeddings", "n_positions"),
+    config_key("hidden_size", "n_embd"),
+    config_key("num_layers", "n_layer"),
+    config_key("attention.num_heads", "n_head"),
+    config_key("feed_forward.intermediate_size", "n_inner", default=DERIVED),
     activation_key("activation_function", "gelu_new"),
-    key("norm.epsilon", "layer_norm_epsilon", default=1e-5),
-    key("tied_embeddings", "tie_word_embeddings", default=True),
-    key("initial_std", "initializer_range", default=0.02),
-    Keys(write=lambda spec: {"n_ctx": spec.context}),
-    written(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=True),
+    config_key("norm.eps", "layer_norm_epsilon", default=1e-5),
+    config_key("tie_word_embeddings", "tie_word_embeddings", default=True),
+    config_key("initializer_range", "initializer_range", default=0.02),
+    ConfigKeys(write=lambda spec: {"n_ctx": spec.max_position_embeddings}),
+    constant_keys(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=True),
 )
 _NAMES = {
     "transformer.wte": "embedding",
@@ -38,28 +49,28 @@ _CONV_NAMES = {
 }
 _TEMPLATE = ModelSpec(
     family="gpt2",
-    vocabulary=50257,
-    width=384,
-    layers=6,
-    context=1024,
-    norm=LayerNorm(epsilon=1e-5),
+    vocab_size=50257,
+    hidden_size=384,
+    num_layers=6,
+    max_position_embeddings=1024,
+    norm=LayerNorm(eps=1e-5),
     position=LearnedPositions(),
-    attention=Attention(heads=6, kv_heads=6, head_size=64, qkv_bias=True, output_bias=True),
-    feed_forward=PlainFeedForward(size=1536, activation="gelu_tanh", bias=True),
-    tied_embeddings=True,
+    attention=AttentionSpec(num_heads=6, num_kv_heads=6, head_dim=64, qkv_bias=True, output_bias=True),
+    feed_forward=PlainFeedForward(intermediate_size=1536, activation="gelu_tanh", bias=True),
+    tie_word_embeddings=True,
 )
 
 GPT2 = Family(
     architectures=("GPT2LMHeadModel",),
     template=_TEMPLATE,
     keys=_KEYS,
-    rules=(*rules(_NAMES), *rules(_CONV_NAMES, TRANSPOSED)),
+    rules=(*name_rules(_NAMES), *name_rules(_CONV_NAMES, TRANSPOSE)),
     base="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
     presets={
-        "gpt2": sized(_TEMPLATE, 12, 768, 12, 3072),
-        "gpt2-medium": sized(_TEMPLATE, 24, 1024, 16, 4096),
-        "gpt2-large": sized(_TEMPLATE, 36, 1280, 20, 5120),
-        "gpt2-xl": sized(_TEMPLATE, 48, 1600, 25, 6400),
+        "gpt2": preset(_TEMPLATE, 12, 768, 12, 3072),
+        "gpt2-medium": preset(_TEMPLATE, 24, 1024, 16, 4096),
+        "gpt2-large": preset(_TEMPLATE, 36, 1280, 20, 5120),
+        "gpt2-xl": preset(_TEMPLATE, 48, 1600, 25, 6400),
     },
 )

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.model.families.family import FOLLOWS, Family, Keys, activation_key, key, sized, written
-from jingu.model.families.names import rules
+from jingu.model.families.family import DERIVED, ConfigKeys, Family, activation_key, config_key, constant_keys, preset
+from jingu.model.families.name_map import name_rules
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import Attention, GatedFeedForward, Llama3Scaling, ModelSpec, RmsNorm, RotaryPositions
+from jingu.model.spec import AttentionSpec, GatedFeedForward, Llama3Scaling, ModelSpec, RmsNorm, RotaryPositions
 
 
 def _feed_forward_size(width: int) -> int:
@@ -18,32 +18,33 @@ def _feed_forward_size(width: int) -> int:
 
 
 def _divided_heads(spec: ModelSpec) -> dict[str, Any]:
-    if spec.width % spec.attention.heads:
+    if spec.hidden_size % spec.attention.num_heads:
         raise JinguError(
-            f"Hugging Face's Llama wants a width that {spec.attention.heads} heads divide; it is {spec.width}.",
-            where="model.width",
+            f"Hugging Face's Llama wants a width that {spec.attention.num_heads} heads divide; it is "
+            f"{spec.hidden_size}.",
+            where="model.hidden_size",
         )
     return {}
 
 
+# Of Llama and those after it, but for positions.
 SHARED_KEYS = (
-    key("vocabulary", "vocab_size"),
-    key("width", "hidden_size"),
-    key("layers", "num_hidden_layers"),
-    key("attention.heads", "num_attention_heads"),
-    key("attention.kv_heads", "num_key_value_heads", default=FOLLOWS),
-    key("attention.head_size", "head_dim", default=FOLLOWS),
-    key("feed_forward.size", "intermediate_size"),
+    config_key("vocab_size", "vocab_size"),
+    config_key("hidden_size", "hidden_size"),
+    config_key("num_layers", "num_hidden_layers"),
+    config_key("attention.num_heads", "num_attention_heads"),
+    config_key("attention.num_kv_heads", "num_key_value_heads", default=DERIVED),
+    config_key("attention.head_dim", "head_dim", default=DERIVED),
+    config_key("feed_forward.intermediate_size", "intermediate_size"),
     activation_key("hidden_act", "silu"),
-    key("norm.epsilon", "rms_norm_eps", default=1e-6),
-    key("tied_embeddings", "tie_word_embeddings", default=False),
-    key("initial_std", "initializer_range", default=0.02),
-    written(attention_dropout=0.0, use_cache=True),
+    config_key("norm.eps", "rms_norm_eps", default=1e-6),
+    config_key("tie_word_embeddings", "tie_word_embeddings", default=False),
+    config_key("initializer_range", "initializer_range", default=0.02),
+    constant_keys(attention_dropout=0.0, use_cache=True),
 )
-"""Of Llama and those after it, but for positions."""
 
 
-ATTENTION_BIAS = Keys(
+ATTENTION_BIAS = ConfigKeys(
     lambda config: dict.fromkeys(("attention.qkv_bias", "attention.output_bias"), bool(config.get("attention_bias"))),
     lambda spec: {"attention_bias": spec.attention.qkv_bias},
 )
@@ -60,28 +61,35 @@ NAMES = {
 
 _TEMPLATE = ModelSpec(
     family="llama",
-    vocabulary=32000,
-    width=384,
-    layers=6,
-    context=2048,
-    norm=RmsNorm(epsilon=1e-5),
-    position=RotaryPositions(base=10000.0),
-    attention=Attention(heads=6, kv_heads=6, head_size=64),
-    feed_forward=GatedFeedForward(size=1024, activation="silu"),
-    tied_embeddings=False,
+    vocab_size=32000,
+    hidden_size=384,
+    num_layers=6,
+    max_position_embeddings=2048,
+    norm=RmsNorm(eps=1e-5),
+    position=RotaryPositions(theta=10000.0),
+    attention=AttentionSpec(num_heads=6, num_kv_heads=6, head_dim=64),
+    feed_forward=GatedFeedForward(intermediate_size=1024, activation="silu"),
+    tie_word_embeddings=False,
 )
 
 
 def _llama3(factor: float) -> RotaryPositions:
-    scaling = Llama3Scaling(factor=factor, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    return RotaryPositions(base=500000.0, scaling=scaling)
+    scaling = Llama3Scaling(
+        factor=factor, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    return RotaryPositions(theta=500000.0, scaling=scaling)
 
 
-_V1: dict[str, Any] = {"context": 2048, "norm": RmsNorm(epsilon=1e-6)}
-_V2: dict[str, Any] = {"context": 4096}
-_V3: dict[str, Any] = {"kv_heads": 8, "vocabulary": 128256, "context": 8192, "position": RotaryPositions(base=500000.0)}
-_V31: dict[str, Any] = {**_V3, "context": 131072, "position": _llama3(8.0)}
-_V32: dict[str, Any] = {**_V31, "position": _llama3(32.0), "tied_embeddings": True}
+_V1: dict[str, Any] = {"max_position_embeddings": 2048, "norm": RmsNorm(eps=1e-6)}
+_V2: dict[str, Any] = {"max_position_embeddings": 4096}
+_V3: dict[str, Any] = {
+    "num_kv_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "position": RotaryPositions(theta=500000.0),
+}
+_V31: dict[str, Any] = {**_V3, "max_position_embeddings": 131072, "position": _llama3(8.0)}
+_V32: dict[str, Any] = {**_V31, "position": _llama3(32.0), "tie_word_embeddings": True}
 
 LLAMA = Family(
     architectures=("LlamaForCausalLM",),
@@ -91,26 +99,26 @@ LLAMA = Family(
         *SHARED_KEYS,
         ROPE,
         ATTENTION_BIAS,
-        key("feed_forward.bias", "mlp_bias", default=False),
-        Keys(write=_divided_heads),
+        config_key("feed_forward.bias", "mlp_bias", default=False),
+        ConfigKeys(write=_divided_heads),
     ),
-    rules=rules(NAMES),
+    rules=name_rules(NAMES),
     ignored=(".rotary_emb.inv_freq",),
     # Layers, width, heads, feed-forward.
     presets={
-        "llama-7b": sized(_TEMPLATE, 32, 4096, 32, 11008, **_V1),
-        "llama-13b": sized(_TEMPLATE, 40, 5120, 40, 13824, **_V1),
-        "llama-33b": sized(_TEMPLATE, 60, 6656, 52, 17920, **_V1),
-        "llama-65b": sized(_TEMPLATE, 80, 8192, 64, 22016, **_V1),
-        "llama-2-7b": sized(_TEMPLATE, 32, 4096, 32, 11008, **_V2),
-        "llama-2-13b": sized(_TEMPLATE, 40, 5120, 40, 13824, **_V2),
-        "llama-2-70b": sized(_TEMPLATE, 80, 8192, 64, 28672, kv_heads=8, **_V2),
-        "llama-3-8b": sized(_TEMPLATE, 32, 4096, 32, 14336, **_V3),
-        "llama-3-70b": sized(_TEMPLATE, 80, 8192, 64, 28672, **_V3),
-        "llama-3.1-8b": sized(_TEMPLATE, 32, 4096, 32, 14336, **_V31),
-        "llama-3.1-70b": sized(_TEMPLATE, 80, 8192, 64, 28672, **_V31),
-        "llama-3.1-405b": sized(_TEMPLATE, 126, 16384, 128, 53248, **_V31),
-        "llama-3.2-1b": sized(_TEMPLATE, 16, 2048, 32, 8192, **_V32),
-        "llama-3.2-3b": sized(_TEMPLATE, 28, 3072, 24, 8192, **_V32),
+        "llama-7b": preset(_TEMPLATE, 32, 4096, 32, 11008, **_V1),
+        "llama-13b": preset(_TEMPLATE, 40, 5120, 40, 13824, **_V1),
+        "llama-33b": preset(_TEMPLATE, 60, 6656, 52, 17920, **_V1),
+        "llama-65b": preset(_TEMPLATE, 80, 8192, 64, 22016, **_V1),
+        "llama-2-7b": preset(_TEMPLATE, 32, 4096, 32, 11008, **_V2),
+        "llama-2-13b": preset(_TEMPLATE, 40, 5120, 40, 13824, **_V2),
+        "llama-2-70b": preset(_TEMPLATE, 80, 8192, 64, 28672, num_kv_heads=8, **_V2),
+        "llama-3-8b": preset(_TEMPLATE, 32, 4096, 32, 14336, **_V3),
+        "llama-3-70b": preset(_TEMPLATE, 80, 8192, 64, 28672, **_V3),
+        "llama-3.1-8b": preset(_TEMPLATE, 32, 4096, 32, 14336, **_V31),
+        "llama-3.1-70b": preset(_TEMPLATE, 80, 8192, 64, 28672, **_V31),
+        "llama-3.1-405b": preset(_TEMPLATE, 126, 16384, 128, 53248, **_V31),
+        "llama-3.2-1b": preset(_TEMPLATE, 16, 2048, 32, 8192, **_V32),
+        "llama-3.2-3b": preset(_TEMPLATE, 28, 3072, 24, 8192, **_V32),
     },
 )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jingu.model.families.family import Keys, sized
+from jingu.model.families.family import ConfigKeys, preset
 from jingu.model.families.llama import LLAMA, SHARED_KEYS
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import replaced
+from jingu.model.spec import replace_fields
 
-_TEMPLATE = replaced(LLAMA.template, family="mistral", **{"attention.window": 4096})
-_WINDOW = Keys(
+_TEMPLATE = replace_fields(LLAMA.template, family="mistral", **{"attention.sliding_window": 4096})
+_WINDOW = ConfigKeys(
     # A config may say that there is none.
-    lambda config: {"attention.window": config.get("sliding_window", 4096)},
-    lambda spec: {"sliding_window": spec.attention.window},
+    lambda config: {"attention.sliding_window": config.get("sliding_window", 4096)},
+    lambda spec: {"sliding_window": spec.attention.sliding_window},
 )
 
 MISTRAL = replace(
@@ -21,5 +21,5 @@ MISTRAL = replace(
     architectures=("MistralForCausalLM",),
     template=_TEMPLATE,
     keys=(*SHARED_KEYS, ROPE, _WINDOW),
-    presets={"mistral-7b": sized(_TEMPLATE, 32, 4096, 32, 14336, kv_heads=8, context=32768)},
+    presets={"mistral-7b": preset(_TEMPLATE, 32, 4096, 32, 14336, num_kv_heads=8, max_position_embeddings=32768)},
 )

@@ -5,33 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.families.family import key, sized
+from jingu.model.families.family import config_key, preset
 from jingu.model.families.llama import ATTENTION_BIAS, LLAMA, SHARED_KEYS
 from jingu.model.families.qwen2 import WINDOW
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import RmsNorm, RotaryPositions, replaced
+from jingu.model.spec import RmsNorm, RotaryPositions, replace_fields
 
-_TEMPLATE = replaced(
+_TEMPLATE = replace_fields(
     LLAMA.template,
     family="qwen3",
-    norm=RmsNorm(epsilon=1e-6),
-    position=RotaryPositions(base=1e6),
+    norm=RmsNorm(eps=1e-6),
+    position=RotaryPositions(theta=1e6),
     **{"attention.qk_norm": True},
 )
-_ALL: dict[str, Any] = {"kv_heads": 8, "head_size": 128, "vocabulary": 151936, "context": 40960}
-_SMALL: dict[str, Any] = {**_ALL, "tied_embeddings": True}
+_ALL: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+_SMALL: dict[str, Any] = {**_ALL, "tie_word_embeddings": True}
 
 QWEN3 = replace(
     LLAMA,
     architectures=("Qwen3ForCausalLM",),
     template=_TEMPLATE,
-    keys=(*SHARED_KEYS, ROPE, ATTENTION_BIAS, WINDOW, key("attention.head_size", "head_dim", default=128)),
+    keys=(*SHARED_KEYS, ROPE, ATTENTION_BIAS, WINDOW, config_key("attention.head_dim", "head_dim", default=128)),
     presets={
-        "qwen3-0.6b": sized(_TEMPLATE, 28, 1024, 16, 3072, **_SMALL),
-        "qwen3-1.7b": sized(_TEMPLATE, 28, 2048, 16, 6144, **_SMALL),
-        "qwen3-4b": sized(_TEMPLATE, 36, 2560, 32, 9728, **_SMALL),
-        "qwen3-8b": sized(_TEMPLATE, 36, 4096, 32, 12288, **_ALL),
-        "qwen3-14b": sized(_TEMPLATE, 40, 5120, 40, 17408, **_ALL),
-        "qwen3-32b": sized(_TEMPLATE, 64, 5120, 64, 25600, **_ALL),
+        "qwen3-0.6b": preset(_TEMPLATE, 28, 1024, 16, 3072, **_SMALL),
+        "qwen3-1.7b": preset(_TEMPLATE, 28, 2048, 16, 6144, **_SMALL),
+        "qwen3-4b": preset(_TEMPLATE, 36, 2560, 32, 9728, **_SMALL),
+        "qwen3-8b": preset(_TEMPLATE, 36, 4096, 32, 12288, **_ALL),
+        "qwen3-14b": preset(_TEMPLATE, 40, 5120, 40, 17408, **_ALL),
+        "qwen3-32b": preset(_TEMPLATE, 64, 5120, 64, 25600, **_ALL),
     },
 )

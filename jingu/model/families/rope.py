@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log
 from typing import Any
 
-from jingu.model.families.family import Config, Keys, Values, unsupported
+from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
 from jingu.model.spec import (
     Component,
     DynamicScaling,
@@ -24,64 +24,64 @@ SCALINGS: dict[str, type[Component]] = {
 }
 
 
-def _read(config: Config) -> Values:
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    base, context = given.get("rope_theta") or config.get("rope_theta"), config.get("max_position_embeddings") or 2048
-    share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+def _read(config: HFConfig) -> SpecValues:
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    base, context = rope.get("rope_theta") or config.get("rope_theta"), config.get("max_position_embeddings") or 2048
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if share != 1.0:
-        raise unsupported("partial_rotary_factor", share, "expected 1.0")
-    kind = given.get("rope_type", given.get("type", "default"))
+        raise unsupported_option("partial_rotary_factor", share, "expected 1.0")
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *SCALINGS):
-        raise unsupported("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
-    scaling = None if kind == "default" else _scaling(kind, given, config, context)
-    position = RotaryPositions.model_validate({"base": float(base or 10000.0), "scaling": scaling})
+        raise unsupported_option("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
+    scaling = None if kind == "default" else _scaling(kind, rope, config, context)
+    position = RotaryPositions.model_validate({"theta": float(base or 10000.0), "scaling": scaling})
     if isinstance(position.scaling, DynamicScaling):
         context = int(position.scaling.factor * context)
-    return {"position": position, "context": context}
+    return {"position": position, "max_position_embeddings": context}
 
 
-def _scaling(kind: str, given: Config, config: Config, context: int) -> dict[str, Any]:
-    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[str, Any]:
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     values = {
-        **given,
+        **rope,
         # A dynamic base grows from the context of the config; transformers looks at no other.
-        "original_context": (original if kind != "dynamic" else None) or context,
+        "original_max_position_embeddings": (original if kind != "dynamic" else None) or context,
     }
     if kind == "yarn":
-        values["factor"] = factor = given.get("factor") or context / values["original_context"]
-        values["attention_factor"] = given.get("attention_factor") or _attention_factor(factor, given)
-    known = {name: values[name] for name in SCALINGS[kind].model_fields if values.get(name) is not None}
-    return {**known, "type": kind}
+        values["factor"] = factor = rope.get("factor") or context / values["original_max_position_embeddings"]
+        values["attention_factor"] = rope.get("attention_factor") or _attention_factor(factor, rope)
+    fields = {name: values[name] for name in SCALINGS[kind].model_fields if values.get(name) is not None}
+    return {**fields, "type": kind}
 
 
-def _attention_factor(factor: float, given: Config) -> float:
+def _attention_factor(factor: float, rope: HFConfig) -> float:
     """0.1·ln(factor) + 1 (Peng et al., 2023), or the quotient of two such."""
 
     def grown(weight: float) -> float:
         return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
 
-    top, bottom = given.get("mscale"), given.get("mscale_all_dim")
+    top, bottom = rope.get("mscale"), rope.get("mscale_all_dim")
     return grown(top) / grown(bottom) if top and bottom else grown(1.0)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Both spellings."""
-    position, context = spec.position, spec.context
+    position, context = spec.position, spec.max_position_embeddings
     assert isinstance(position, RotaryPositions)
     scaling = {} if position.scaling is None else position.scaling.model_dump()
     scaling = {"rope_type": scaling.pop("type", "default"), **scaling}
-    original = scaling.pop("original_context", None)
+    original = scaling.pop("original_max_position_embeddings", None)
     if isinstance(position.scaling, DynamicScaling):
-        context = position.scaling.original_context
+        context = position.scaling.original_max_position_embeddings
     elif original is not None:
         scaling["original_max_position_embeddings"] = original
     return {
         "max_position_embeddings": context,
-        "rope_theta": position.base,
+        "rope_theta": position.theta,
         "rope_scaling": scaling if position.scaling else None,
-        "rope_parameters": {**scaling, "rope_theta": position.base},
+        "rope_parameters": {**scaling, "rope_theta": position.theta},
     }
 
 
-ROPE = Keys(_read, _write)
-"""Positions, and the context that they reach."""
+# Positions, and the context that they reach.
+ROPE = ConfigKeys(_read, _write)

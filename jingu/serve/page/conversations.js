@@ -1,5 +1,5 @@
-// Conversations, kept in this browser. One is a tree: to edit a message or to ask for another answer adds a branch, and
-// nothing that was said is lost. The path from the first message to `leaf` is what is shown and sent.
+// Conversations, stored in this browser. A conversation is a tree: editing a message or regenerating an answer adds a
+// branch, so no version is lost. The path from the first message to `leaf` is what the page shows and sends.
 
 const PREFIX = "jingu.chat.";
 let lastTime = 0;
@@ -9,7 +9,7 @@ export function create(settings = {}) {
   return { id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), title: "", changed: now(), settings, nodes: {}, leaf: null };
 }
 
-/** All that are kept, newest first. */
+/** All stored conversations, newest first. */
 export function all() {
   const keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
   return keys.map((key) => load(key.slice(PREFIX.length))).filter(Boolean).sort((a, b) => b.changed - a.changed);
@@ -17,14 +17,14 @@ export function all() {
 
 export function load(id) {
   try {
-    const found = JSON.parse(localStorage.getItem(PREFIX + id));
-    return found?.nodes ? found : null;
+    const conversation = JSON.parse(localStorage.getItem(PREFIX + id));
+    return conversation?.nodes ? conversation : null;
   } catch {
     return null;
   }
 }
 
-/** Returns false where the browser has no room left. */
+/** Returns false if the browser's storage is full. */
 export function save(conversation) {
   try {
     localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
@@ -35,16 +35,16 @@ export function save(conversation) {
 }
 
 export const remove = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
-export const isOurs = (key) => key === null || key.startsWith(PREFIX);
+export const isStoreKey = (key) => key === null || key.startsWith(PREFIX);
 
-/** The messages from the first to `leaf`. */
+/** The messages from the first one to `leaf`. */
 export function path(conversation) {
-  const found = [];
-  for (let node = conversation.nodes[conversation.leaf]; node; node = conversation.nodes[node.parent]) found.unshift(node);
-  return found;
+  const messages = [];
+  for (let node = conversation.nodes[conversation.leaf]; node; node = conversation.nodes[node.parent]) messages.unshift(node);
+  return messages;
 }
 
-/** Add a message after `parent` (null: the first), and make it the end of what is shown. */
+/** Add a message after `parent` (null: as the first one), and make it the leaf. */
 export function add(conversation, parent, role, text) {
   const id = String(Object.keys(conversation.nodes).length);
   const node = { id, parent, role, text };
@@ -55,37 +55,37 @@ export function add(conversation, parent, role, text) {
   return node;
 }
 
-/** The versions of a message: it, and what was said in its place. */
+/** All versions of a message, itself included. */
 export function versions(conversation, node) {
-  return Object.values(conversation.nodes).filter((each) => each.parent === node.parent);
+  return Object.values(conversation.nodes).filter((other) => other.parent === node.parent);
 }
 
-/** Show this version of a message, and what was said after it last. */
+/** Select this version of a message, with the latest branch after it. */
 export function choose(conversation, node) {
   let leaf = node;
-  for (let next = leaf; next; next = Object.values(conversation.nodes).findLast((each) => each.parent === leaf.id)) leaf = next;
+  for (let next = leaf; next; next = Object.values(conversation.nodes).findLast((other) => other.parent === leaf.id)) leaf = next;
   conversation.leaf = leaf.id;
 }
 
-/** Messages as the server takes them. */
+/** The messages of a request. */
 export function messages(conversation, until = Infinity) {
   const system = conversation.settings.system?.trim();
-  const said = path(conversation).slice(0, until).map(({ role, text }) => ({ role, content: text }));
-  return system ? [{ role: "system", content: system }, ...said] : said;
+  const turns = path(conversation).slice(0, until).map(({ role, text }) => ({ role, content: text }));
+  return system ? [{ role: "system", content: system }, ...turns] : turns;
 }
 
-/** The conversation as it is shown, in a form that is read elsewhere: `messages` as instruction rows have them. */
+/** The selected path as JSON, whose `messages` are those of a row of instruction data. */
 export function asJson(conversation) {
   const { system, ...settings } = conversation.settings;
   return JSON.stringify({ title: conversation.title, settings, messages: messages(conversation) }, null, 2) + "\n";
 }
 
-export function asMarkdown(conversation, words) {
-  const parts = messages(conversation).map(({ role, content }) => `## ${words[role]}\n\n${content}\n`);
+export function asMarkdown(conversation, strings) {
+  const parts = messages(conversation).map(({ role, content }) => `## ${strings[role]}\n\n${content}\n`);
   return [`# ${conversation.title}\n`, ...parts].join("\n");
 }
 
-/** Milliseconds, never the same twice, so that the order of conversations is sure. */
+/** Milliseconds, never the same value twice, so that conversations have a definite order. */
 function now() {
   lastTime = Math.max(Date.now(), lastTime + 1);
   return lastTime;

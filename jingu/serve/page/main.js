@@ -1,41 +1,41 @@
-// The page: what is shown, and what keys and buttons do.
+// The page: rendering, and the actions of keys and buttons.
 
-import * as kept from "./conversations.js";
-import { element, show } from "./markdown.js";
+import * as store from "./conversations.js";
+import { element, showMarkdown } from "./markdown.js";
 import { answer, models, ServerError } from "./stream.js";
-import { chinese, words } from "./words.js";
+import { isChinese, strings } from "./strings.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "max_tokens", "top_p", "seed", "presence_penalty", "frequency_penalty"];
 
-let conversation = kept.all()[0] ?? kept.create();
-/** The answer that is being written, if one is: its node, conversation, and what stops it. */
-let writing = null;
-/** The message that is being edited, if one is. */
+let conversation = store.all()[0] ?? store.create();
+/** The answer that is being generated, if any: its node, its conversation, and the controller that stops it. */
+let generation = null;
+/** The id of the message that is being edited, if any. */
 let editing = null;
 
-// What is shown
+// Rendering
 
-function drawAll() {
-  drawList();
-  drawThread();
+function renderAll() {
+  renderList();
+  renderThread();
   for (const name of ["system", ...NUMBERS]) $("settings").querySelector(`[name=${name}]`).value = conversation.settings[name] ?? "";
   const model = $("model");
   if ([...model.options].some((option) => option.value === conversation.settings.model)) model.value = conversation.settings.model;
 }
 
-function drawList() {
-  const known = kept.all();
-  if (!known.some((each) => each.id === conversation.id)) known.unshift(conversation);
-  $("list").replaceChildren(...known.map((each) => {
-    const open = element("button", { className: "name", type: "button" }, each.title || words.untitled);
-    if (each.id === conversation.id) open.setAttribute("aria-current", "true");
-    open.addEventListener("click", () => enter(each.id));
-    return element("li", {}, open, icon("rename", "M4 16l1-4 8-8 3 3-8 8z", () => rename(each.id)),
-      icon("remove", "M4 6h12M8 6V4h4v2M6 6l1 10h6l1-10", () => forget(each.id)));
+function renderList() {
+  const conversations = store.all();
+  if (!conversations.some((other) => other.id === conversation.id)) conversations.unshift(conversation);
+  $("list").replaceChildren(...conversations.map((item) => {
+    const open = element("button", { className: "name", type: "button" }, item.title || strings.untitled);
+    if (item.id === conversation.id) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => openConversation(item.id));
+    return element("li", {}, open, icon("rename", "M4 16l1-4 8-8 3 3-8 8z", () => renameConversation(item.id)),
+      icon("remove", "M4 6h12M8 6V4h4v2M6 6l1 10h6l1-10", () => deleteConversation(item.id)));
   }));
-  $("title").textContent = conversation.title || words.untitled;
-  document.title = `${conversation.title || words.untitled} – jingu`;
+  $("title").textContent = conversation.title || strings.untitled;
+  document.title = `${conversation.title || strings.untitled} – jingu`;
 }
 
 function icon(word, drawing, action) {
@@ -45,29 +45,29 @@ function icon(word, drawing, action) {
   svg.setAttribute("aria-hidden", "true");
   path.setAttribute("d", drawing);
   svg.append(path);
-  const made = element("button", { type: "button", className: "icon small", title: words[word], ariaLabel: words[word] }, svg);
-  made.addEventListener("click", action);
-  return made;
+  const control = element("button", { type: "button", className: "icon small", title: strings[word], ariaLabel: strings[word] }, svg);
+  control.addEventListener("click", action);
+  return control;
 }
 
-function drawThread() {
-  const shown = kept.path(conversation);
-  $("thread").replaceChildren(...shown.map(drawMessage));
-  $("empty").hidden = shown.length > 0;
-  drawState();
-  toEnd();
+function renderThread() {
+  const messages = store.path(conversation);
+  $("thread").replaceChildren(...messages.map(renderMessage));
+  $("empty").hidden = messages.length > 0;
+  renderState();
+  scrollToEnd();
 }
 
-function drawState() {
-  const busy = writing !== null;
+function renderState() {
+  const busy = generation !== null;
   $("send").hidden = busy;
   $("stop").hidden = !busy;
   $("thread").setAttribute("aria-busy", String(busy));
 }
 
-function drawMessage(node) {
+function renderMessage(node) {
   const item = element("li", { className: node.role, id: `message-${node.id}` });
-  item.append(element("h2", {}, words[node.role]));
+  item.append(element("h2", {}, strings[node.role]));
   if (editing === node.id) {
     item.append(editor(node));
     return item;
@@ -81,246 +81,246 @@ function drawMessage(node) {
 
 function fill(body, node) {
   if (node.role === "user") body.textContent = node.text;
-  else show(body, node.text, words);
+  else showMarkdown(body, node.text, strings);
 }
 
 function tools(node) {
   const bar = element("div", { className: "tools" });
-  const same = kept.versions(conversation, node);
+  const same = store.versions(conversation, node);
   const place = same.indexOf(node);
   if (same.length > 1) {
     const step = (by, word, sign) => {
-      const made = button(sign, () => turn(same[place + by]), words[word]);
-      made.disabled = !same[place + by];
-      return made;
+      const control = button(sign, () => showVersion(same[place + by]), strings[word]);
+      control.disabled = !same[place + by];
+      return control;
     };
-    const count = element("span", { ariaLabel: `${words.version} ${place + 1}/${same.length}` }, `${place + 1}/${same.length}`);
+    const count = element("span", { ariaLabel: `${strings.version} ${place + 1}/${same.length}` }, `${place + 1}/${same.length}`);
     bar.append(element("span", { className: "versions" }, step(-1, "previous", "‹"), count, step(1, "next", "›")));
   }
-  if (writing?.node === node) return bar;
-  if (navigator.clipboard) bar.append(button(words.copy, (event) => copy(node, event.target), words.copyMessage));
-  bar.append(button(words.edit, () => edit(node)));
-  if (node.role === "assistant") bar.append(button(words.again, () => again(node), words.againTitle));
+  if (generation?.node === node) return bar;
+  if (navigator.clipboard) bar.append(button(strings.copy, (event) => copy(node, event.target), strings.copyMessage));
+  bar.append(button(strings.edit, () => edit(node)));
+  if (node.role === "assistant") bar.append(button(strings.again, () => regenerate(node), strings.againTitle));
   const notes = [];
-  if (node.tokens) notes.push(`${node.tokens} ${words.tokens}`);
-  if (node.rate) notes.push(words.rate(node.rate.toFixed(node.rate < 10 ? 1 : 0)));
-  if (node.end === "length") notes.push(words.cut);
-  if (node.end === "stopped") notes.push(words.stopped);
+  if (node.tokens) notes.push(`${node.tokens} ${strings.tokens}`);
+  if (node.rate) notes.push(strings.rate(node.rate.toFixed(node.rate < 10 ? 1 : 0)));
+  if (node.end === "length") notes.push(strings.cut);
+  if (node.end === "stopped") notes.push(strings.stopped);
   if (notes.length) bar.append(element("span", { className: "quiet" }, notes.join(" · ")));
   if (node.error !== undefined) bar.append(element("p", { className: "error" }, node.error));
   return bar;
 }
 
 function button(text, action, label) {
-  const made = element("button", { type: "button", className: "plain" }, text);
-  if (label) Object.assign(made, { title: label, ariaLabel: label });
-  made.addEventListener("click", action);
-  return made;
+  const control = element("button", { type: "button", className: "plain" }, text);
+  if (label) Object.assign(control, { title: label, ariaLabel: label });
+  control.addEventListener("click", action);
+  return control;
 }
 
 function editor(node) {
-  const area = element("textarea", { value: node.text, ariaLabel: words.edit, rows: Math.min(12, node.text.split("\n").length + 1) });
-  const done = () => {
+  const area = element("textarea", { value: node.text, ariaLabel: strings.edit, rows: Math.min(12, node.text.split("\n").length + 1) });
+  const commit = () => {
     const text = area.value.trim();
     editing = null;
     if (text && (text !== node.text || node.role === "user")) {
-      const fresh = kept.add(conversation, node.parent, node.role, text);
-      keep(conversation);
-      drawThread();
+      const fresh = store.add(conversation, node.parent, node.role, text);
+      saveConversation(conversation);
+      renderThread();
       if (fresh.role === "user") reply();
-    } else drawThread();
+    } else renderThread();
     $("input").focus();
   };
-  const leave = () => {
+  const discard = () => {
     editing = null;
-    drawThread();
+    renderThread();
     $("input").focus();
   };
   area.addEventListener("keydown", (event) => {
-    if (sends(event)) {
+    if (isSendKey(event)) {
       event.preventDefault();
-      done();
+      commit();
     } else if (event.key === "Escape") {
       event.stopPropagation();
-      leave();
+      discard();
     }
   });
-  const made = element("div", { className: "editor" }, area, element("div", { className: "tools" },
-    button(node.role === "user" ? words.saveSend : words.save, done), button(words.cancel, leave)));
+  const form = element("div", { className: "editor" }, area, element("div", { className: "tools" },
+    button(node.role === "user" ? strings.saveSend : strings.save, commit), button(strings.cancel, discard)));
   queueMicrotask(() => area.focus());
-  return made;
+  return form;
 }
 
-/** Change what is shown, and keep the end in sight where it was in sight. */
-function atEnd(change) {
+/** Apply a change; if the end of the thread was visible, keep it visible. */
+function keepAtEnd(change) {
   const place = $("scroll");
   const seen = place.scrollHeight - place.scrollTop - place.clientHeight < 80;
   change();
   if (seen) place.scrollTop = place.scrollHeight;
 }
 
-function toEnd() {
+function scrollToEnd() {
   $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
-function tell(text) {
+function announce(text) {
   $("status").textContent = text;
 }
 
-// What is done
+// Actions
 
-function keep(which) {
-  warn(kept.save(which) ? "" : words.full);
-  drawList();
+function saveConversation(target) {
+  warn(store.save(target) ? "" : strings.full);
+  renderList();
 }
 
-/** Say under the input what is wrong; with no text, that nothing is. */
+/** Show an error below the input; an empty text restores the hint. */
 function warn(text) {
-  Object.assign($("hint"), { className: text ? "error" : "", textContent: text || words.hint });
+  Object.assign($("hint"), { className: text ? "error" : "", textContent: text || strings.hint });
 }
 
-function enter(id) {
-  if (id === conversation.id) return closeSide();
-  halt();
+function openConversation(id) {
+  if (id === conversation.id) return closeSidebar();
+  stopAnswer();
   editing = null;
-  conversation = kept.load(id) ?? conversation;
-  drawAll();
-  closeSide();
+  conversation = store.load(id) ?? conversation;
+  renderAll();
+  closeSidebar();
   $("input").focus();
 }
 
-function begin() {
-  halt();
+function startConversation() {
+  stopAnswer();
   editing = null;
-  if (kept.path(conversation).length) conversation = kept.create({ ...conversation.settings });
-  drawAll();
-  closeSide();
+  if (store.path(conversation).length) conversation = store.create({ ...conversation.settings });
+  renderAll();
+  closeSidebar();
   $("input").focus();
 }
 
-function rename(id) {
-  const which = id === conversation.id ? conversation : kept.load(id);
-  const name = prompt(words.newName, which.title)?.trim();
+function renameConversation(id) {
+  const target = id === conversation.id ? conversation : store.load(id);
+  const name = prompt(strings.newName, target.title)?.trim();
   if (!name) return;
-  which.title = name;
-  keep(which);
+  target.title = name;
+  saveConversation(target);
 }
 
-function forget(id) {
-  if (!confirm(words.sureRemove)) return;
-  if (id === conversation.id) halt();
-  kept.remove({ id });
+function deleteConversation(id) {
+  if (!confirm(strings.sureRemove)) return;
+  if (id === conversation.id) stopAnswer();
+  store.remove({ id });
   if (id === conversation.id) {
-    conversation = kept.all()[0] ?? kept.create({ ...conversation.settings });
+    conversation = store.all()[0] ?? store.create({ ...conversation.settings });
   }
-  drawAll();
+  renderAll();
   $("input").focus();
 }
 
 function edit(node) {
-  halt();
+  stopAnswer();
   editing = node.id;
-  drawThread();
+  renderThread();
   $(`message-${node.id}`).scrollIntoView({ block: "nearest" });
 }
 
-function turn(node) {
-  halt();
-  kept.choose(conversation, node);
-  keep(conversation);
-  drawThread();
+function showVersion(node) {
+  stopAnswer();
+  store.choose(conversation, node);
+  saveConversation(conversation);
+  renderThread();
 }
 
-function again(node) {
-  halt();
+function regenerate(node) {
+  stopAnswer();
   conversation.leaf = node.parent;
-  drawThread();
+  renderThread();
   reply();
 }
 
-async function copy(node, pressed) {
+async function copy(node, control) {
   await navigator.clipboard.writeText(node.text);
-  pressed.textContent = words.copied;
-  setTimeout(() => (pressed.textContent = words.copy), 1500);
+  control.textContent = strings.copied;
+  setTimeout(() => (control.textContent = strings.copy), 1500);
 }
 
 function send() {
   const text = $("input").value.trim();
-  if (!text || writing) return;
+  if (!text || generation) return;
   $("input").value = "";
-  fit();
-  kept.add(conversation, conversation.leaf, "user", text);
-  keep(conversation);
-  drawThread();
+  fitInput();
+  store.add(conversation, conversation.leaf, "user", text);
+  saveConversation(conversation);
+  renderThread();
   reply();
 }
 
-/** Stop the answer that is being written; what there is of it stays. */
-function halt() {
-  if (!writing) return;
-  writing.stop.abort();
+/** Stop the answer that is being generated, and keep its text so far. */
+function stopAnswer() {
+  if (!generation) return;
+  generation.stop.abort();
   finish("stopped");
 }
 
 function finish(end) {
-  const { node, conversation: where } = writing;
+  const { node, conversation: where } = generation;
   node.end = end;
-  writing = null;
-  keep(where);
-  if (where === conversation) atEnd(() => $(`message-${node.id}`)?.replaceWith(drawMessage(node)));
-  drawState();
-  tell(end === "stopped" ? words.stopped : node.error ?? (end === "length" ? words.cut : words.answered));
+  generation = null;
+  saveConversation(where);
+  if (where === conversation) keepAtEnd(() => $(`message-${node.id}`)?.replaceWith(renderMessage(node)));
+  renderState();
+  announce(end === "stopped" ? strings.stopped : node.error ?? (end === "length" ? strings.cut : strings.answered));
 }
 
-/** Let the model answer the last message. */
+/** Generate the answer to the last message. */
 async function reply() {
-  const sent = kept.messages(conversation);
-  const node = kept.add(conversation, conversation.leaf, "assistant", "");
-  const mine = (writing = { node, conversation, stop: new AbortController() });
-  $("thread").append(drawMessage(node));
-  drawState();
-  toEnd();
-  tell(words.answering);
+  const messages = store.messages(conversation);
+  const node = store.add(conversation, conversation.leaf, "assistant", "");
+  const current = (generation = { node, conversation, stop: new AbortController() });
+  $("thread").append(renderMessage(node));
+  renderState();
+  scrollToEnd();
+  announce(strings.answering);
   let end = "stop";
   let first = 0;
   let last = 0;
   let saved = performance.now();
   try {
-    for await (const chunk of answer({ messages: sent, ...asked() }, sessionStorage.getItem("jingu.key"), mine.stop.signal)) {
-      if (writing !== mine) return;
+    for await (const chunk of answer({ messages, ...requestSettings() }, sessionStorage.getItem("jingu.key"), current.stop.signal)) {
+      if (generation !== current) return;
       const choice = chunk.choices?.[0];
       if (choice?.delta?.content) {
         node.text += choice.delta.content;
         last = performance.now();
         first ||= last;
-        refresh(mine);
-        if (last - saved > 1000) saved = (kept.save(mine.conversation), last);
+        scheduleRefresh(current);
+        if (last - saved > 1000) saved = (store.save(current.conversation), last);
       }
       end = choice?.finish_reason ?? end;
       node.tokens = chunk.usage?.completion_tokens ?? node.tokens;
     }
     if (node.tokens > 1 && last > first) node.rate = ((node.tokens - 1) / (last - first)) * 1000;
   } catch (error) {
-    if (writing !== mine) return;
+    if (generation !== current) return;
     end = "error";
-    node.error = error instanceof ServerError ? error.message || words.broken : node.text ? words.broken : words.unreachable;
+    node.error = error instanceof ServerError ? error.message || strings.broken : node.text ? strings.broken : strings.unreachable;
   }
-  if (writing === mine) finish(end);
+  if (generation === current) finish(end);
 }
 
-/** Show what has come, at most once a frame. */
-function refresh(mine) {
-  if (mine.waits) return;
-  mine.waits = true;
+/** Render the text received so far, at most once per frame. */
+function scheduleRefresh(current) {
+  if (current.waits) return;
+  current.waits = true;
   requestAnimationFrame(() => {
-    mine.waits = false;
-    const body = mine === writing && document.querySelector(`#message-${mine.node.id} .body`);
-    if (body) atEnd(() => fill(body, mine.node));
+    current.waits = false;
+    const body = current === generation && document.querySelector(`#message-${current.node.id} .body`);
+    if (body) keepAtEnd(() => fill(body, current.node));
   });
 }
 
-/** The settings of the conversation as the server takes them. */
-function asked() {
+/** The conversation's settings as fields of a request. */
+function requestSettings() {
   const { settings } = conversation;
   const numbers = NUMBERS.filter((name) => settings[name] !== undefined).map((name) => [name, settings[name]]);
   return { model: $("model").value, ...Object.fromEntries(numbers) };
@@ -328,57 +328,57 @@ function asked() {
 
 // Keys and buttons
 
-/** Enter, where it is not what chooses a word in an input method. */
-const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+/** Enter, unless it confirms the candidate of an input method. */
+const isSendKey = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 
-function fit() {
+function fitInput() {
   const area = $("input");
   area.style.height = "auto";
   area.style.height = `${area.scrollHeight}px`;
 }
 
-function openSide() {
+function openSidebar() {
   document.body.classList.add("side");
   $("open-side").setAttribute("aria-expanded", "true");
   $("close-side").focus();
 }
 
-function closeSide() {
+function closeSidebar() {
   document.body.classList.remove("side");
   $("open-side").setAttribute("aria-expanded", "false");
 }
 
-function neighbour(by) {
-  const known = kept.all();
-  const place = known.findIndex((each) => each.id === conversation.id);
-  const next = known[place < 0 ? 0 : place + by];
-  if (next) enter(next.id);
+function openNeighbor(by) {
+  const conversations = store.all();
+  const place = conversations.findIndex((item) => item.id === conversation.id);
+  const next = conversations[place < 0 ? 0 : place + by];
+  if (next) openConversation(next.id);
 }
 
 function download(kind) {
-  const text = kind === "md" ? kept.asMarkdown(conversation, words) : kept.asJson(conversation);
+  const text = kind === "md" ? store.asMarkdown(conversation, strings) : store.asJson(conversation);
   const url = URL.createObjectURL(new Blob([text], { type: kind === "md" ? "text/markdown" : "application/json" }));
-  const name = (conversation.title || words.untitled).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40);
+  const name = (conversation.title || strings.untitled).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40);
   element("a", { href: url, download: `${name || "jingu"}.${kind}` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
 const ALT = {
-  KeyN: begin,
+  KeyN: startConversation,
   KeyR: () => {
-    const last = kept.path(conversation).at(-1);
-    if (last) last.role === "assistant" ? again(last) : reply();
+    const last = store.path(conversation).at(-1);
+    if (last) last.role === "assistant" ? regenerate(last) : reply();
   },
   Comma: () => $("settings").showModal(),
-  ArrowUp: () => neighbour(-1),
-  ArrowDown: () => neighbour(1),
+  ArrowUp: () => openNeighbor(-1),
+  ArrowDown: () => openNeighbor(1),
 };
 
 document.addEventListener("keydown", (event) => {
   if ($("settings").open) return;
   if (event.key === "Escape") {
-    if (document.body.classList.contains("side")) closeSide(), $("open-side").focus();
-    else halt(), $("input").focus();
+    if (document.body.classList.contains("side")) closeSidebar(), $("open-side").focus();
+    else stopAnswer(), $("input").focus();
   } else if (event.altKey && !event.ctrlKey && !event.metaKey && ALT[event.code]) {
     event.preventDefault();
     ALT[event.code]();
@@ -386,58 +386,58 @@ document.addEventListener("keydown", (event) => {
 });
 
 $("input").addEventListener("keydown", (event) => {
-  if (sends(event)) {
+  if (isSendKey(event)) {
     event.preventDefault();
     send();
   } else if (event.key === "ArrowUp" && !event.altKey && !$("input").value) {
-    const last = kept.path(conversation).findLast((node) => node.role === "user");
+    const last = store.path(conversation).findLast((node) => node.role === "user");
     if (last) event.preventDefault(), edit(last);
   }
 });
-$("input").addEventListener("input", fit);
+$("input").addEventListener("input", fitInput);
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
 $("stop").addEventListener("click", () => {
-  halt();
+  stopAnswer();
   $("input").focus();
 });
-$("new").addEventListener("click", begin);
-$("open-side").addEventListener("click", openSide);
+$("new").addEventListener("click", startConversation);
+$("open-side").addEventListener("click", openSidebar);
 $("close-side").addEventListener("click", () => {
-  closeSide();
+  closeSidebar();
   $("open-side").focus();
 });
-document.querySelector("main").addEventListener("click", (event) => event.target.closest("#open-side") || closeSide());
+document.querySelector("main").addEventListener("click", (event) => event.target.closest("#open-side") || closeSidebar());
 $("open-settings").addEventListener("click", () => $("settings").showModal());
 $("settings").addEventListener("change", (event) => {
   const { name, value, validity } = event.target;
   if (name === "theme") setTheme(value);
   else if (name === "key") {
     sessionStorage.setItem("jingu.key", value.trim());
-    learnModels();
+    loadModels();
   } else if (validity.valid) {
     conversation.settings[name] = value === "" ? undefined : NUMBERS.includes(name) ? Number(value) : value;
-    if (kept.path(conversation).length) keep(conversation);
+    if (store.path(conversation).length) saveConversation(conversation);
   }
 });
 $("model").addEventListener("change", () => {
   conversation.settings.model = $("model").value;
-  if (kept.path(conversation).length) keep(conversation);
+  if (store.path(conversation).length) saveConversation(conversation);
 });
 $("export").addEventListener("change", () => {
   if ($("export").value) download($("export").value);
   $("export").value = "";
 });
-window.addEventListener("pagehide", halt);
+window.addEventListener("pagehide", stopAnswer);
 window.addEventListener("storage", (event) => {
-  if (!kept.isOurs(event.key) || writing || editing !== null) return;
-  conversation = kept.load(conversation.id) ?? conversation;
-  drawAll();
+  if (!store.isStoreKey(event.key) || generation || editing !== null) return;
+  conversation = store.load(conversation.id) ?? conversation;
+  renderAll();
 });
 
-// The beginning
+// Start
 
 function setTheme(name) {
   if (name) document.documentElement.dataset.theme = name;
@@ -445,26 +445,26 @@ function setTheme(name) {
   localStorage.setItem("jingu.theme", name);
 }
 
-async function learnModels() {
+async function loadModels() {
   try {
     const names = await models(sessionStorage.getItem("jingu.key"));
     $("model").replaceChildren(...names.map((name) => element("option", { value: name }, name)));
     warn("");
     if (names.includes(conversation.settings.model)) $("model").value = conversation.settings.model;
   } catch (error) {
-    warn(error instanceof ServerError ? error.message : words.unreachable);
+    warn(error instanceof ServerError ? error.message : strings.unreachable);
   }
 }
 
-document.documentElement.lang = chinese ? "zh-CN" : "en";
-for (const each of document.querySelectorAll("[data-word]")) each.textContent = words[each.dataset.word];
-for (const each of document.querySelectorAll("[data-label]")) each.ariaLabel = words[each.dataset.label];
-for (const each of document.querySelectorAll("[data-title]")) each.title = words[each.dataset.title];
-$("input").placeholder = words.placeholder;
-$("keys").append(...words.list.flatMap(([key, told]) => [element("dt", {}, element("kbd", {}, key)), element("dd", {}, told)]));
+document.documentElement.lang = isChinese ? "zh-CN" : "en";
+for (const node of document.querySelectorAll("[data-text]")) node.textContent = strings[node.dataset.text];
+for (const node of document.querySelectorAll("[data-label]")) node.ariaLabel = strings[node.dataset.label];
+for (const node of document.querySelectorAll("[data-title]")) node.title = strings[node.dataset.title];
+$("input").placeholder = strings.placeholder;
+$("keys").append(...strings.list.flatMap(([key, description]) => [element("dt", {}, element("kbd", {}, key)), element("dd", {}, description)]));
 setTheme(localStorage.getItem("jingu.theme") ?? "");
 $("settings").querySelector("[name=theme]").value = localStorage.getItem("jingu.theme") ?? "";
 $("settings").querySelector("[name=key]").value = sessionStorage.getItem("jingu.key") ?? "";
-drawAll();
-learnModels();
+renderAll();
+loadModels();
 $("input").focus();

@@ -1,5 +1,5 @@
-// Markdown to DOM nodes. Text only ever becomes text nodes, so nothing that a model writes is run or fetched: there is
-// no HTML, images are links, and links go to http, https and mailto addresses alone.
+// Markdown to DOM nodes. Text only ever becomes text nodes, so nothing that a model writes is executed or fetched:
+// there is no HTML, images become links, and links lead only to http, https and mailto addresses.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
@@ -7,9 +7,9 @@ const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(?=\S)|\s*$)/;
 const DIVIDER = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
-const DEEPEST = 12;
+const MAX_DEPTH = 12;
 
-// Spans have an upper length, so that many unclosed marks cost little.
+// Spans have a maximum length, so that many unclosed marks stay cheap.
 const INLINE = new RegExp(
   [
     /\\(?<escaped>[\\`*_{}[\]#+\-.!|~<>])/,
@@ -26,17 +26,17 @@ const INLINE = new RegExp(
   "gu",
 );
 
-/** A new element with children, nodes or texts. */
+/** Create an element with children, which are nodes or texts. */
 export function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
 }
 
-/** Show Markdown in `place`. Blocks that are there already, from a shorter text, stay as they are. */
-export function show(place, text, words) {
-  const wanted = blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0);
-  wanted.forEach((block, number) => {
+/** Render Markdown into `place`. Blocks that already exist, from a shorter text, are reused. */
+export function showMarkdown(place, text, strings) {
+  const parsed = blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0);
+  parsed.forEach((block, number) => {
     const old = place.children[number];
     if (old?.source === block.source && old?.kind === block.kind) return;
     if (block.kind === "code" && old?.kind === "code" && old.language === block.language) {
@@ -44,18 +44,18 @@ export function show(place, text, words) {
       old.source = block.source;
       return;
     }
-    const made = Object.assign(draw(block, words), { source: block.source, kind: block.kind, language: block.language });
-    if (old) old.replaceWith(made);
-    else place.append(made);
+    const node = Object.assign(render(block, strings), { source: block.source, kind: block.kind, language: block.language });
+    if (old) old.replaceWith(node);
+    else place.append(node);
   });
-  while (place.children.length > wanted.length) place.lastElementChild.remove();
+  while (place.children.length > parsed.length) place.lastElementChild.remove();
 }
 
-/** The blocks of some lines, each with the text that it was made of. */
+/** Parse lines into blocks, item with its source text. */
 function blocks(lines, depth) {
-  const found = [];
+  const result = [];
   let at = 0;
-  const take = (kind, from, more) => found.push({ kind, source: lines.slice(from, at).join("\n"), ...more });
+  const push = (kind, from, more) => result.push({ kind, source: lines.slice(from, at).join("\n"), ...more });
   while (at < lines.length) {
     const from = at;
     const line = lines[at];
@@ -66,36 +66,36 @@ function blocks(lines, depth) {
     } else if (fence) {
       const end = new RegExp(`^ {0,3}\\${fence[1][0]}{${fence[1].length},}\\s*$`);
       for (at++; at < lines.length && !end.test(lines[at]); at++);
-      take("code", from, { language: fence[2], text: lines.slice(from + 1, at++).join("\n") });
+      push("code", from, { language: fence[2], text: lines.slice(from + 1, at++).join("\n") });
     } else if (heading) {
       at++;
-      take("heading", from, { level: heading[1].length, text: heading[2] });
+      push("heading", from, { level: heading[1].length, text: heading[2] });
     } else if (RULE.test(line)) {
       at++;
-      take("rule", from);
-    } else if (depth < DEEPEST && QUOTE.test(line)) {
+      push("rule", from);
+    } else if (depth < MAX_DEPTH && QUOTE.test(line)) {
       while (at < lines.length && lines[at].trim() && !(at > from && starts(lines, at) && !QUOTE.test(lines[at]))) at++;
-      take("quote", from, { inner: blocks(lines.slice(from, at).map((each) => each.replace(QUOTE, "")), depth + 1) });
-    } else if (depth < DEEPEST && ITEM.test(line)) {
+      push("quote", from, { inner: blocks(lines.slice(from, at).map((item) => item.replace(QUOTE, "")), depth + 1) });
+    } else if (depth < MAX_DEPTH && ITEM.test(line)) {
       const items = [];
       at = list(lines, at, items, depth);
       const number = parseInt(line.match(ITEM)[2], 10);
-      take("list", from, { items, number });
+      push("list", from, { items, number });
     } else if (isTable(lines, at)) {
-      const ends = lines[at + 1].trim().replace(/^\||\|$/g, "").split("|").map((each) => each.trim());
-      const sides = ends.map((each) => (each.endsWith(":") ? (each.startsWith(":") ? "center" : "right") : ""));
+      const ends = lines[at + 1].trim().replace(/^\||\|$/g, "").split("|").map((item) => item.trim());
+      const sides = ends.map((item) => (item.endsWith(":") ? (item.startsWith(":") ? "center" : "right") : ""));
       for (at += 2; at < lines.length && lines[at].includes("|"); at++);
       const rows = [line, ...lines.slice(from + 2, at)].map(cells);
-      take("table", from, { rows, sides });
+      push("table", from, { rows, sides });
     } else {
       for (at++; at < lines.length && lines[at].trim() && !starts(lines, at); at++);
-      take("paragraph", from, { text: lines.slice(from, at).map((each) => each.trim()).join("\n") });
+      push("paragraph", from, { text: lines.slice(from, at).map((item) => item.trim()).join("\n") });
     }
   }
-  return found;
+  return result;
 }
 
-/** Whether another block than a paragraph starts here. */
+/** Return whether a block other than a paragraph starts at this line. */
 function starts(lines, at) {
   return [FENCE, HEADING, RULE, QUOTE, ITEM].some((form) => form.test(lines[at])) || isTable(lines, at);
 }
@@ -106,10 +106,10 @@ function isTable(lines, at) {
 
 function cells(line) {
   const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
-  return inner.split(/(?<!\\)\|/).map((each) => each.trim().replaceAll("\\|", "|"));
+  return inner.split(/(?<!\\)\|/).map((item) => item.trim().replaceAll("\\|", "|"));
 }
 
-/** Gather the items of a list; returns the line after it. */
+/** Collect the items of a list; return the line after it. */
 function list(lines, at, items, depth) {
   const [, margin, mark] = lines[at].match(ITEM);
   while (at < lines.length) {
@@ -120,16 +120,16 @@ function list(lines, at, items, depth) {
     let fenced = FENCE.test(inner[0]);
     for (at++; at < lines.length; at++) {
       const line = lines[at];
-      const inside = line.slice(0, indent).trim() === "";
+      const isIndented = line.slice(0, indent).trim() === "";
       const blank = !line.trim();
-      const follows = lines.slice(at).find((each) => each.trim());
-      if (blank && !(follows && /^\s{2,}/.test(follows)) && !fenced) break;
-      if (!blank && !inside && !fenced) {
+      const following = lines.slice(at).find((item) => item.trim());
+      if (blank && !(following && /^\s{2,}/.test(following)) && !fenced) break;
+      if (!blank && !isIndented && !fenced) {
         const deeper = line.match(ITEM);
         if (deeper ? deeper[1].length <= margin.length + 1 : starts(lines, at) || !lines[at - 1].trim()) break;
       }
       if (FENCE.test(line.trim())) fenced = !fenced;
-      inner.push(inside ? line.slice(indent) : line.trimStart());
+      inner.push(isIndented ? line.slice(indent) : line.trimStart());
     }
     items.push(blocks(inner, depth + 1));
     const after = at;
@@ -139,11 +139,11 @@ function list(lines, at, items, depth) {
   return at;
 }
 
-function draw(block, words) {
-  const all = (inner) => inner.map((each) => draw(each, words));
+function render(block, strings) {
+  const all = (inner) => inner.map((item) => render(item, strings));
   switch (block.kind) {
     case "code":
-      return drawCode(block, words);
+      return renderCode(block, strings);
     case "heading":
       return element(`h${Math.min(6, block.level + 2)}`, {}, inline(block.text));
     case "rule":
@@ -152,38 +152,38 @@ function draw(block, words) {
       return element("blockquote", {}, ...all(block.inner));
     case "list": {
       const ordered = !Number.isNaN(block.number);
-      const items = block.items.map((inner) => element("li", {}, ...tight(inner, words)));
+      const items = block.items.map((inner) => element("li", {}, ...renderItem(inner, strings)));
       return element(ordered ? "ol" : "ul", ordered ? { start: block.number } : {}, ...items);
     }
     case "table":
-      return drawTable(block);
+      return renderTable(block);
     default:
       return element("p", {}, inline(block.text));
   }
 }
 
-/** An item of a single paragraph, and what may follow it, has no paragraph around its text. */
-function tight(inner, words) {
-  const rest = inner.filter((each, number) => number > 0 || each.kind !== "paragraph");
+/** Render a list item: if it begins with a paragraph, its text gets no <p>. */
+function renderItem(inner, strings) {
+  const rest = inner.filter((item, number) => number > 0 || item.kind !== "paragraph");
   const first = rest.length < inner.length ? [inline(inner[0].text)] : [];
-  return [...first, ...rest.map((each) => draw(each, words))];
+  return [...first, ...rest.map((item) => render(item, strings))];
 }
 
-function drawCode(block, words) {
+function renderCode(block, strings) {
   const code = element("code", {}, block.text);
-  const copy = element("button", { type: "button", className: "copy", ariaLabel: words.copyCode, hidden: !navigator.clipboard }, words.copy);
+  const copy = element("button", { type: "button", className: "copy", ariaLabel: strings.copyCode, hidden: !navigator.clipboard }, strings.copy);
   copy.addEventListener("click", async () => {
     await navigator.clipboard.writeText(code.textContent);
-    copy.textContent = words.copied;
-    setTimeout(() => (copy.textContent = words.copy), 1500);
+    copy.textContent = strings.copied;
+    setTimeout(() => (copy.textContent = strings.copy), 1500);
   });
-  const bar = element("div", { className: "code-bar" }, element("span", {}, block.language || words.code), copy);
-  const pre = element("pre", { tabIndex: 0, ariaLabel: block.language || words.code }, code);
+  const bar = element("div", { className: "code-bar" }, element("span", {}, block.language || strings.code), copy);
+  const pre = element("pre", { tabIndex: 0, ariaLabel: block.language || strings.code }, code);
   pre.setAttribute("role", "region");
   return element("div", { className: "code" }, bar, pre);
 }
 
-function drawTable({ rows, sides }) {
+function renderTable({ rows, sides }) {
   const width = rows[0].length;
   const row = (name) => (texts) =>
     element("tr", {}, ...Array.from({ length: width }, (_, place) =>
@@ -193,34 +193,34 @@ function drawTable({ rows, sides }) {
   return element("div", { className: "table" }, table);
 }
 
-/** What stands in a line. */
+/** Render the inline marks of a text. */
 function inline(text, depth = 0) {
-  const made = document.createDocumentFragment();
-  if (depth > DEEPEST) {
-    made.append(text);
-    return made;
+  const fragment = document.createDocumentFragment();
+  if (depth > MAX_DEPTH) {
+    fragment.append(text);
+    return fragment;
   }
   let end = 0;
   for (const match of text.matchAll(INLINE)) {
-    made.append(text.slice(end, match.index));
+    fragment.append(text.slice(end, match.index));
     end = match.index + match[0].length;
     const part = match.groups;
-    if (part.escaped) made.append(part.escaped);
-    else if (part.code !== undefined) made.append(element("code", {}, part.code.replace(/^ (.*[^ ].*) $/s, "$1")));
-    else if (part.address) made.append(link(part.address, inline(part.label || part.address, depth + 1), match[0]));
-    else if (part.bare) made.append(link(part.bare, part.bare, part.bare));
-    else if (part.both) made.append(element("em", {}, element("strong", {}, inline(part.both, depth + 1))));
-    else if (part.bold) made.append(element("strong", {}, inline(part.bold, depth + 1)));
-    else if (part.struck) made.append(element("del", {}, inline(part.struck, depth + 1)));
-    else if (part.newline) made.append(element("br"));
-    else made.append(element("em", {}, inline(part.star ?? part.line, depth + 1)));
+    if (part.escaped) fragment.append(part.escaped);
+    else if (part.code !== undefined) fragment.append(element("code", {}, part.code.replace(/^ (.*[^ ].*) $/s, "$1")));
+    else if (part.address) fragment.append(link(part.address, inline(part.label || part.address, depth + 1), match[0]));
+    else if (part.bare) fragment.append(link(part.bare, part.bare, part.bare));
+    else if (part.both) fragment.append(element("em", {}, element("strong", {}, inline(part.both, depth + 1))));
+    else if (part.bold) fragment.append(element("strong", {}, inline(part.bold, depth + 1)));
+    else if (part.struck) fragment.append(element("del", {}, inline(part.struck, depth + 1)));
+    else if (part.newline) fragment.append(element("br"));
+    else fragment.append(element("em", {}, inline(part.star ?? part.line, depth + 1)));
   }
-  made.append(text.slice(end));
-  return made;
+  fragment.append(text.slice(end));
+  return fragment;
 }
 
-function link(address, shown, written) {
+function link(address, label, source) {
   const url = URL.parse?.(address) ?? (URL.canParse(address) ? new URL(address) : null);
-  if (!url || !["http:", "https:", "mailto:"].includes(url.protocol)) return document.createTextNode(written);
-  return element("a", { href: url.href, target: "_blank", rel: "noopener noreferrer nofollow", title: url.href }, shown);
+  if (!url || !["http:", "https:", "mailto:"].includes(url.protocol)) return document.createTextNode(source);
+  return element("a", { href: url.href, target: "_blank", rel: "noopener noreferrer nofollow", title: url.href }, label);
 }

@@ -1,25 +1,25 @@
-// The server's side of a conversation: OpenAI's protocol.
+// Requests to the server in OpenAI's protocol.
 
-/** What went wrong, in words for a person. */
+/** An error that the server reported, with a message for the user. */
 export class ServerError extends Error {}
 
 const headers = (key) => ({ "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) });
 
-/** Names of the models that are served. */
+/** The names of the served models. */
 export async function models(key) {
-  const reply = await fetch("v1/models", { headers: headers(key) });
-  await check(reply);
-  return (await reply.json()).data.map((model) => model.id);
+  const response = await fetch("v1/models", { headers: headers(key) });
+  await check(response);
+  return (await response.json()).data.map((model) => model.id);
 }
 
-/** The chunks of an answer as they come. Throws ServerError where it is refused, fails or breaks off. */
+/** Yields the chunks of an answer. Throws ServerError if the server refuses it, fails, or closes the connection early. */
 export async function* answer(body, key, signal) {
-  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
-  const reply = await fetch("v1/chat/completions", {
-    method: "POST", headers: headers(key), body: JSON.stringify(asked), signal,
+  const request = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await fetch("v1/chat/completions", {
+    method: "POST", headers: headers(key), body: JSON.stringify(request), signal,
   });
-  await check(reply);
-  for await (const data of events(reply.body)) {
+  await check(response);
+  for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ServerError(chunk.error.message ?? String(chunk.error));
@@ -28,20 +28,20 @@ export async function* answer(body, key, signal) {
   throw new ServerError("");
 }
 
-async function check(reply) {
-  if (reply.ok) return;
-  const text = await reply.text();
+async function check(response) {
+  if (response.ok) return;
+  const text = await response.text();
   let message = text.slice(0, 500);
   try {
     const { error, detail } = JSON.parse(text);
     message = error?.message ?? error ?? detail ?? message;
   } catch {
-    // Not JSON: the text itself.
+    // The body is not JSON: show its text.
   }
-  throw new ServerError(`${reply.status}: ${typeof message === "string" ? message : JSON.stringify(message)}`);
+  throw new ServerError(`${response.status}: ${typeof message === "string" ? message : JSON.stringify(message)}`);
 }
 
-/** The data of server-sent events. */
+/** Yields the data of server-sent events. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,0 +1,402 @@
+"""The Python interface: everything that `jingu` exports. Its names and parameters are stable.
+
+`import jingu` is quick: PyTorch is imported when the first of these names is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from jingu.chat.chat_format import ChatFormat
+from jingu.chat.messages import ConversationError, Message
+from jingu.config.load import config_from_tree, load_config
+from jingu.config.schema import RunConfig as Config
+from jingu.config.sections.data import SupervisedSettings
+from jingu.data.array_reader import ReaderType
+from jingu.data.dataset import open_dataset
+from jingu.data.dataset_manifest import SplitName
+from jingu.data.permutation import Int64Array
+from jingu.errors import JinguError
+from jingu.formats.export import convert
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.inference_model import Device, InferenceModel, Precision
+from jingu.infer.inference_model import load as load_inference_model
+from jingu.infer.request import Request, Score, max_new_tokens
+from jingu.infer.sampling import SamplingParams
+from jingu.runtime.signals import EXIT_INTERRUPTED
+from jingu.serve.chat_model import load_chat_model
+
+__all__ = [
+    "Config",
+    "Dataset",
+    "JinguError",
+    "Model",
+    "build_dataset",
+    "export",
+    "load",
+    "train",
+    "train_tokenizer",
+]
+
+AnyPath = str | PathLike[str]
+AnyConfig = Config | Mapping[str, Any] | AnyPath
+"""A configuration, a mapping with its keys, or the path of a YAML file."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `jingu.infer.sampling.SamplingParams`, each with its default there."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    repetition_penalty: float
+    seed: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+
+
+def load(
+    path: AnyPath,
+    *,
+    precision: Precision = "auto",
+    device: Device = "auto",
+    adapters: Mapping[str, AnyPath] | None = None,
+    template: str | None = None,
+    max_num_seqs: int = 64,
+) -> Model:
+    """Load a model for inference.
+
+    Args:
+        path: a run, a checkpoint of a run, a Hugging Face folder, a GGUF file, or the name of a packaged model.
+        precision: fp32, bf16, fp64, or int8 or int4 for quantized weights; auto: bf16 where the device is fast at it,
+            else fp32.
+        device: cpu or cuda; auto: CUDA if there is a GPU.
+        adapters: LoRA adapters by name: runs that trained them, or peft folders. `generate` selects one by its name.
+        template: name or file of a chat template; None: the model's own.
+        max_num_seqs: maximum number of sequences that are generated at the same time.
+
+    Raises:
+        JinguError: the model, an adapter or the template cannot be loaded.
+    """
+    model_path = Path(path)
+    adapter_paths = {name: Path(folder) for name, folder in (adapters or {}).items()}
+    inference_model, chat_format = load_chat_model(
+        lambda: load_inference_model(model_path, precision, device, adapter_paths), model_path, template
+    )
+    return Model(inference_model, chat_format, EngineSettings(max_num_seqs=max_num_seqs))
+
+
+class Model:
+    """A model for inference; `jingu.load` makes it. It is not thread-safe.
+
+    Attributes:
+        inference_model: the weights, the tokenizer and the special tokens.
+        chat_format: the chat template; None: the model has none.
+        engine: the inference engine, for what the methods here do not offer.
+    """
+
+    def __init__(
+        self, inference_model: InferenceModel, chat_format: ChatFormat | None, settings: EngineSettings
+    ) -> None:
+        self.inference_model = inference_model
+        self.chat_format = chat_format
+        self.engine = Engine(inference_model, settings)
+
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> list[str]: ...
+
+    def generate(
+        self,
+        prompts: str | list[str],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> str | list[str]:
+        """Continue a prompt, or several prompts in one batch.
+
+        Args:
+            prompts: a text, or a list of texts. For an encoder-decoder it is what the encoder reads.
+            max_tokens: maximum number of new tokens; None: 128, or fewer if the model's context ends before.
+            stop: the text ends before the first of these.
+            adapter: name of an adapter that `load` was given.
+            sampling: sampling parameters; by default decoding is greedy.
+
+        Returns:
+            The new text, without the prompt; for a list of prompts, a list of texts.
+
+        Raises:
+            JinguError: a prompt does not fit the model's context, or a sampling parameter is out of range.
+        """
+        params = SamplingParams(**sampling)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        requests = []
+        for text in texts:
+            ids = self.inference_model.encode(text)
+            limit = max_tokens or max(1, min(128, max_new_tokens(self.inference_model.spec, len(ids))))
+            requests.append(Request(ids, params, limit, tuple(stop), adapter=adapter))
+        answers = self._run(requests)
+        return answers[0] if isinstance(prompts, str) else answers
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 1024,
+        tools: Sequence[Mapping[str, Any]] = (),
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> str:
+        """Answer a conversation with the model's chat template.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` in order, or one user message as a text.
+            max_tokens: maximum number of new tokens, or fewer if the model's context ends before.
+            tools: definitions of the tools that the model may call. The answer has the calls as the model writes them.
+            adapter: name of an adapter that `load` was given.
+            sampling: sampling parameters; by default decoding is greedy.
+
+        Returns:
+            The text of the assistant's answer.
+
+        Raises:
+            JinguError: the model has no chat template, the template refuses the conversation, or it is too long.
+        """
+        if self.chat_format is None:
+            raise JinguError(
+                "the model has no chat template.",
+                where=self.inference_model.name,
+                fix="Name one with jingu.load(..., template=...), or use generate.",
+            )
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        try:
+            turns = tuple(Message(**message) for message in messages)
+            ids = self.chat_format.encode_prompt(turns, tuple(dict(tool) for tool in tools))
+        except (ConversationError, TypeError) as error:
+            raise JinguError(f"{error}.", where="messages") from error
+        limit = max(1, min(max_tokens, max_new_tokens(self.inference_model.spec, len(ids))))
+        params = SamplingParams(**sampling)
+        return self._run([Request(ids, params, limit, self.chat_format.stop, adapter=adapter)])[0]
+
+    def score(
+        self, context: str, continuations: Sequence[str | Sequence[int]], *, adapter: str | None = None
+    ) -> list[Score]:
+        """Return the log-probabilities of texts after a context, which is computed once for all of them.
+
+        Args:
+            context: the text before; for an encoder-decoder, what the encoder reads.
+            continuations: texts, which are tokenized separately from the context, or token ids.
+            adapter: name of an adapter that `load` was given.
+
+        Returns:
+            For each continuation: `logprob` (the sum, in nats), `token_logprobs`, and `is_greedy`, whether greedy
+            decoding would generate it.
+
+        Raises:
+            JinguError: a continuation is empty, or does not fit the model's context.
+        """
+        tokenizer = self.inference_model.tokenizer
+        targets = [tokenizer.encode(target) if isinstance(target, str) else target for target in continuations]
+        return self.engine.score(self.inference_model.encode(context), targets, adapter)
+
+    def embed(self, texts: Sequence[str], *, pooling: Literal["mean", "last"] = "mean") -> npt.NDArray[np.float32]:
+        """Return embeddings of texts: final hidden states, pooled and normalized to length 1.
+
+        Args:
+            texts: a list of texts.
+            pooling: mean of all tokens, or the last token.
+
+        Returns:
+            [len(texts), hidden_size] array.
+
+        Raises:
+            JinguError: the model is no decoder, or a text is empty or does not fit its context.
+        """
+        rows = [self.engine.embed(self.inference_model.encode(text), pooling) for text in texts]
+        return np.array(rows, dtype=np.float32).reshape(len(rows), self.inference_model.spec.hidden_size)
+
+    def _run(self, requests: Sequence[Request]) -> list[str]:
+        """Return the answers to all requests; raise JinguError if one fails."""
+        texts = {self.engine.submit(request): "" for request in requests}
+        while self.engine.busy:
+            for event in self.engine.step():
+                if event.error is not None:
+                    raise JinguError(f"{event.error}.", where=self.inference_model.name)
+                if event.token is not None:
+                    texts[event.request_id] += event.token.text
+        return list(texts.values())
+
+
+def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> Path:
+    """Train a run, or resume it, as `jingu train` does.
+
+    Args:
+        config: the path of a YAML file, a mapping with the same keys, or a `Config`.
+        overrides: settings to change, such as `"optimizer.lr=3e-4"`.
+        processes: number of ranks on this machine; with more than one they are processes of their own.
+
+    Returns:
+        The folder of the run, which `jingu.load` opens.
+
+    Raises:
+        JinguError: the configuration is wrong, or its tokenizer or data set is missing.
+        KeyboardInterrupt: Ctrl-C stopped the run; it was saved, and the same call resumes it.
+    """
+    from jingu.train.commands import train as train_command
+
+    run_config = _resolve_config(config, overrides)
+    code = train_command(run_config, processes)
+    run_folder = Path(run_config.runs_dir) / run_config.name
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise JinguError(f"training stopped with exit code {code}.", where=run_folder, fix="Its log has the reason.")
+    return run_folder
+
+
+def train_tokenizer(config: AnyConfig, *overrides: str) -> Path:
+    """Train the tokenizer of a run, as `jingu tokenizer train` does, and return its folder."""
+    from jingu.text.tokenizer_commands import train as train_command
+
+    run_config = _resolve_config(config, overrides)
+    train_command(run_config)
+    return Path(run_config.tokenizer.path)
+
+
+def build_dataset(config: AnyConfig, *overrides: str) -> list[Path]:
+    """Build the data sets of a run, and return their folders.
+
+    Like `jingu data build`, or for instruction data (objective `supervised`) `jingu tune prepare`.
+    """
+    from jingu.data.build import build
+    from jingu.tune.prepare import prepare
+
+    run_config = _resolve_config(config, overrides)
+    if isinstance(run_config.data.objective, SupervisedSettings):
+        prepare(run_config)
+    else:
+        build(run_config)
+    return [Path(source.path) for source in run_config.data.all_sources]
+
+
+def export(model: AnyPath, to: AnyPath, dtype: str = "auto") -> Path:
+    """Write any model as a Hugging Face folder, as `jingu export` does, and return the folder.
+
+    Args:
+        model: whatever `jingu.load` opens.
+        to: the folder to write; it must not exist.
+        dtype: fp32, bf16 or fp16; auto: as most of the weights are stored.
+
+    Raises:
+        JinguError: the model cannot be read, or `to` cannot be written.
+    """
+    folder = Path(to)
+    convert(Path(model), folder, dtype)
+    return folder
+
+
+class Dataset(Sequence[Int64Array]):
+    """One split of a built data set, as a sequence of documents. Files are memory-mapped, so opening it is quick.
+
+    Args:
+        path: the data set's folder (`data.path`), or the prefix of Megatron's .bin and .idx files.
+        split: train or validation.
+        reader: how files are read, as `data.reader`.
+
+    Raises:
+        JinguError: there is no such data set, it has no such split, or a file is damaged.
+    """
+
+    def __init__(self, path: AnyPath, split: SplitName = "train", reader: ReaderType = "mmap") -> None:
+        self._dataset = open_dataset(Path(path), split, reader)
+        # First document of each shard, and the total.
+        self._first_documents = np.cumsum([0, *(len(shard) for shard in self._dataset.readers)])
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return int(self._first_documents[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> Int64Array: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Int64Array]: ...
+
+    def __getitem__(self, index: int | slice) -> Int64Array | list[Int64Array]:
+        """Return the token ids of a document; negative indices and slices work as with a list."""
+        if isinstance(index, slice):
+            return [self.document(number) for number in range(*index.indices(len(self)))]
+        return self.document(index)
+
+    def __iter__(self) -> Iterator[Int64Array]:
+        return (self.document(number) for number in range(len(self)))
+
+    def document(self, index: int) -> Int64Array:
+        """Return the token ids of a document, with the end token that closes it."""
+        shard, number = self._locate(index)
+        start, length = self._dataset.document_range(shard, number)
+        return self._dataset.gather(np.array([start]), length)[0]
+
+    def source(self, index: int) -> str:
+        """Return the file of the corpus and the place in it that a document comes from; empty if it is unknown."""
+        return self._dataset.document_origin(*self._locate(index))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, end tokens included."""
+        return self._dataset.tokens
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token after every document."""
+        return self._dataset.eos_token_id
+
+    def tokens(self, start: int = 0, length: int | None = None) -> Int64Array:
+        """Return consecutive token ids, across documents; the end of the split if there are fewer than `length`."""
+        stop = self.num_tokens if length is None else min(start + length, self.num_tokens)
+        return self._dataset.gather(np.array([start]), stop - start)[0]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the shard of a document, and its number in the shard."""
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        shard = int(np.searchsorted(self._first_documents, number, side="right")) - 1
+        return shard, number - int(self._first_documents[shard])
+
+
+def _resolve_config(config: AnyConfig, overrides: Sequence[str]) -> Config:
+    if isinstance(config, Config):
+        config = config.model_dump()
+    if isinstance(config, Mapping):
+        return config_from_tree(config, overrides)
+    return load_config(Path(config), overrides)

@@ -1,0 +1,88 @@
+"""The chat format of a model: how a prompt is built from a conversation, and what ends an answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from jingu.chat.messages import ConversationError, JsonObject, Message, check_characters
+from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.tokenization import encode_rendered
+from jingu.config.load import load_stored_config
+from jingu.config.sections.data import SupervisedSettings
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A chat template and what it writes after an answer.
+
+    Attributes:
+        eos_token_ids: the special token that ends an answer; empty if no single token does.
+        stop: the text that ends an answer; empty if a token does.
+    """
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+
+    def encode_prompt(self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = ()) -> tuple[int, ...]:
+        """Return the token ids after which the model is to answer.
+
+        A special token that a message mentions is encoded as text, so that no message can end its turn.
+
+        Raises:
+            ConversationError: the template refuses the conversation.
+        """
+        for message in messages:
+            check_characters(message.content)
+        check_characters(json.dumps(tools, ensure_ascii=False))
+        ids, _ = encode_rendered(self.template.render_prompt(messages, tools), self.tokenizer)
+        return tuple(ids)
+
+
+def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None = None) -> ChatFormat | None:
+    """Return the chat format of a model, or None if it has no template.
+
+    The template is the one that is named, or else the one that the model's run was tuned with, or else the tokenizer's.
+
+    Args:
+        path: the model's folder or file.
+        template_name: a template's name or file.
+
+    Raises:
+        JinguError: there is no such template.
+    """
+    where = "--template" if template_name else "data.objective.template"
+    name = template_name or _template_of_run(path) or "auto"
+    if name == "auto" and tokenizer.chat_template is None:
+        return None
+    template = load_template(name, tokenizer, where=where)
+    end = _end_of_answer(template)
+    end_ids = tokenizer.encode(end, parse_special_tokens=True)
+    if end_ids and end_ids[0] in tokenizer.special_tokens.values():
+        return ChatFormat(template, tokenizer, (end_ids[0],), ())
+    return ChatFormat(template, tokenizer, (), (end,) if end else ())
+
+
+def _template_of_run(path: Path) -> str | None:
+    """Return the template of the run that trained a model, if that was instruction tuning."""
+    # `path` is the run itself or one of its checkpoints, RUN/checkpoints/STEP.
+    for run in (path, path.absolute().parent.parent):
+        if (run / "config.yaml").is_file() and (run / "model.json").is_file():
+            objective = load_stored_config(run / "config.yaml").data.objective
+            return objective.template if isinstance(objective, SupervisedSettings) else None
+    return None
+
+
+def _end_of_answer(template: ChatTemplate) -> str:
+    """Return what a template writes after an answer; empty if it cannot be determined."""
+    try:
+        rendered = template.render((Message("user", "question"), Message("assistant", "answer")))
+    except (ConversationError, JinguError):
+        return ""
+    start, end = rendered.answers[-1]
+    return rendered.text[start:end].rpartition("answer")[2].strip()

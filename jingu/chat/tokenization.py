@@ -1,0 +1,127 @@
+"""Tokenize rows of instruction data, and give each token its weight in the loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jingu.chat.messages import ConversationError, Row
+from jingu.chat.templates import ChatTemplate, RenderedChat, Span
+from jingu.data.supervised import WEIGHT_SCALE
+from jingu.errors import pluralize
+from jingu.text.tokenizer import Tokenizer
+
+LossOn = Literal["assistant", "last_assistant", "all"]
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """A row as token ids.
+
+    Attributes:
+        kind: the form of the row.
+        weights: of each token, as a label, in hundredths; 0 where it is not trained.
+    """
+
+    kind: str
+    ids: list[int]
+    weights: npt.NDArray[np.uint8]
+
+
+def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
+    """Return the token ids of a row and their loss weights.
+
+    Raises:
+        ConversationError: the template refuses the row, or its answers do not match the row's weights.
+        JinguError: the answers cannot be located in what the template renders.
+    """
+    if row.segments:
+        return _tokenize_segments(row, tokenizer, loss_on)
+    rendered = template.render(row.messages, row.tools, locate_answers=loss_on != "all")
+    ids, answers = encode_rendered(rendered, tokenizer)
+    if loss_on == "all":
+        return TokenizedRow(row.kind, ids, np.full(len(ids), WEIGHT_SCALE, np.uint8))
+    factors = [message.weight for message in row.messages if message.role == "assistant"]
+    if len(answers) != len(factors):
+        # Some templates drop earlier answers or mark several as one. That is harmless while all weights are equal.
+        if loss_on == "last_assistant" or set(factors) != {1.0}:
+            raise ConversationError(
+                f"the template marks {len(answers)} of {pluralize(len(factors), 'answer')}, so their weights cannot "
+                "be assigned"
+            )
+        factors = [1.0] * len(answers)
+    if loss_on == "last_assistant":
+        factors = [0.0] * (len(factors) - 1) + factors[-1:]
+    weights = np.zeros(len(ids), np.uint8)
+    for (start, end), factor in zip(answers, factors, strict=True):
+        weights[start:end] = round(factor * WEIGHT_SCALE)
+    return TokenizedRow(row.kind, ids, weights)
+
+
+def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
+    """Tokenize text to which no template applies, between the BOS (if any) and EOS tokens."""
+    ids = list(tokenizer.prompt_prefix_ids)
+    is_trained = [loss_on == "all"] * len(ids)
+    for text, is_answer in row.segments:
+        segment_ids = tokenizer.encode(text)
+        ids += segment_ids
+        is_trained += [is_answer or loss_on == "all"] * len(segment_ids)
+    ids.append(tokenizer.eos_token_id)
+    is_trained.append(True)
+    return TokenizedRow(row.kind, ids, np.array(is_trained, np.uint8) * np.uint8(WEIGHT_SCALE))
+
+
+def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:
+    """Tokenize a rendered conversation.
+
+    Special tokens become their ids, except those that are only mentioned: these are tokenized as text.
+
+    Returns:
+        The ids, and for each answer its first id and the first id after it.
+    """
+    if not rendered.mentions:
+        return tokenizer.encode_spans(rendered.text, rendered.answers, parse_special_tokens=True)
+    ids: list[int] = []
+    # For each answer, the borders of its ids in every piece of text that it spans.
+    borders: list[list[int]] = [[] for _ in rendered.answers]
+    for start, end, special_id in _split_at_special_tokens(rendered, tokenizer):
+        # Clip each answer to this piece; an answer outside of it becomes empty.
+        clipped = [
+            (min(max(first, start), end) - start, min(max(last, start), end) - start)
+            for first, last in rendered.answers
+        ]
+        if special_id is None:
+            piece_ids, spans = tokenizer.encode_spans(rendered.text[start:end], clipped)
+        else:
+            piece_ids = [special_id]
+            spans = [(0, 1)] * len(clipped)
+        for index, (first, last) in enumerate(clipped):
+            if first < last:
+                borders[index] += [len(ids) + spans[index][0], len(ids) + spans[index][1]]
+        ids += piece_ids
+    return ids, [(positions[0], positions[-1]) if positions else (0, 0) for positions in borders]
+
+
+def _split_at_special_tokens(rendered: RenderedChat, tokenizer: Tokenizer) -> Iterator[tuple[int, int, int | None]]:
+    """Yield start and end of each piece of the text, and the id of the special token that it is (None: plain text)."""
+    mentions = dict(rendered.mentions)
+    special_tokens = tokenizer.special_tokens
+    pattern = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
+    plain_start = 0
+    position = 0
+    while match := pattern.search(rendered.text, position):
+        if match.start() in mentions:
+            # A mention stays in the plain text around it.
+            position = mentions[match.start()]
+            continue
+        if plain_start < match.start():
+            yield plain_start, match.start(), None
+        yield match.start(), match.end(), special_tokens[match[0]]
+        plain_start = position = match.end()
+    if plain_start < len(rendered.text):
+        yield plain_start, len(rendered.text), None

@@ -1,0 +1,121 @@
+"""Parse the tool calls out of an assistant's answer while it is generated.
+
+Two forms are recognized: `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen), and an answer that
+consists of such an object or of a list of them (Llama 3, Mistral; they may write `parameters` for `arguments`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OPEN_TAG = "<tool_call>"
+_CLOSE_TAG = re.compile(r"\s*</tool_call>")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallParser:
+    """Splits an answer, as it grows, into text and tool calls.
+
+    Args:
+        names: functions that may be called. A call of any other function is treated as text.
+        forced: the function whose arguments make up the whole answer (guided decoding guarantees it).
+        required: whether the answer is nothing but a call.
+        parallel: whether several calls are allowed; otherwise only the first is returned.
+    """
+
+    def __init__(
+        self, names: set[str], forced: str | None = None, required: bool = False, parallel: bool = True
+    ) -> None:
+        self._names = names
+        self._forced = forced
+        self._parallel = parallel
+        self._buffer = ""
+        self._has_text = False
+        # Once a call may have begun, everything is buffered until the answer ends.
+        self._in_call = required
+
+    def push(self, text: str) -> str:
+        """Add a piece of the answer; return the text that certainly belongs to no call."""
+        if not self._names:
+            return text
+        self._buffer += text
+        if self._in_call:
+            return ""
+        if not self._has_text:
+            # The first visible character tells whether the whole answer may be JSON.
+            first = self._buffer.lstrip()[:1]
+            if not first:
+                return ""
+            self._has_text = True
+            if first in "{[":
+                self._in_call = True
+                return ""
+        position = self._buffer.find(OPEN_TAG)
+        if position >= 0:
+            self._in_call = True
+        else:
+            # The end of the buffer may be the beginning of a tag: hold it back.
+            lengths = range(len(OPEN_TAG) - 1, 0, -1)
+            position = len(self._buffer) - next((n for n in lengths if self._buffer.endswith(OPEN_TAG[:n])), 0)
+        text, self._buffer = self._buffer[:position], self._buffer[position:]
+        return text
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """End the answer; return the rest of its text and its calls."""
+        buffer, self._buffer = self._buffer, ""
+        if self._forced is not None:
+            return "", [ToolCall(self._forced, buffer)]
+        if not buffer.lstrip().startswith(("{", "[", OPEN_TAG)):
+            return buffer, []
+        text, calls = self._parse(buffer)
+        return text, calls if self._parallel else calls[:1]
+
+    def _parse(self, buffer: str) -> tuple[str, list[ToolCall]]:
+        """Return the text around the calls, and the calls. If one of them is malformed, all of it is text."""
+        if OPEN_TAG in buffer:
+            text, *parts = buffer.split(OPEN_TAG)
+        else:
+            text, parts = "", [buffer]
+        calls: list[ToolCall] = []
+        for part in parts:
+            parsed = self._parse_json(part)
+            if parsed is None:
+                return buffer, []
+            part_calls, rest = parsed
+            calls += part_calls
+            text += rest if rest.strip() else ""
+        return text, calls
+
+    def _parse_json(self, text: str) -> tuple[list[ToolCall], str] | None:
+        """Return the calls that the text begins with and what follows them; None if it does not begin with calls."""
+        text = text.lstrip()
+        try:
+            value, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(self._is_call(item) for item in values):
+            return None
+        return [_to_call(item) for item in values], _CLOSE_TAG.sub("", text[end:], count=1)
+
+    def _is_call(self, value: Any) -> bool:
+        return isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in self._names
+
+
+def _to_call(value: Mapping[str, Any]) -> ToolCall:
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(value["name"], arguments)

@@ -1,0 +1,300 @@
+"""Save while training goes on: tensors are copied to shared memory, and a process of its own writes the copy.
+
+The copy, too, is made while training goes on. Between two optimizer steps nothing changes the tensors, and the next
+optimizer step waits for what is not copied by then; so what is saved is the state of the step that it claims to be.
+The memory is reused for each save: there is one copy, and one save at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import jingu
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.checkpoint.retention import Retention
+from jingu.checkpoint.save_folder import partial_path, write_all, write_failure_note
+from jingu.checkpoint.shards import plan_part
+from jingu.checkpoint.store import StateTensors, local_blocks
+from jingu.compat.torch import foreach_copy_
+from jingu.parallel.block import TensorBlock
+
+CopyPair = tuple[Tensor, Tensor]  # target and value
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended.
+
+    Attributes:
+        problem: why it failed; None if this rank's part is on disk, and on rank 0 the whole checkpoint.
+    """
+
+    folder: CheckpointPath
+    problem: str | None
+
+
+class AsyncSaver:
+    """Saves the same tensors again and again; every rank has one.
+
+    Attributes:
+        bytes: main memory taken for the copy.
+    """
+
+    def __init__(
+        self,
+        tensors: StateTensors,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Allocate memory for a copy of what this rank writes of `tensors`, and start the process that writes.
+
+        Args:
+            optimizer: its steps change the tensors, and wait for the copy. None: whoever changes them calls
+                `wait_for_copy` before.
+
+        Raises:
+            CheckpointError: the tensors cannot be stored.
+        """
+        self._rank = rank
+        self._ranks = ranks
+        self._threads = torch.get_num_threads()
+        blocks = local_blocks(tensors, rank, ranks)
+        self._layout = _layout(blocks)
+        plan, blocks_in_file = plan_part(blocks, rank, ranks)
+        self._plan = plan.model_dump(mode="json")
+        sizes = [block.local.nbytes for block in blocks_in_file.values()]
+        self.bytes = sum(sizes)
+        self._descriptor = _create_shared_memory(self.bytes)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        if self.bytes:
+            self._memory = torch.frombuffer(mmap.mmap(self._descriptor, self.bytes), dtype=torch.uint8)
+            self._memory.zero_()  # the system allocates the pages now rather than in the first save
+            if any(block.local.is_cuda for block in blocks_in_file.values()):
+                self._is_pinned = _pin(self._memory)
+        # Where each block is copied to, by the name of its tensor.
+        self._copies = {
+            name: memory.view(block.local.dtype).view(block.size)
+            for memory, (name, block) in zip(self._memory.split(sizes), blocks_in_file.items(), strict=True)
+        }
+        self._pending: CheckpointPath | None = None
+        self._answer = b""
+        self._process = self._start_process()
+        self._copy_thread: threading.Thread | None = None
+        self._gpu_copy: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+        self._cpu_copied = threading.Event()
+        self._cpu_copied.set()
+        self._hook = None
+        if optimizer is not None:
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jingu.checkpoint.writer_process", str(self._descriptor)],
+            cwd=Path(jingu.__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._descriptor],
+            process_group=0,  # Ctrl-C in the terminal is for training
+            bufsize=0,
+        )
+        _send(process, {"rank": self._rank, "bytes": self.bytes, "plan": self._plan})
+        return process
+
+    def save(
+        self,
+        folder: CheckpointPath,
+        tensors: StateTensors,
+        state: Mapping[str, Any],
+        retention: Retention,
+        copy_to: str | None = None,
+    ) -> None:
+        """Start to copy the tensors and then to write the copy. No other save may be pending: `poll` first.
+
+        The tensors must not change before `wait_for_copy` returns, which the optimizer's next step ensures.
+
+        Args:
+            folder, tensors, state: as for `jingu.checkpoint.store.save`.
+            retention: which other checkpoints of the run stay once this one is complete.
+            copy_to: URL to which it is copied then.
+
+        Raises:
+            ValueError: the tensors or their layout differ from those at the start.
+        """
+        assert self._pending is None
+        blocks = local_blocks(tensors, self._rank, self._ranks)
+        if _layout(blocks) != self._layout:
+            raise ValueError("the tensors to save, or their layout, differ from those at the start")
+        if self._copy_thread is not None:
+            # Otherwise the last save's thread might send its request to the process that is started next.
+            self._copy_thread.join()
+        if self._process.poll() is not None:
+            self._process = self._start_process()
+            self._answer = b""
+        self._pending = folder.absolute()
+        request: dict[str, Any] = {"folder": str(self._pending)}
+        if self._rank == 0:
+            request |= {"state": state, "retention": asdict(retention), "copy_to": copy_to}
+        pairs = [(copy, blocks[name].local) for name, copy in self._copies.items()]
+        self._gpu_copy = self._start_gpu_copy([pair for pair in pairs if pair[1].is_cuda])
+        self._cpu_copied.clear()
+        on_cpu = [pair for pair in pairs if not pair[1].is_cuda]
+        self._copy_thread = threading.Thread(target=self._copy_and_request, args=(on_cpu, request))
+        self._copy_thread.start()
+
+    def _start_gpu_copy(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event | None:
+        """Copy from the GPU on a stream of its own; return the event that marks the end."""
+        if not pairs:
+            return None
+        stream = torch.cuda.Stream(pairs[0][1].device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs], non_blocking=self._is_pinned)
+        return stream.record_event()
+
+    def _copy_and_request(self, pairs: Sequence[CopyPair], request: dict[str, Any]) -> None:
+        """In a thread: copy what is in main memory, and ask for the writing when everything is copied.
+
+        It copies with as many threads as training computes with, so that each core loses the same time to it: training
+        divides its work evenly, and would wait for a core that loses more.
+        """
+        largest_first = iter(sorted(pairs, key=lambda pair: -pair[1].numel()))
+        try:
+            with ThreadPoolExecutor(self._threads) as pool:
+                for future in [pool.submit(_copy_all, largest_first) for _ in range(self._threads)]:
+                    future.result()
+            self._cpu_copied.set()
+            if self._gpu_copy is not None:
+                self._gpu_copy.synchronize()
+            _send(self._process, request)
+        except BaseException as error:
+            self._error = error
+            self._cpu_copied.set()
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors may change: they are copied, or a GPU will have copied them before its next work."""
+        self._cpu_copied.wait()
+        if self._gpu_copy is not None:
+            torch.cuda.current_stream().wait_event(self._gpu_copy)
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is pending, as far as `poll` has seen."""
+        return self._pending is not None
+
+    def poll(self, seconds: float | None = 0.0) -> SaveResult | None:
+        """Return how the pending save ended; None if there is none, or it is not finished.
+
+        Args:
+            seconds: how long to wait for the end; None: until it comes.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        if self._copy_thread is not None and (seconds is None or self._error is not None):
+            self._copy_thread.join()
+            self.wait_for_copy()
+        assert self._process.stdout is not None
+        while self._pending is not None:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._process.stdout], [], [], timeout)[0]:
+                return None
+            data = self._process.stdout.read(4096)
+            self._answer += data or b""
+            if not data:
+                problem = f"the process that writes it ended {_exit_reason(self._process.wait())}"
+                if self._rank:  # the process could not report it to rank 0
+                    write_failure_note(partial_path(self._pending), self._rank, CheckpointError(problem))
+                return self._finish(problem)
+            if self._answer.endswith(b"\n"):
+                answer = json.loads(self._answer)
+                self._answer = b""
+                return self._finish(answer["problem"])
+        return None
+
+    def _finish(self, problem: str | None) -> SaveResult:
+        assert self._pending is not None
+        folder = self._pending
+        self._pending = None
+        return SaveResult(folder, problem)
+
+    def close(self) -> None:
+        """End the process, also in the middle of a save, and free the memory."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._hook is not None:
+            self._hook.remove()
+        if self._copy_thread is not None:
+            self._copy_thread.join()
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        os.close(self._descriptor)
+
+
+def _copy_all(pairs: Iterator[CopyPair]) -> None:
+    """Copy pairs of an iterator that several threads share. (PyTorch's own copy would start threads of its own.)"""
+    for copy, tensor in pairs:
+        if tensor.is_contiguous():
+            ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        else:
+            copy.copy_(tensor)
+
+
+def _layout(blocks: Mapping[str, TensorBlock]) -> list[object]:
+    """Return what must not change from save to save."""
+    return [
+        (name, block.local.dtype, block.shape, block.offset, block.size, block.replica, block.replicas)
+        for name, block in blocks.items()
+    ]
+
+
+def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    """Write a line of JSON to a process. That it has ended is noticed later, when it does not answer."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        write_all(process.stdin, memoryview(json.dumps(message).encode() + b"\n"))
+
+
+def _exit_reason(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def _create_shared_memory(size: int) -> int:
+    """Return a file descriptor of memory that another process can map."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("jingu-checkpoint", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _pin(memory: Tensor) -> bool:
+    """Page-lock memory, so that a GPU copies into it at full speed; return whether the driver allowed it."""
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0

@@ -1,0 +1,92 @@
+"""Tensors that are memory-mapped from files, and fast repeated reads from the places where they lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from io import FileIO
+from math import prod
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.runtime.device import advise_memory
+
+
+class FileRegion(NamedTuple):
+    """Where the bytes of a tensor begin in a file."""
+
+    path: Path
+    begin: int
+
+
+class FileReader:
+    """Reads again and again from files, which stay open; used by several threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, FileIO] = {}
+
+    def read_into(self, buffers: Sequence[tuple[FileRegion, memoryview]]) -> None:
+        """Fill buffers from regions of files; adjacent regions are read by one system call.
+
+        Raises:
+            JinguError: a file is shorter than it was.
+        """
+        rest = sorted(buffers, key=itemgetter(0))
+        while rest:
+            (path, begin), first = rest.pop(0)
+            adjacent = [first]
+            end = begin + len(first)
+            while rest and rest[0][0] == (path, end):
+                adjacent.append(rest.pop(0)[1])
+                end += len(adjacent[-1])
+            if path not in self._files:
+                self._files[path] = FileIO(path)
+            while begin < end:
+                count = os.preadv(self._files[path].fileno(), adjacent, begin)
+                if not count:
+                    raise JinguError("the file is shorter than it was.", where=path, fix="Fetch it again.")
+                begin += count
+                # The system may have read less: go on with what is not filled.
+                while adjacent and count >= len(adjacent[0]):
+                    count -= len(adjacent.pop(0))
+                adjacent[:1] = [buffer[count:] for buffer in adjacent[:1]]
+
+
+def map_tensor(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose row-major bytes begin at `position` of a file, memory-mapped.
+
+    Each tensor has a mapping of its own, which is freed with it, so that a conversion needs little memory. Changes to
+    the tensor do not reach the file.
+    """
+    size = prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    before = position % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), before + size, mmap.MAP_PRIVATE, offset=position - before)
+    data.madvise(mmap.MADV_SEQUENTIAL)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=before)
+    if position % dtype.itemsize:
+        raw = raw.clone()  # elements must be aligned to their size
+    tensor = raw.view(dtype).view(shape)
+    tensor.file_region = FileRegion(path, position)  # type: ignore[attr-defined]
+    return tensor
+
+
+def file_region(tensor: Tensor) -> FileRegion | None:
+    """Return where a tensor of `map_tensor` lies; None for all other tensors, also those made from it."""
+    return getattr(tensor, "file_region", None)
+
+
+def expect_repeated_reads(tensor: Tensor) -> None:
+    """Tell the system that a tensor, which may be memory-mapped, is read repeatedly and in any order."""
+    if tensor.device.type == "cpu" and tensor.nbytes:
+        before = tensor.data_ptr() % mmap.PAGESIZE
+        normal = 0  # MADV_NORMAL
+        advise_memory(tensor.data_ptr() - before, before + tensor.nbytes, normal)

@@ -1,0 +1,136 @@
+"""What happens around a save: which older checkpoints are deleted, and the copy to a URL."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from jingu.checkpoint.manifest import MANIFEST, CheckpointError
+from jingu.checkpoint.remote import CheckpointPath, RemotePath
+from jingu.checkpoint.resume import STEP_NAME, complete_steps, step_folder, step_of
+from jingu.checkpoint.save_folder import create_partial, delete_folder, describe_cause, read_state
+from jingu.errors import JinguError
+from jingu.runtime.files import fsync_path
+
+_LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run stay; the newest always does.
+
+    Attributes:
+        last: this many of the newest ones.
+        every: those whose step is a multiple of this; 0: none.
+        best: this many of those with the lowest `metric`.
+        metric: a value of the last evaluation before the checkpoint.
+    """
+
+    last: int = 1
+    every: int = 0
+    best: int = 0
+    metric: str = "loss"
+
+
+def before_save(folder: CheckpointPath) -> None:
+    """Delete, on rank 0, what earlier saves left behind that failed, so that its space is free."""
+    if isinstance(folder, Path):
+        with suppress(OSError):
+            delete_leftovers(folder.parent, until=step_of(folder) - 1)
+
+
+def after_save(folder: CheckpointPath, retention: Retention, copy_to: str | None) -> str | None:
+    """Delete, on rank 0, the checkpoints that need not stay now that this one is complete, and copy it.
+
+    Returns:
+        Why it could not be copied to the URL; None if it was, or there is no URL.
+    """
+    with suppress(OSError):  # what cannot be deleted now is tried again after the next save
+        prune(folder.parent, retention, current=step_of(folder))
+    try:
+        if copy_to is not None:
+            copy_checkpoint(folder, copy_to, retention)
+    except CheckpointError as error:
+        return error.what
+    return None
+
+
+def copy_checkpoint(folder: CheckpointPath, url: str, retention: Retention) -> None:
+    """Copy a complete checkpoint to a URL, and delete the checkpoints there that need not stay.
+
+    Raises:
+        CheckpointError: the store does not accept it; its other checkpoints are untouched.
+    """
+    try:
+        to = RemotePath.at(url)
+        target = create_partial(to / folder.name, first=True)
+        # The manifest goes last: it makes the copy complete.
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
+            assert isinstance(path, Path) and isinstance(target, RemotePath)
+            (target / path.name).upload(path)
+        prune(to, retention, current=step_of(folder))
+    except (OSError, JinguError) as error:
+        cause = describe_cause(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"it could not be copied to {url} ({cause}).") from error
+
+
+def prune(checkpoints: CheckpointPath, retention: Retention, current: int) -> list[int]:
+    """Delete the complete checkpoints that need not stay, and leftovers of failed saves up to `current`.
+
+    Meanwhile only saves of later steps may be going on in `checkpoints`.
+
+    Args:
+        current: step of the newest good checkpoint. Folders of later steps are those that resuming skipped: they
+            are neither counted nor deleted.
+
+    Returns:
+        The steps that were deleted.
+    """
+    if retention.last < 1:
+        raise ValueError(f"retention.last is {retention.last}, but at least one checkpoint must stay")
+    steps = [step for step in complete_steps(checkpoints) if step <= current]
+    superfluous = _superfluous(checkpoints, steps, retention)
+    for step in superfluous:
+        folder = step_folder(checkpoints, step)
+        if isinstance(folder, Path):
+            # Renamed first: a process that is killed here leaves no half checkpoint under a final name.
+            hidden = folder.parent / f".{folder.name}.deleted"
+            delete_folder(hidden)
+            folder = folder.rename(hidden)
+        delete_folder(folder)
+    if superfluous and isinstance(checkpoints, Path):
+        fsync_path(checkpoints)
+    delete_leftovers(checkpoints, until=current)
+    return superfluous
+
+
+def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Retention) -> list[int]:
+    """Return the steps whose checkpoints need not stay. Of equally good ones the later counts as better."""
+    measured = []
+    for step in steps if retention.best else []:
+        try:
+            progress = read_state(step_folder(checkpoints, step)).get("progress", {})
+        except CheckpointError:
+            continue
+        value = (progress.get("evaluation") or {}).get(retention.metric)
+        if isinstance(value, int | float) and value == value:  # not NaN
+            measured.append((value, -step))
+    stay = set(steps[-retention.last :])
+    stay |= {-negative_step for _, negative_step in sorted(measured)[: retention.best]}
+    if retention.every:
+        stay |= {step for step in steps if step % retention.every == 0}
+    return [step for step in steps if step not in stay]
+
+
+def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> None:
+    """Delete what processes that died have left behind, of steps up to `until` or of all."""
+    is_local = isinstance(checkpoints, Path)
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        match = (_LEFTOVER if is_local else STEP_NAME).fullmatch(path.name)
+        # Other ranks may have begun to write a later step.
+        if match is None or (until is not None and int(match[1]) > until):
+            continue
+        if is_local or not (path / MANIFEST).exists():
+            delete_folder(path)

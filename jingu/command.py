@@ -1,0 +1,184 @@
+"""One command of the command line: its arguments, and how they are parsed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jingu.errors import JinguError, join_words
+
+Argument = tuple[str, dict[str, Any]]
+"""The name of an argument, and argparse's keywords for it. The command's function has a parameter of the same name."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        help: one line.
+        target: the function that runs it, as module:function within `jingu`.
+        arguments: its options and positional arguments.
+        run_file: whether it takes RUN.yaml and overrides. Its function's first argument is then the configuration.
+        on_ranks: whether it takes --processes, and runs on that many ranks that share the model.
+    """
+
+    help: str
+    target: str
+    arguments: tuple[Argument, ...]
+    run_file: bool
+    on_ranks: bool
+
+    def function(self) -> Callable[..., int | None]:
+        """Import the function and return it."""
+        function: Callable[..., int | None] = pkgutil.resolve_name(f"jingu.{self.target}")
+        return function
+
+
+def command(
+    help_line: str, target: str, *arguments: Argument, run_file: bool = False, on_ranks: bool = False
+) -> Command:
+    """Make a command; see the attributes of `Command`."""
+    if on_ranks:
+        help_text = "number of ranks on this machine that share the model (default: 1)"
+        arguments += (option("--processes", "N", integer(1), help_text),)
+    return Command(help_line, target, arguments, run_file, on_ranks)
+
+
+def path_argument(name: str, metavar: str, help_text: str) -> Argument:
+    """Return a required path."""
+    return name, {"metavar": metavar, "type": expand_path, "help": help_text}
+
+
+def option(
+    name: str, metavar: str, convert: Callable[[str], Any], help_text: str, default: Any = None, **more: Any
+) -> Argument:
+    """Return an option with a value; `more` is argparse's."""
+    if default is not None:
+        help_text += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    return name, {"metavar": metavar, "type": convert, "help": help_text, "default": default, **more}
+
+
+def repeatable_option(name: str, metavar: str, help_text: str) -> Argument:
+    """Return an option that can be given several times."""
+    return name, {"metavar": metavar, "action": "append", "help": f"{help_text}; can be repeated"}
+
+
+def flag(name: str, help_text: str, **more: Any) -> Argument:
+    """Return an option without a value."""
+    return name, {"action": "store_true", "help": help_text, **more}
+
+
+def expand_path(text: str) -> Path:
+    """Return a path; a leading ~ is the home folder."""
+    return Path(text).expanduser()
+
+
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return a converter for whole numbers within limits."""
+    limits = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
+
+    def convert(text: str) -> int:
+        is_number = text.isascii() and text.isdecimal() and len(text) <= 18
+        if not is_number or not minimum <= int(text) <= (maximum or math.inf):
+            raise argparse.ArgumentTypeError(f"takes a whole number ({limits}), not {text}.")
+        return int(text)
+
+    return convert
+
+
+def number(is_valid: Callable[[float], bool], limits: str) -> Callable[[str], float]:
+    """Return a converter for numbers that are valid; `limits` describes them."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(f"takes a number ({limits}), not {text}.")
+        return value
+
+    return convert
+
+
+def choice(*choices: str) -> Callable[[str], str]:
+    """Return a converter for one of several words."""
+
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"takes {join_words(choices)}, not {text}.")
+        return text
+
+    return convert
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Convert I/N, part I of N."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= 99_999):
+        raise argparse.ArgumentTypeError(f"takes a part of several, such as 3/8, not {text}.")
+    return int(index), int(count)
+
+
+def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
+    """Return the arguments of a command by the parameters of its function; None if its help was printed."""
+    description = entry.help[0].upper() + entry.help[1:] + "."
+    parser = _Parser(prog=f"jingu {name}", description=description, allow_abbrev=False, add_help=False)
+    if entry.run_file:
+        parser.add_argument("file", metavar="RUN.yaml", type=expand_path, help="configuration of the run")
+        help_text = "settings to override, such as optimizer.lr=3e-4"
+        parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=help_text)
+    for argument, keywords in entry.arguments:
+        parser.add_argument(argument, **keywords)
+    parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
+    # Help goes before errors, wherever it stands; behind -- it is an argument like any other.
+    if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
+        parser.print_help()
+        return None
+    options, unknown = parser.parse_known_args(words)
+    # argparse reports overrides that follow an option as unknown.
+    for word in unknown:
+        if word.startswith("-") or not entry.run_file:
+            raise _unknown_argument(word, name, entry)
+        options.overrides.append(word)
+    del options.help
+    return vars(options)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but errors are raised as JinguError."""
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ").removesuffix(".")
+        required = "the following arguments are required: "
+        if text.startswith(required):
+            missing = text.removeprefix(required).split(", ")
+            text = join_words(missing, "and") + (" is missing" if len(missing) == 1 else " are missing")
+        argument, _, reason = text.partition(": ")
+        if reason.startswith("expected "):
+            text = f"{argument} needs a value"
+        elif reason.startswith("takes "):
+            text = f"{argument} {reason}"
+        raise JinguError(f"{text}.", fix=f"See `{self.prog} --help`.")
+
+
+def _unknown_argument(word: str, name: str, entry: Command) -> JinguError:
+    if not word.startswith("-"):
+        return JinguError(f"there is one argument too many: {word}.", fix=f"See `jingu {name} --help`.")
+    option_name, sign, value = word.partition("=")
+    options = [argument for argument, _ in entry.arguments if argument.startswith("-")]
+    close = get_close_matches(option_name, options, n=1)
+    if close and not (entry.run_file and "." in option_name):
+        fix = f"Did you mean {close[0]}?"
+    elif entry.run_file:
+        fix = f"Settings are written without dashes: {option_name.lstrip('-')}={value if sign else 'value'}."
+    else:
+        fix = f"See `jingu {name} --help`."
+    return JinguError(f"there is no option {option_name}.", fix=fix)

@@ -1,0 +1,153 @@
+"""Private names of PyTorch that one process needs: processor features, CPU kernels, foreach operations, modules.
+
+What ranks need is in `jingu.compat.torch_distributed`, which takes longer to import.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Processor features
+
+
+def cpu_has_bf16_units() -> bool:
+    """Return whether the CPU multiplies bf16 matrices in hardware."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def cpu_has_fp16_units() -> bool:
+    """Return whether the CPU multiplies fp16 matrices in hardware."""
+    return bool(torch.cpu._is_amx_fp16_supported())
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed and supports the GPU."""
+    # Imported here: torch.utils._triton is needed on CUDA only.
+    from torch.utils import _triton
+
+    return bool(_triton.has_triton())
+
+
+# torch.compile
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether the compiler was imported, which takes seconds; where it was not, nothing has been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def set_recompile_limit(limit: int) -> None:
+    """Set how many times `torch.compile` specialises one function before it falls back to eager mode."""
+    torch._dynamo.config.recompile_limit = limit
+
+
+def raised_by_compiler(error: BaseException) -> bool:
+    """Return whether `torch.compile` itself raised an error, rather than the code that it compiles."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+# Modules and autograd
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer of a module by `function` of it, as `Module.to` does."""
+    module._apply(function)
+
+
+def call_forward_directly(module: nn.Module) -> None:
+    """Let calls of a module without hooks go straight to `forward`, without the search for hooks at every call."""
+    if not module._forward_pre_hooks and not module._forward_hooks:
+        module._compiled_call_impl = module.forward
+
+
+def in_backward() -> bool:
+    """Return whether the calling thread is inside a backward pass, as where activation checkpointing recomputes."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Return a context in which no dispatch mode sees operations, as that of selective activation checkpointing."""
+    return _disable_current_modes()
+
+
+# Foreach operations: one call for many tensors
+
+
+def foreach_copy_(targets: list[Tensor], values: list[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each value into its target."""
+    torch._foreach_copy_(targets, values, non_blocking=non_blocking)
+
+
+def foreach_mul_(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors by one factor, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_add_(tensors: list[Tensor], others: list[Tensor], *, alpha: float = 1.0) -> None:
+    """Add `alpha` times the other tensor to each, in place."""
+    torch._foreach_add_(tensors, others, alpha=alpha)
+
+
+def foreach_lerp(tensors: list[Tensor], ends: list[Tensor], weight: float) -> list[Tensor]:
+    """Return the interpolations from each tensor (weight 0) to its end (weight 1)."""
+    return list(torch._foreach_lerp(tensors, ends, weight))
+
+
+def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Interpolate from each tensor (weight 0) to its end (weight 1), in place."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def foreach_sign_(tensors: list[Tensor]) -> None:
+    """Replace each element by its sign, in place."""
+    torch._foreach_sign_(tensors)
+
+
+# CPU kernels for weight matrices. N rows, I inputs, O outputs.
+
+
+def int8_matmul(x_NI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor:
+    """Return `x @ (values * scales).T` for int8 values with a scale for each output."""
+    return torch._weight_int8pack_mm(x_NI, values_OI, scales_O)
+
+
+def pack_int4(values_OI: Tensor) -> Tensor:
+    """Return a matrix of int32 numbers from 0 to 15 in the order that `int4_matmul` reads."""
+    # The second argument is for the kernels of other devices.
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values_OI, 1)
+    return packed
+
+
+def int4_matmul(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
+    """Return `x @ weight.T` for a matrix of `pack_int4`.
+
+    Args:
+        group_size: inputs that share a scale.
+        scales_and_zeros: [I / group_size, O, 2].
+    """
+    y_NO: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x_NI, packed, group_size, scales_and_zeros)
+    return y_NO
+
+
+def prepack_weight(weight_OI: Tensor, rows: int) -> Tensor:
+    """Return a matrix in oneDNN's own order, the best one for products with `rows` rows."""
+    prepacked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, rows)
+    return prepacked
+
+
+def prepacked_memory(prepacked: Tensor) -> tuple[int, int]:
+    """Return the address and the number of bytes of a matrix of `prepack_weight`."""
+    return int(torch.ops.mkldnn.data_ptr(prepacked)), int(torch.ops.mkldnn._nbytes(prepacked))
+
+
+def prepacked_linear(x: Tensor, prepacked: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` for a matrix of `prepack_weight`."""
+    # "none", [] and "" mean: no activation function after the product.
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, prepacked, bias, "none", [], "")
+    return y

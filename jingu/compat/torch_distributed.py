@@ -1,0 +1,174 @@
+"""Private names of `torch.distributed`: autograd collectives, device meshes, DTensor, ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+# Process groups
+
+
+def default_store() -> Any:
+    """Return the key-value store through which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def pretend_ranks(rank: int, world_size: int) -> None:
+    """Start a process group of ranks that do not exist: its collectives return at once and compute nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def clear_sharding_cache() -> None:
+    """Clear what DTensor remembers about meshes: it keeps their process groups alive."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+# Collectives with gradients. PyTorch 2.12 gave the first two their present names.
+
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+_reduce_scatter = (
+    getattr(collectives, "reduce_scatter_single_autograd", None) or collectives.reduce_scatter_tensor_autograd
+)
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Concatenate the tensors of all ranks along `dim`; the backward pass is a reduce-scatter."""
+    gathered: Tensor = _all_gather(x.contiguous(), dim, group)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's part along `dim` of the sum over ranks; the backward pass is an all-gather."""
+    scattered: Tensor = _reduce_scatter(x.contiguous(), "sum", dim, group)
+    return scattered
+
+
+def all_to_all(
+    x: Tensor, group: ProcessGroup, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None
+) -> Tensor:
+    """Send part i along the first dim to rank i; without sizes all parts are equal."""
+    exchanged: Tensor = collectives.all_to_all_single_autograd(x.contiguous(), output_sizes, input_sizes, group)
+    return exchanged
+
+
+def all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
+    """Return the sum ("sum") or the maximum ("max") over ranks; no gradient flows through."""
+    return collectives.all_reduce(x, op, group)
+
+
+# Meshes and DTensor
+
+
+def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a mesh of one axis that joins all axes of `mesh`."""
+    return mesh._flatten(name)
+
+
+def split_axis(mesh: DeviceMesh, axis: int, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh with several axes in place of one."""
+    return mesh._unflatten(axis, tuple(sizes), tuple(names))
+
+
+def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the axes of several meshes, in their order."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def dtensor_like(local: Tensor, dtensor: DTensor) -> DTensor:
+    """Return a DTensor in the layout of another one, around a local tensor on any device.
+
+    `DTensor.from_local` would move the local tensor to the device of the mesh.
+    """
+    return DTensor(local, dtensor._spec, requires_grad=False)
+
+
+# Ring attention (Liu et al., 2023). B rows, H heads, C tokens of a rank, K head dim.
+
+
+def ring_attention(q_BHCK: Tensor, k_BHCK: Tensor, v_BHCK: Tensor, scale: float | None, group: ProcessGroup) -> Tensor:
+    """Compute causal attention, with gradients, of tokens that lie on the ranks of a group in their order.
+
+    Keys and values travel from rank to rank, one rank's part at a time.
+
+    Args:
+        scale: of the products of queries and keys; None: 1 / sqrt(K).
+
+    Returns:
+        [B, H, C, K], of this rank's tokens.
+    """
+    y_BHCK: Tensor = _RingAttention.apply(q_BHCK, k_BHCK, v_BHCK, scale, group)
+    return y_BHCK
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup) -> Tensor:
+        on_cpu = q.device.type == "cpu"
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        if on_cpu:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with _ring_settings(q.dtype):
+            y, logsumexp, *rest = ring._templated_ring_attention(
+                group, 2, kernel, q.contiguous(), k, v, is_causal=True, dropout_p=0.0, scale=scale
+            )
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, logsumexp)
+        # The kernel on CUDA wants back lengths, and the state of a random number generator that it did not use.
+        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+        ctx.kernel_state = {} if on_cpu else dict(zip(names, rest, strict=False))
+        ctx.scale = scale
+        ctx.group = group
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, logsumexp = ctx.saved_tensors
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+        if q.device.type == "cpu":
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        with _ring_settings(q.dtype):
+            gradients = ring._templated_ring_attention_backward(
+                ctx.group,
+                2,
+                kernel,
+                grad_out=grad_outputs[0].contiguous(),
+                grad_out_name="grad_out",
+                query=q.contiguous(),
+                key=k,
+                value=v,
+                out=y,
+                logsumexp=logsumexp,
+                is_causal=True,
+                dropout_p=0.0,
+                scale=ctx.scale,
+                **ctx.kernel_state,
+            )
+        return (*gradients[:3], None, None)
+
+
+@contextmanager
+def _ring_settings(dtype: torch.dtype) -> Iterator[None]:
+    """Set PyTorch's ring attention up, while inside, for tokens in their order and for sums in fp32 or wider."""
+    options = ring._cp_options
+    before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)
+    options.convert_to_f32 = dtype.itemsize < 4
+    options.enable_load_balance = False
+    options.rotate_method = ring._RotateMethod.ALL_TO_ALL
+    try:
+        yield
+    finally:
+        options.convert_to_f32, options.enable_load_balance, options.rotate_method = before

@@ -1,0 +1,28 @@
+"""Parts of uvicorn that it does not document: the class of a connection, and what a running server holds."""
+
+from __future__ import annotations
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HttpProtocol = H11Protocol
+"""A connection: `conn` is the HTTP/1.1 parser (h11), `transport` the socket (asyncio), `loop` its event loop."""
+
+SERVER_HOOKS = ("startup", "capture_signals", "handle_exit", "on_tick", "shutdown")
+"""Methods of `uvicorn.Server` that jingu overrides."""
+PROTOCOL_HOOKS = (
+    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    "send_400_response",
+)
+"""Methods of `HttpProtocol` that jingu overrides."""
+
+
+def bound_address(server: uvicorn.Server) -> tuple[str, int]:
+    """Return the host and the port that a started server listens on."""
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return str(host), int(port)
+
+
+def open_connections(server: uvicorn.Server) -> list[HttpProtocol]:
+    """Return the connections of a server's clients that are open now."""
+    return [connection for connection in server.server_state.connections if isinstance(connection, HttpProtocol)]

@@ -1,0 +1,31 @@
+"""`jingu config schema`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jingu.config.introspect import fields_by_key, section_types
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Settings
+
+
+def print_schema() -> None:
+    """Print the JSON Schema of a configuration, for editors that complete and validate YAML."""
+    print(json.dumps(json_schema(), indent=2))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a configuration."""
+    tree = RunConfig.model_json_schema()
+    _require_types(RunConfig, tree["$defs"])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "A run of jingu"}
+
+
+def _require_types(model: type[Settings], definitions: dict[str, Any]) -> None:
+    """Require `type:` in all variants of a section but the default one."""
+    for field in fields_by_key(model).values():
+        for tag, variant in section_types(field).items():
+            if tag and not isinstance(field.get_default(call_default_factory=True), variant):
+                definitions[variant.__name__]["required"] = ["type"]
+            _require_types(variant, definitions)

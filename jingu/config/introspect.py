@@ -1,0 +1,141 @@
+"""What the tree of settings contains: its keys, and what values each of them accepts, in words."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from jingu.config.schema import RunConfig
+from jingu.config.sections.base import Description, Settings
+from jingu.errors import join_words
+
+
+class AcceptedType(NamedTuple):
+    """One alternative that a setting accepts: a type with its limits, or a literal value (`type` is then Literal)."""
+
+    type: Any
+    limits: tuple[Any, ...] = ()
+    value: Any = None
+
+
+def parse_annotation(annotation: Any, limits: tuple[Any, ...] = ()) -> list[AcceptedType]:
+    """Return the alternatives of an annotation: `Positive | Literal["auto"]` is a whole number and a literal."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        base, *extra = get_args(annotation)
+        own_limits = [limit for item in extra for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return parse_annotation(base, (*own_limits, *limits))
+    if origin in (Union, UnionType):
+        return [accepted for part in get_args(annotation) for accepted in parse_annotation(part)]
+    if origin is Literal:
+        return [AcceptedType(Literal, value=value) for value in get_args(annotation)]
+    return [AcceptedType(annotation, limits)]
+
+
+def accepted_types(field: FieldInfo) -> list[AcceptedType]:
+    """Return what a field accepts."""
+    return parse_annotation(field.annotation, tuple(field.metadata))
+
+
+def accepted_item_types(field: FieldInfo) -> list[AcceptedType]:
+    """Return what an item accepts, for a field that accepts a list; otherwise nothing."""
+    lists = [accepted.type for accepted in accepted_types(field) if get_origin(accepted.type) is list]
+    return [item for list_type in lists for item in parse_annotation(get_args(list_type)[0])]
+
+
+def accepts_text(types: list[AcceptedType]) -> bool:
+    """Return whether any text is accepted."""
+    return any(accepted.type is str for accepted in types)
+
+
+def fields_by_key(model: type[Settings]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their keys in a file."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def field_description(field: FieldInfo) -> str:
+    """Return the docstring under a field, as one line."""
+    return " ".join((field.description or "").split())
+
+
+def section_types(field: FieldInfo) -> dict[str, type[Settings]]:
+    """Return the sections that a field accepts by their `type:` (empty if there is only one); none for a value."""
+    plain_types = [accepted.type for accepted in accepted_types(field) if isinstance(accepted.type, type)]
+    models = [plain_type for plain_type in plain_types if issubclass(plain_type, Settings)]
+    if len(models) == 1:
+        return {"": models[0]}
+    return {tag.value: model for model in models for tag in accepted_types(model.model_fields["type"])}
+
+
+def item_section_type(field: FieldInfo) -> type[Settings] | None:
+    """Return the section type of the items, for a field that accepts a list of sections."""
+    plain_types = (accepted.type for accepted in accepted_item_types(field) if isinstance(accepted.type, type))
+    return next((plain_type for plain_type in plain_types if issubclass(plain_type, Settings)), None)
+
+
+def find_field(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> FieldInfo | None:
+    """Return the field at a path, in the first variant of a section that has it."""
+    field = fields_by_key(model).get(str(path[0])) if path else None
+    if field is None or len(path) == 1:
+        return field
+    item_type = item_section_type(field)
+    if item_type and isinstance(path[1], int):
+        return find_field(path[2:], item_type) if len(path) > 2 else field
+    candidates = (find_field(path[1:], variant) for variant in section_types(field).values())
+    return next((candidate for candidate in candidates if candidate), None)
+
+
+@cache
+def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
+    """Return every dotted key of the tree in order, those of sections included."""
+    keys: dict[str, None] = {}
+    for name, field in fields_by_key(model).items():
+        keys[name] = None
+        for variant in [*section_types(field).values(), *filter(None, [item_section_type(field)])]:
+            keys |= {f"{name}.{key}": None for key in all_keys(variant)}
+    return tuple(keys)
+
+
+def describe_types(types: list[AcceptedType]) -> str:
+    """Return what a setting accepts in words: `a whole number (1 or more) or auto`."""
+    has_int = any(accepted.type is int for accepted in types)
+    return join_words([words for accepted in types for words in _describe_type(accepted, has_int)])
+
+
+def format_value(value: Any) -> str:
+    """Return a plain value as it is written in YAML."""
+    if value is None or value == []:
+        return "null" if value is None else "an empty list"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _describe_type(accepted: AcceptedType, has_int: bool) -> list[str]:
+    descriptions = [limit.text for limit in accepted.limits if isinstance(limit, Description)]
+    if descriptions:
+        return descriptions
+    if accepted.type is Literal:
+        return [format_value(accepted.value)]
+    if accepted.type is int:
+        return ["a whole number" + _describe_range(accepted.limits)]
+    if accepted.type is float:
+        return [("a number with a decimal point" if has_int else "a number") + _describe_range(accepted.limits)]
+    if get_origin(accepted.type) is list:
+        items = parse_annotation(get_args(accepted.type)[0])
+        (item,) = {item.type if item.type in (str, int, float) else Settings for item in items}
+        return ["a list of " + {str: "texts", int: "whole numbers", float: "numbers", Settings: "sections"}[item]]
+    plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"]}
+    return plain.get(accepted.type, ["a section"])
+
+
+def _describe_range(limits: tuple[Any, ...]) -> str:
+    """Return ` (1 or more)`, for the limits of a number."""
+    words = {"ge": "{:,} or more", "gt": "above {:,}", "le": "{:,} or less", "lt": "below {:,}"}
+    bounds = {name: getattr(limit, name) for name in words for limit in limits if hasattr(limit, name)}
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    if bounds.keys() == {"ge", "le"}:
+        return f" (from {bounds['ge']:,} to {bounds['le']:,})"
+    text = ", ".join(words[name].format(bound) for name, bound in bounds.items())
+    return f" ({text})" if text else ""

@@ -1,0 +1,151 @@
+"""manifest.json: what a built data set contains, and what it was built from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jingu.config.legacy import migrate_data_manifest
+from jingu.errors import JinguError, pluralize
+from jingu.text.build_record import read_record, write_record
+
+MANIFEST_NAME = "manifest.json"
+# The names of the corpus files, in their order.
+CORPUS_FILES_NAME = "files.json"
+SplitName = Literal["train", "validation"]
+
+
+class ManifestModel(BaseModel):
+    """A part of the manifest; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ShardEntry(ManifestModel):
+    """One pair of files, NAME.bin and NAME.idx, with their sizes in bytes and their xxh3-128 in hex."""
+
+    name: str
+    documents: int
+    tokens: int  # ids in the .bin, one EOS a document included
+    text_bytes: int  # UTF-8 bytes of the documents' text
+    bin_bytes: int
+    idx_bytes: int
+    bin_xxh3: str
+    idx_xxh3: str
+
+
+class SplitEntry(ManifestModel):
+    """The shards of a split, in order."""
+
+    shards: list[ShardEntry] = []
+    # One sidecar a shard. For supervised data: the loss weight of each id. Otherwise two numbers a document: the
+    # number of its file in files.json, and its position in that file. Data sets that other tools wrote have no
+    # sidecars.
+    sidecars: list[ShardEntry] = []
+
+    @property
+    def files(self) -> list[ShardEntry]:
+        """Shards and sidecars."""
+        return [*self.shards, *self.sidecars]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(shard.text_bytes for shard in self.shards)
+
+
+class DatasetManifest(ManifestModel):
+    """All that is needed to open a data set, and to know whether it is the one that the settings describe."""
+
+    format: Literal[1] = 1
+    tokenizer: str  # fingerprint of the tokenizer
+    vocab_size: int
+    eos_token_id: int  # the id after every document
+    dtype: str
+    settings: dict[str, Any]  # the settings and the corpus that determine the content
+    train: SplitEntry
+    validation: SplitEntry
+    # Documents without text, documents that are not UTF-8, documents read with U+FFFD for what is not UTF-8, documents
+    # with errors (skipped.txt lists them), and copies of other documents. All but `replaced` are left out.
+    empty: int = 0
+    invalid: int = 0
+    replaced: int = 0
+    skipped: int = 0
+    duplicates: int = 0
+
+    def split(self, name: SplitName) -> SplitEntry:
+        """Return a split by its name."""
+        return self.train if name == "train" else self.validation
+
+    def save(self, folder: Path) -> None:
+        """Write manifest.json into `folder`."""
+        write_record(folder / MANIFEST_NAME, self.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, folder: Path) -> DatasetManifest | None:
+        """Read manifest.json in `folder`; None if the folder is missing or empty.
+
+        Raises:
+            JinguError: the folder contains something else, or the manifest is damaged.
+        """
+        record = read_record(folder, MANIFEST_NAME, "jingu data build")
+        if record is None:
+            return None
+        try:
+            return cls.model_validate(migrate_data_manifest(record))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise JinguError(
+                f"the manifest is damaged, or of another version of jingu ({key}: {first['msg']}).",
+                where=folder / MANIFEST_NAME,
+                fix="Delete the folder and build the data set again.",
+            ) from error
+
+
+def check_sizes(folder: Path, *splits: SplitEntry) -> None:
+    """Raise JinguError if a file of the splits is missing or has another size than the manifest says."""
+    for entry in (entry for split in splits for entry in split.files):
+        for name, size in ((f"{entry.name}.bin", entry.bin_bytes), (f"{entry.name}.idx", entry.idx_bytes)):
+            path = folder / name
+            if not path.is_file():
+                raise damaged_dataset_error(path, f"the file is missing; the manifest says {size:,} bytes.")
+            actual = path.stat().st_size
+            if actual != size:
+                what = f"the file has {actual:,} bytes; the manifest says {size:,} bytes."
+                raise damaged_dataset_error(path, what)
+
+
+def damaged_dataset_error(path: Path, what: str) -> JinguError:
+    """Return the error for a file of a data set that is not as it was written."""
+    return JinguError(what, where=path, fix="Copy the file again, or delete the folder and build the data set again.")
+
+
+def print_summary(manifest: DatasetManifest) -> None:
+    """Print what a data set contains, and what was left out of it."""
+    for title, split in (("train", manifest.train), ("validation", manifest.validation)):
+        print(
+            f"  {title}: {pluralize(split.documents, 'document')}, {split.tokens:,} tokens,"
+            f" {split.text_bytes:,} bytes of text ({split.text_bytes / max(split.tokens, 1):.2f} per token),"
+            f" {pluralize(len(split.shards), 'shard')}"
+        )
+    print(
+        f"  left out: {manifest.empty} empty, {manifest.invalid} not UTF-8;"
+        f" read with bytes replaced: {manifest.replaced}"
+    )
+    bos_ids = manifest.settings.get("bos_ids")
+    if bos_ids:
+        print(f"  every document begins with {', '.join(map(str, bos_ids))}, as the tokenizer's template says")
+    if manifest.duplicates:
+        print(f"  left out as copies of others: {pluralize(manifest.duplicates, 'document')}")
+    if manifest.skipped:
+        print(f"  left out because of errors: {manifest.skipped:,}, listed in skipped.txt")

@@ -1,0 +1,153 @@
+"""Open the data of a run: its sources, checked and mixed as the `data` section says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import (
+    ENCODER_OBJECTIVES,
+    BlockOrderSettings,
+    DataSettings,
+    SupervisedSettings,
+    TargetFilesSettings,
+)
+from jingu.data.dataset import check_tokenizer, open_dataset
+from jingu.data.dropped_documents import load_dropped_documents
+from jingu.data.fill_in_the_middle import build_fill_in_the_middle
+from jingu.data.mixture import Mixture, plan_mixture
+from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.packing import PackedDataset
+from jingu.data.supervised import open_supervised
+from jingu.data.target_files import open_target_files
+from jingu.data.window_dataset import WindowDataset
+from jingu.errors import JinguError, pluralize
+from jingu.text.corpus import validate_sources
+from jingu.text.tokenizer import Tokenizer
+
+# Text repeated more often teaches little more (Muennighoff et al., "Scaling Data-Constrained Language Models", 2023).
+MAX_USEFUL_EPOCHS = 4
+
+
+def open_sources(config: RunConfig, tokenizer: Tokenizer) -> MixtureDataset:
+    """Open the training split of every source of the run, and plan their mixture.
+
+    Raises:
+        JinguError: a data set is missing, damaged or of another tokenizer, the stages do not match the sources, or the
+            sources reach their maximum of epochs before the run ends.
+    """
+    data = config.data
+    _check_packing(data)
+    # Each source has a seed of its own, so that two sources of one size have different orders.
+    sources = [
+        _open_source(config, Path(source.path), config.seed + number, tokenizer)
+        for number, source in enumerate(validate_sources(data))
+    ]
+    fill_in_the_middle = None
+    if data.objective.type == "fill_in_the_middle":
+        fill_in_the_middle = build_fill_in_the_middle(data.objective, tokenizer, config.seed)
+    dataset = MixtureDataset(
+        tuple(sources),
+        build_mixture(config, sources),
+        config.batch.global_batch_size,
+        data.separates_documents,
+        load_dropped_documents(data.drop, [source.dataset for source in sources]),
+        fill_in_the_middle,
+        # Pipeline schedules need micro-batches of one shape.
+        trim_padding=data.has_single_row_sequences and config.parallel.pipeline == 1,
+    )
+    end = dataset.mixture.end
+    if end is not None and end < config.train.steps * config.batch.global_batch_size:
+        raise JinguError(
+            f"every source reaches its maximum of epochs at step {end // config.batch.global_batch_size:,} of "
+            f"{config.train.steps:,}.",
+            where="data.sources",
+            fix="Raise the sources' max_epochs, add text, or set train.steps lower.",
+        )
+    return dataset
+
+
+def _open_source(config: RunConfig, path: Path, seed: int, tokenizer: Tokenizer) -> WindowDataset | PackedDataset:
+    """Open a source's training split in the order of the run."""
+    data = config.data
+    length = config.batch.sequence_length
+    if isinstance(data.objective, TargetFilesSettings):
+        return open_target_files(path, length, seed, data.reader, data.objective, tokenizer)
+    if isinstance(data.objective, SupervisedSettings):
+        rows = open_supervised(path, "train", data.objective, config.batch, seed)
+        check_tokenizer(rows.dataset, tokenizer)
+        return rows
+    dataset = open_dataset(path, "train", data.reader, tokenizer.eos_token_id)
+    check_tokenizer(dataset, tokenizer)
+    if data.packing == "best_fit":
+        return PackedDataset(dataset, length, seed)
+    if isinstance(data.order, BlockOrderSettings):
+        block_windows = max(data.order.block_tokens // length, 1)
+        return WindowDataset(dataset, length, seed, block_windows, data.order.open_blocks)
+    return WindowDataset(dataset, length, seed)
+
+
+def build_mixture(config: RunConfig, sources: Sequence[WindowDataset | PackedDataset]) -> Mixture:
+    """Plan the mixture that the settings describe. Raises JinguError for stages that do not match the sources."""
+    data = config.data
+    stages = [(stage.start_step, stage.weights) for stage in data.stages]
+    if not stages or stages[0][0] > 0:
+        stages = [(0, [source.weight for source in data.all_sources]), *stages]
+    _check_stages(stages, len(sources))
+    # A temperature scales each weight by size ^ (1 / T), relative to the largest source.
+    factors = [1.0] * len(sources)
+    if data.temperature is not None:
+        largest = max(len(source) for source in sources)
+        factors = [(len(source) / largest) ** (1 / data.temperature) for source in sources]
+    scaled_stages = []
+    for step, weights in stages:
+        scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        scaled_stages.append((step * config.batch.global_batch_size, scaled))
+    max_samples = [
+        None if settings.max_epochs is None else math.ceil(settings.max_epochs * len(source))
+        for settings, source in zip(data.all_sources, sources, strict=True)
+    ]
+    return plan_mixture(scaled_stages, max_samples)
+
+
+def count_epochs(config: RunConfig, dataset: MixtureDataset) -> list[tuple[str, float, float]]:
+    """Return for each source its name, its share of the run's samples, and the epochs that the run takes of it."""
+    samples = config.train.steps * config.batch.global_batch_size
+    names = [Path(source.path).name for source in config.data.all_sources]
+    return [
+        (name, count / samples, count / len(source))
+        for name, count, source in zip(names, dataset.mixture.counts(samples), dataset.sources, strict=True)
+    ]
+
+
+def _check_packing(data: DataSettings) -> None:
+    """Raise JinguError for settings that contradict each other."""
+    is_packed = data.packing == "best_fit"
+    if isinstance(data.objective, ENCODER_OBJECTIVES) and (is_packed or data.document_mask):
+        what = f"{data.objective.type} takes every text whole, without a mask between documents."
+        raise JinguError(what, where="data.objective", fix="Set data.packing=concat and data.document_mask=false.")
+    if is_packed and data.objective.type == "fill_in_the_middle":
+        what = "fill-in-the-middle makes documents longer than the room that best-fit packing gives them."
+        raise JinguError(what, where="data.objective", fix="Set data.packing=concat.")
+    if is_packed and data.order.type == "blocks":
+        what = "packed documents cannot be ordered in blocks."
+        raise JinguError(what, where="data.order", fix="Set data.order.type=full, or data.packing=concat.")
+
+
+def _check_stages(stages: list[tuple[int, list[float]]], num_sources: int) -> None:
+    """Raise JinguError for stages out of order, or with weights that do not match the sources."""
+    steps = [step for step, _ in stages]
+    if steps != sorted(set(steps)):
+        raise JinguError("each stage must start at a later step than the one before.", where="data.stages")
+    for step, weights in stages:
+        if len(weights) != num_sources:
+            raise JinguError(
+                f"the stage from step {step} has {pluralize(len(weights), 'weight')} for "
+                f"{pluralize(num_sources, 'source')}.",
+                where="data.stages",
+                fix="Give one weight for each of data.sources, in their order; 0 leaves a source out.",
+            )
+        if not any(weights):
+            raise JinguError(f"every weight of the stage from step {step} is 0.", where="data")

@@ -1,0 +1,1 @@
+"""Model files of others, in and out: Hugging Face folders, safetensors, GGUF, peft."""

@@ -1,0 +1,220 @@
+"""`jingu export` and `jingu import`: write a model as a Hugging Face folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.manifest import safetensors_header
+from jingu.checkpoint.save_folder import write_all
+from jingu.checkpoint.shards import DTYPE_NAMES, tensor_bytes
+from jingu.errors import JinguError
+from jingu.formats.huggingface import INDEX, SPECIAL_TOKEN_KEYS, WEIGHTS, write_json
+from jingu.formats.models import open_model
+from jingu.formats.safetensors import CHUNK_ELEMENTS
+from jingu.formats.stored_model import StoredModel
+from jingu.model.decoder import parameter_shapes
+from jingu.model.families import FAMILIES
+from jingu.model.families.name_map import IDENTITY, TensorMapping, expand_rules
+from jingu.model.spec import ModelSpec
+from jingu.runtime.device import DTYPES, single_thread
+from jingu.runtime.files import create_folder_atomically
+from jingu.text.tokenizer import Tokenizer
+
+ReadTensor = Callable[[str], Tensor]
+
+# Largest size of a weight file, except for one with a single larger tensor.
+SHARD_BYTES = 5_000_000_000
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> None:
+    """Write any model (a run, a step of one, a Hugging Face folder, a GGUF file) as a Hugging Face folder.
+
+    Args:
+        dtype: of the weights; auto: that of most stored weights (fp32 if they are quantized).
+        check: refuse weights that contain NaN or infinity.
+
+    Raises:
+        JinguError: the model cannot be read, it has no tokenizer, `to` is not empty, or the check fails.
+    """
+    write_model(open_model(model), to, dtype, check)
+
+
+def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
+    """Write an open model as a Hugging Face folder, and print that. Raises as `convert`."""
+    if model.spec.adapter is not None:
+        raise JinguError(
+            "the run trained a prompt, which cannot be merged into weights.",
+            where=model.where,
+            fix="`jingu tune export` writes it in the format of peft.",
+        )
+    torch_dtype = DTYPES.get(dtype, model.dtype)
+    export_hf(model.spec, model.read, model.tokenizer(), to, torch_dtype, source=model, check=check)
+    replaces_code = FAMILIES[model.spec.family].replaces_code
+    loader = "the code that its makers publish" if replaces_code else "transformers"
+    print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loader} loads it as it is.")
+
+
+def export_hf(
+    spec: ModelSpec,
+    read: ReadTensor,
+    tokenizer_folder: Path,
+    to: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    source: StoredModel | None = None,
+    check: bool = False,
+) -> None:
+    """Write a Hugging Face folder that transformers loads as it is; it appears whole or not at all.
+
+    Only one tensor at a time is in memory.
+
+    Args:
+        read: returns a whole parameter by jingu's name (`StoredModel.read`, or a dictionary's `__getitem__`).
+        tokenizer_folder: its files are copied.
+        to: a new or empty folder.
+        shard_bytes: largest weight file.
+        source: model whose special token ids and generation config are written; None: the tokenizer's EOS token.
+        check: refuse weights that contain NaN or infinity in `dtype`.
+
+    Raises:
+        JinguError: the folder is not empty, the disk is full, the model has a shape that its Hugging Face
+            architecture does not support, or the check fails.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        content = "an earlier export" if (to / "config.json").is_file() else "something"
+        raise JinguError(
+            f"there is {content} here already, and it is not overwritten.",
+            where=to,
+            fix="Delete it first, or choose another folder.",
+        )
+    # Special tokens: those of the source, or what the tokenizer says.
+    family = FAMILIES[spec.family]
+    special_ids = {} if source is None else dict(source.special_token_ids)
+    if not special_ids:
+        tokenizer = Tokenizer.load(tokenizer_folder)
+        special_ids = dict.fromkeys(SPECIAL_TOKEN_KEYS[:3], tokenizer.eos_token_id)
+        if spec.num_encoder_layers is not None:
+            start = tokenizer.decoder_start_token_id
+            special_ids |= {"pad_token_id": start, "decoder_start_token_id": start}
+    generation_config = None if source is None else source.generation_config
+    config = {
+        "architectures": [family.architectures[0]],
+        **family.hf_config(spec),
+        **special_ids,
+        # Releases of transformers before 5 read the first name, later ones the second.
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    with create_folder_atomically(to) as folder:
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", special_ids if generation_config is None else generation_config)
+        # The tokenizer's files are copied as they are; one in another format is converted.
+        for name in _TOKENIZER_FILES:
+            if (tokenizer_folder / name).is_file():
+                shutil.copyfile(tokenizer_folder / name, folder / name)
+        if not (folder / "tokenizer.json").is_file():
+            Tokenizer.load(tokenizer_folder).save(folder)
+        with single_thread():  # casts and checks keep up with the disk
+            broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
+        if broken:
+            raise JinguError(
+                f"{len(broken)} of the weights contain NaN or infinity in {config['dtype']}: {', '.join(broken)}.",
+                where=to,
+                fix="Nothing was written. Use an earlier checkpoint, or another dtype if the weights are too large "
+                "for this one.",
+            )
+
+
+def _write_weights(
+    folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int, check: bool
+) -> list[str]:
+    """Write the weight files, and their index if there are several; return the names of tensors that fail the check."""
+    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    sizes = [prod(mapping.shape) * dtype.itemsize for mapping in mappings]
+    shards = _split_into_shards(mappings, sizes, shard_bytes)
+    read = _cache_last(read)
+    index: dict[str, str] = {}
+    broken: list[str] = []
+    for number, shard in enumerate(shards, start=1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = safetensors_header((mapping.hf_name, DTYPE_NAMES[dtype], mapping.shape) for mapping in shard)
+        with (folder / name).open("xb", buffering=0) as file:
+            write_all(file, memoryview(header))
+            for mapping in shard:
+                is_finite = True
+                elements = 0
+                for chunk in _chunks(_hf_parts(mapping, read), dtype):
+                    is_finite = is_finite and not (check and _has_nan_or_infinity(chunk))
+                    elements += chunk.numel()
+                    write_all(file, tensor_bytes(chunk))
+                # The header promises this many.
+                if elements != prod(mapping.shape):
+                    raise ValueError(f"{mapping.hf_name} has {elements} elements")
+                if not is_finite:
+                    broken.append(mapping.hf_name)
+                index[mapping.hf_name] = name
+    if len(shards) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": index})
+    return broken
+
+
+def _chunks(parts: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield tensors a few rows at a time: contiguous, in main memory, and cast to `dtype`."""
+    for part in parts:
+        for chunk in part.split(max(1, CHUNK_ELEMENTS * len(part) // max(1, part.numel()))):
+            yield chunk.to("cpu", dtype).contiguous()
+
+
+def _has_nan_or_infinity(tensor: Tensor) -> bool:
+    # Both show in the smallest or the largest element.
+    return bool(tensor.numel()) and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
+def _cache_last(read: ReadTensor) -> ReadTensor:
+    """Return `read` with a cache of one tensor: Hugging Face's tensors of experts are slices of one of jingu's."""
+    cache: dict[str, Tensor] = {}
+
+    def read_cached(name: str) -> Tensor:
+        if name not in cache:
+            cache.clear()
+            cache[name] = read(name)
+        return cache[name]
+
+    return read_cached
+
+
+def _hf_parts(mapping: TensorMapping, read: ReadTensor) -> Iterator[Tensor]:
+    """Yield a tensor of Hugging Face's: part after part where it is jingu's parameters stacked, otherwise at once."""
+    if mapping.transform is IDENTITY and mapping.expert is None:
+        yield from (read(name).detach() for name in mapping.jingu_shapes)
+    else:
+        yield mapping.to_hf([read(name).detach() for name in mapping.jingu_shapes])
+
+
+def _split_into_shards(
+    mappings: Sequence[TensorMapping], sizes: Sequence[int], shard_bytes: int
+) -> list[list[TensorMapping]]:
+    """Split the list into runs of at most `shard_bytes`."""
+    shards: list[list[TensorMapping]] = [[]]
+    total = 0
+    for mapping, size in zip(mappings, sizes, strict=True):
+        if shards[-1] and total + size > shard_bytes:
+            shards.append([])
+            total = 0
+        shards[-1].append(mapping)
+        total += size
+    return shards

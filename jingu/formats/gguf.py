@@ -1,0 +1,383 @@
+"""Reading GGUF files: metadata, a tokenizer and weights, often quantized, in one file.
+
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, counts, metadata, tensor infos,
+padding, tensors. The header is parsed here rather than by the `gguf` package, which trusts the sizes in a damaged file
+and takes seconds for a large vocabulary; names and dequantization are the package's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.mapped_files import map_tensor
+from jingu.errors import JinguError
+from jingu.formats.huggingface import StoredWeights, open_from_config
+from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
+from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.text.corpus_file import import_optional
+from jingu.text.gguf_tokenizer import write_gguf_tokenizer
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Types that are read without dequantization.
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """How llama.cpp's converter changes the tensors of a Hugging Face architecture.
+
+    Attributes:
+        hugging_face: the architecture's name there.
+        permuted: suffixes of names of matrices whose rows are reordered, from halves of a head to rotary pairs.
+        transposed: suffixes of names of matrices that Hugging Face stores as [inputs, outputs].
+    """
+
+    hugging_face: str
+    permuted: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(
+        "LlamaForCausalLM", permuted=("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+    ),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
+    "gpt2": _Architecture("GPT2LMHeadModel", transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
+}
+
+
+def open_gguf(path: Path) -> StoredModel:
+    """Open a GGUF file; weights are read when asked for, quantized ones as fp32.
+
+    Raises:
+        JinguError: the `gguf` package is not installed; or the file is damaged, has an architecture or quantization
+            that jingu does not support, or tensors that differ from what its metadata describe.
+    """
+    library = import_optional("gguf", "reading GGUF files", str(path))
+    try:
+        metadata, infos = _read_header(path, library)
+        config = _hf_config(metadata, infos, path)
+    except (ValueError, struct.error, OSError) as error:
+        raise JinguError(
+            f"the GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
+        ) from error
+    name = metadata["general.architecture"]
+    model = open_from_config(
+        path, path, config, lambda _, shapes: _open_weights(path, library, infos, name, config, shapes)
+    )
+    # The tokenizer is inside the file: it gets a folder of its own until the process ends.
+    folder = Path(tempfile.mkdtemp(prefix="jingu-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        write_gguf_tokenizer(metadata, model.spec.max_position_embeddings, folder)
+    except JinguError as error:
+        return replace(model, tokenizer_problem=error.what)
+    return replace(model, tokenizer_folder=folder)
+
+
+def _open_weights(
+    path: Path, library: ModuleType, infos: Mapping[str, TensorLocation], name: str, config: Metadata, expected: Shapes
+) -> StoredWeights:
+    """Open the file's tensors under Hugging Face's names; those that are not expected keep their own.
+
+    Args:
+        name: of the architecture.
+        config: Hugging Face's.
+    """
+    architecture = _ARCHITECTURES[name]
+    number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
+    table = library.get_tensor_name_map(number, _layers(config))
+    tensors = {}
+    used = {"rope_freqs.weight"}
+    for hf_name in expected:
+        # GGUF keeps the matrices of all experts in one tensor.
+        expert = _EXPERT.search(hf_name)
+        gguf_name = table.get_name(_EXPERT.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
+        if gguf_name in infos:
+            used.add(gguf_name)
+            info = infos[gguf_name]
+            tensors[hf_name] = info if expert is None else _expert_location(info, int(expert[1]))
+    tensors |= {gguf_name: info for gguf_name, info in infos.items() if gguf_name not in used}
+    shapes = {
+        name: torch.Size(reversed(info.shape)) if name.endswith(architecture.transposed) else info.shape
+        for name, info in tensors.items()
+    }
+
+    # Undo, tensor by tensor, what the converter did.
+    def read(name: str) -> Tensor:
+        tensor = _read_tensor(path, library, tensors[name])
+        if name.endswith(architecture.transposed):
+            return tensor.t()
+        if name.endswith(architecture.permuted):
+            heads = config["num_attention_heads"]
+            if "q_proj" not in name:
+                heads = config.get("num_key_value_heads") or heads
+            return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return tensor
+
+    largest = max(infos.values(), key=lambda info: info.bytes)
+    return StoredWeights(shapes, read, largest.dtype if isinstance(largest.dtype, torch.dtype) else torch.float32)
+
+
+def _read_tensor(path: Path, library: ModuleType, info: TensorLocation) -> Tensor:
+    """Return a tensor as it is in the file, dequantized a few rows at a time."""
+    if isinstance(info.dtype, torch.dtype):
+        return map_tensor(path, info.begin, info.shape, info.dtype)
+    kind = library.GGMLQuantizationType[info.dtype]
+    whole = torch.empty(info.shape)
+    rows = whole.view(-1, info.shape[-1])
+    width = info.bytes // max(1, len(rows))
+    step = max(1, CHUNK_ELEMENTS // max(1, info.shape[-1]))
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        raw = map_tensor(path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
+        part.copy_(torch.from_numpy(library.quants.dequantize(raw.numpy(), kind)))
+    return whole
+
+
+def _expert_location(info: TensorLocation, expert: int) -> TensorLocation:
+    """Return the location of one expert's matrix in a tensor of all."""
+    size = info.bytes // info.shape[0]
+    return TensorLocation(info.shape[1:], info.dtype, info.begin + expert * size, size)
+
+
+# The header
+
+
+class _Cursor:
+    """Reads values one after another; raises ValueError or struct.error at the end of the file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self._data, self.position)
+        self.position += struct.calcsize(f"<{code}")
+        if code == "f":
+            # The shortest decimal: 1e-05 was meant, not 9.99999974e-06.
+            return float(str(np.float32(value)))
+        return value
+
+    def text(self) -> str:
+        size = self.scalar("Q")
+        self._check_room(size)
+        self.position += size
+        return self._data[self.position - size : self.position].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"a value of the unknown type {kind}")
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind == _STRING:
+            self._check_room(8 * count)
+            return [self.text() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"an array of the unknown type {kind}")
+        code = f"<{_SCALARS[kind]}"
+        self._check_room(struct.calcsize(code) * count)
+        values = np.frombuffer(self._data, code, count, self.position)
+        self.position += values.nbytes
+        return values.tolist()
+
+    def _check_room(self, size: int) -> None:
+        if size > len(self._data) - self.position:
+            raise ValueError("a value extends beyond the end of the file")
+
+
+def _read_header(path: Path, library: ModuleType) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data)
+        size = len(data)
+        if data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        cursor.position = 4
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"format version {version}, not 2 or 3")
+        num_tensors = cursor.scalar("Q")
+        num_values = cursor.scalar("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = cursor.text()
+            metadata[key] = cursor.value(cursor.scalar("I"))
+        entries = [(cursor.text(), *_read_info(cursor)) for _ in range(num_tensors)]
+        start = cursor.position
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {alignment}")
+    # Offsets count from the first tensor, which is aligned.
+    start += -start % alignment
+    infos: dict[str, TensorLocation] = {}
+    for name, shape, number, offset in entries:
+        kind = library.GGMLQuantizationType(number)
+        block_size, block_bytes = library.GGML_QUANT_SIZES[kind]
+        if name in infos or shape[-1] % block_size:
+            raise ValueError(f"tensor {name} appears twice, or its rows are not whole blocks")
+        dtype = _TORCH_DTYPES.get(kind.name, kind.name)
+        infos[name] = TensorLocation(shape, dtype, start + offset, prod(shape) // block_size * block_bytes)
+        if infos[name].begin + infos[name].bytes > size:
+            raise ValueError(f"tensor {name} extends beyond the end of the file")
+    _check_types(path, library, infos)
+    return metadata, infos
+
+
+def _read_info(cursor: _Cursor) -> tuple[torch.Size, int, int]:
+    """Return shape, type and offset of a tensor."""
+    dims = cursor.scalar("I")
+    if not 1 <= dims <= 4:
+        raise ValueError(f"a tensor of {dims} dims")
+    shape = [cursor.scalar("Q") for _ in range(dims)]
+    if not 0 < prod(shape) < 1 << 60:
+        raise ValueError(f"a tensor of shape {shape}")
+    return torch.Size(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q")
+
+
+def _check_types(path: Path, library: ModuleType, infos: Mapping[str, TensorLocation]) -> None:
+    """Raise JinguError for quantization formats that the library cannot dequantize."""
+    unsupported = []
+    for name in sorted({info.dtype for info in infos.values() if isinstance(info.dtype, str)}):
+        kind = library.GGMLQuantizationType[name]
+        try:
+            library.quants.dequantize(np.zeros((1, library.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        except NotImplementedError:
+            unsupported.append(name)
+    if unsupported:
+        raise JinguError(
+            f"the weights are quantized as {', '.join(unsupported)}, which jingu cannot dequantize.",
+            where=path,
+            fix="Use a file with another quantization (Q4_K, Q8_0, F16 and many others are supported).",
+        )
+
+
+# The model
+
+
+def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Path) -> dict[str, Any]:
+    """Return the config.json that Hugging Face would have for this model."""
+    name = str(metadata.get("general.architecture"))
+    experts = metadata.get(f"{name}.expert_count") or 0
+    if name not in _ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
+        similar = get_close_matches(name, _ARCHITECTURES, n=3, cutoff=0.4) or list(_ARCHITECTURES)
+        with_experts = " with experts" if name in _ARCHITECTURES else ""
+        raise JinguError(
+            f"jingu does not support the architecture {name}{with_experts} in GGUF.",
+            where=path,
+            fix=f"It supports {', '.join(similar)}; use other models as Hugging Face folders.",
+        )
+    if "token_embd.weight" not in infos:
+        raise ValueError("there is no token_embd.weight")
+
+    def get(key: str) -> Any:
+        return metadata.get(f"{name}.{key}")
+
+    config = {
+        "architectures": ["MixtralForCausalLM" if experts and name == "llama" else _ARCHITECTURES[name].hugging_face],
+        "vocab_size": infos["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in infos,
+    }
+    for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
+    if name == "gpt2":
+        config |= {
+            "n_positions": get("context_length"),
+            "n_embd": get("embedding_length"),
+            "n_layer": get("block_count"),
+            "n_head": get("attention.head_count"),
+            "n_inner": get("feed_forward_length"),
+            "layer_norm_epsilon": get("attention.layer_norm_epsilon"),
+        }
+    else:
+        config |= {
+            "max_position_embeddings": get("context_length"),
+            "hidden_size": get("embedding_length"),
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "head_dim": get("attention.key_length") or get("rope.dimension_count"),
+            "intermediate_size": get("feed_forward_length"),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "rope_theta": get("rope.freq_base"),
+            "rope_scaling": _rope_scaling(metadata, name, infos, path),
+            "attention_bias": "blk.0.attn_q.bias" in infos,
+            "mlp_bias": "blk.0.ffn_up.bias" in infos,
+            "num_local_experts": experts or None,
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": get("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
+    config = {key: value for key, value in config.items() if value is not None}
+    if not isinstance(_layers(config), int) or _layers(config) > len(infos):
+        raise ValueError(f"{_layers(config)} layers in {len(infos)} tensors")
+    return config
+
+
+def _layers(config: Metadata) -> Any:
+    return config.get("num_hidden_layers", config.get("n_layer"))
+
+
+def _rope_scaling(
+    metadata: Metadata, name: str, infos: Mapping[str, TensorLocation], path: Path
+) -> dict[str, Any] | None:
+    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in infos:
+        return _llama3_scaling(path, infos["rope_freqs.weight"], float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
+    if kind == "none":
+        return None
+    scaling = {
+        "rope_type": kind,
+        "factor": metadata.get(f"{name}.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get(f"{name}.rope.scaling.original_context_length"),
+    }
+    return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _llama3_scaling(path: Path, info: TensorLocation, base: float) -> dict[str, Any]:
+    """Return the rotary scaling of Llama 3.1 and later, given the file's tensor of divisors of the frequencies."""
+    divisors = map_tensor(path, info.begin, info.shape, _TORCH_DTYPES["F32"]).double()
+    # All models of Llama 3 have these values; the factor follows from the divisors.
+    low = 1.0
+    high = 4.0
+    context = 8192
+    factor = float(divisors.max())
+    turns = context * base ** -(torch.arange(len(divisors), dtype=torch.float64) / len(divisors)) / (2 * torch.pi)
+    interpolation = ((turns - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(divisors, 1 / ((1 - interpolation) / factor + interpolation), rtol=1e-4):
+        raise JinguError(
+            "the file scales rotary frequencies by factors (rope_freqs.weight) that are not those of Llama 3.",
+            where=path,
+            fix="Use the model's Hugging Face folder.",
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }

@@ -1,0 +1,212 @@
+"""Hugging Face folders: a config.json and weights in safetensors, which are read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.mapped_files import map_tensor
+from jingu.errors import JinguError
+from jingu.formats.safetensors import TensorLocation, read_header
+from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
+from jingu.model.decoder import parameter_shapes
+from jingu.model.families import FAMILIES, Family
+from jingu.model.families.name_map import TensorMapping, expand_rules, read_parameter
+from jingu.model.spec import ModelSpec
+from jingu.text.tokenizer_formats import find_tokenizer_file
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights by Hugging Face's full names, in Hugging Face's arrangement.
+
+    Attributes:
+        dtype: of most of them.
+    """
+
+    shapes: Shapes
+    read: Callable[[str], Tensor]
+    dtype: torch.dtype
+
+
+def open_hf(folder: Path) -> StoredModel:
+    """Open a Hugging Face folder; weights are read when asked for.
+
+    Raises:
+        JinguError: there is no config, or one of an unknown architecture or that asks for code of its own; or the
+            weights are pickled, damaged, or not those that the config describes.
+    """
+    config = read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
+    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder))
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        model = replace(model, generation_config=read_json(generation_config))
+    return replace(model, tokenizer_folder=folder if find_tokenizer_file(folder) else None)
+
+
+def open_from_config(
+    where: Path, config_file: Path, config: Mapping[str, Any], open_weights: Callable[[Family, Shapes], StoredWeights]
+) -> StoredModel:
+    """Open a model that a Hugging Face config describes, without its tokenizer.
+
+    Args:
+        where: the model.
+        config_file: where the config is from, for messages.
+        open_weights: opens the weights, given the family and the shapes that they should have.
+    """
+    family = _find_family(config, config_file)
+    try:
+        spec = family.spec_from_hf(config)
+    except JinguError as error:
+        raise JinguError(error.what, where=f"{config_file}", fix=error.fix) from error
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise JinguError(
+            f"this does not describe a model ({error}).", where=f"{config_file}", fix="Restore the original file."
+        ) from error
+    mappings = expand_rules(family.rules, spec, parameter_shapes(spec))
+    expected = {mapping.hf_name: mapping.shape for mapping in mappings}
+    # No weight is read before all shapes are known to fit.
+    weights = open_weights(family, expected)
+    compare_shapes(expected, weights.shapes, where)
+    # For each parameter the stored tensors that hold it.
+    sources: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        for name in mapping.jingu_shapes:
+            sources.setdefault(name, []).append(mapping)
+    # A stored tensor that holds several parameters is read once: those that were not asked for yet wait here.
+    unread: dict[str, Tensor] = {}
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        if expert is not None:
+            return read_expert(name, expert)
+        if name not in unread:
+            unread.clear()
+            unread.update(read_parameter(name, sources[name], weights.read))
+        return unread.pop(name)
+
+    def read_expert(name: str, expert: int) -> Tensor:
+        # Each expert has a stored tensor of its own, or one tensor holds the matrices of all.
+        separate = sources[name][0].expert is not None
+        mapping = sources[name][expert if separate else 0]
+        tensor = mapping.to_jingu(weights.read(mapping.hf_name))[name]
+        return tensor if separate else tensor[expert]
+
+    ids = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
+    return StoredModel(spec, read, None, where, weights.dtype, ids)
+
+
+def spec_from_config(path: Path) -> ModelSpec:
+    """Return the spec of a model, given its config.json. Raises JinguError for an unknown architecture."""
+    config = read_json(path)
+    return _find_family(config, path).spec_from_hf(config)
+
+
+def _find_family(config: Mapping[str, Any], where: Path) -> Family:
+    """Return the family of the architecture that a config names."""
+    names = [str(name) for name in config.get("architectures") or []]
+    families = {name: family for family in FAMILIES.values() for name in family.architectures}
+    family = next((families[name] for name in names if name in families), None)
+    if config.get("auto_map") and not (family and family.replaces_code):
+        raise JinguError(
+            "the model asks to run Python code that came with it (auto_map). jingu never runs such code.",
+            where=where,
+            fix="Use a release of the model for an architecture built into transformers.",
+        )
+    if family:
+        return family
+    if not names and config.get("model_type") in FAMILIES:
+        return FAMILIES[config["model_type"]]
+    name = names[0] if names else str(config.get("model_type"))
+    similar = get_close_matches(name, families, n=3, cutoff=0.4)
+    raise JinguError(
+        f"jingu does not support the architecture {name}.",
+        where=where,
+        fix=f"{'Similar ones are' if similar else 'It supports'} {', '.join(similar or families)}.",
+    )
+
+
+def _open_weights(folder: Path, family: Family, expected: Shapes) -> StoredWeights:
+    """Open the weight files of a Hugging Face folder."""
+    tensors = {
+        key: (path, key, location) for path in _weight_files(folder) for key, location in read_header(path).items()
+    }
+    # A model may be stored without the head, and then with names that lack the prefix of the body.
+    has_prefix = not family.base or any(key.startswith(family.base) for key in tensors)
+    by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
+    for key, tensor in tensors.items():
+        name = key if has_prefix or key in expected else family.base + key
+        # A tied head may be stored all the same; it is a copy of the embedding.
+        if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
+            by_name[name] = tensor
+
+    def read(name: str) -> Tensor:
+        path, key, location = by_name[name]
+        if location.dtype not in FLOAT_DTYPES:
+            raise JinguError(
+                f"the tensor {key} is stored as {location.dtype}: the weights are quantized.",
+                where=path,
+                fix="Use the model's weights in a floating-point format.",
+            )
+        return map_tensor(path, location.begin, location.shape, location.dtype)
+
+    largest = max((location for _, _, location in by_name.values()), key=lambda location: location.bytes, default=None)
+    dtype = largest.dtype if largest and largest.dtype in FLOAT_DTYPES else torch.float32
+    return StoredWeights({name: location.shape for name, (_, _, location) in by_name.items()}, read, dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the paths of the safetensors files. Raises JinguError if some are missing."""
+    if (folder / INDEX).is_file():
+        table = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+            raise JinguError("the index has no weight_map.", where=folder / INDEX, fix="Fetch the file again.")
+        names = sorted(set(table.values()))
+        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        if missing:
+            raise JinguError(f"weight files are missing: {', '.join(missing)}.", where=folder, fix="Fetch these files.")
+        return [folder / name for name in names]
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    pickled = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLE_SUFFIXES)
+    if pickled:
+        raise JinguError(
+            f"the weights are pickled ({', '.join(pickled)}). jingu does not read pickles, which can run code.",
+            where=folder,
+            fix="Use the model's safetensors files; or, if you trust the source, load the model with transformers and "
+            "save it with save_pretrained, which writes safetensors.",
+        )
+    raise JinguError(f"there are no weights here (no {WEIGHTS}).", where=folder, fix="Fetch the model again.")
+
+
+def read_json(
+    path: Path, missing: str = "the file is missing.", fix: str = "Give a run or a Hugging Face folder."
+) -> dict[str, Any]:
+    """Return a JSON object. Raises JinguError if the file is missing (with the message `missing`) or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JinguError(missing, where=path.parent, fix=fix) from None
+    except ValueError as error:
+        raise JinguError(f"the file is damaged ({error}).", where=path, fix="Fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise JinguError("the file is damaged (not a JSON object).", where=path, fix="Fetch the file again.")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented as transformers does."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

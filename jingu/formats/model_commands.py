@@ -1,0 +1,143 @@
+"""`jingu model list | inspect`: the models that jingu supports, and what a model on disk is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jingu.errors import JinguError
+from jingu.formats.models import open_model, read_spec
+from jingu.formats.stored_model import TensorMismatchError
+from jingu.formatting import format_bytes, print_table
+from jingu.model.count import count_parameters, flops_per_token, generation_flops
+from jingu.model.decoder import parameter_shapes
+from jingu.model.families import FAMILIES
+from jingu.model.spec import ModelSpec
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_formats import find_tokenizer_file
+
+
+def list_models() -> None:
+    """Print every family with its presets."""
+    rows = []
+    for family in FAMILIES.values():
+        for preset, spec in family.presets.items() or [("", None)]:
+            sizes = ("", "", "", "", "") if spec is None else _sizes(spec)
+            rows.append((family.name, preset, *sizes))
+    header = ("family", "preset", "parameters", "layers", "hidden size", "heads", "positions")
+    print_table(header, rows, right=(2, 3, 4, 5, 6))
+    print("\nIn a run's file `model: {preset: NAME}` selects one; other settings of `model` override its values.")
+
+
+def _sizes(spec: ModelSpec) -> tuple[str, ...]:
+    total = count_parameters(spec, parameter_shapes(spec)).total
+    layers = f"{spec.num_encoder_layers}+{spec.num_layers}" if spec.num_encoder_layers else str(spec.num_layers)
+    return f"{total:,}", layers, str(spec.hidden_size), str(spec.attention.num_heads), str(spec.max_position_embeddings)
+
+
+def inspect_model(model: Path, as_json: bool = False) -> None:
+    """Print what a model is, complete or not: dimensions, parameters, bytes, FLOPs per token, tokenizer, problems.
+
+    Args:
+        model: a run, a step of one, or a Hugging Face folder.
+
+    Raises:
+        JinguError: nothing here describes a model.
+    """
+    facts = _facts(model)
+    if as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    problems = [(name, what.replace("_", " ")) for what, names in facts.pop("tensors").items() for name in names]
+    print_table(("", ""), [(name.replace("_", " "), _format(name, value)) for name, value in _flat(facts)], right=())
+    if problems:
+        print()
+        print_table(("tensor", "problem"), problems, right=())
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Return everything about a model that is printed."""
+    problems = []
+    wrong_tensors: Mapping[str, list[str]] = {what: [] for what in ("missing", "unexpected", "of the wrong shape")}
+    # A tokenizer may be there even if the weights are not.
+    candidates = (path, path / "tokenizer", path.absolute().parent.parent / "tokenizer")
+    tokenizer_folder = next((folder for folder in candidates if find_tokenizer_file(folder)), None)
+    try:
+        model = open_model(path)
+        spec = model.spec
+        tokenizer_folder = model.tokenizer_folder or tokenizer_folder
+    except JinguError as error:
+        described = read_spec(path)
+        if described is None:
+            raise
+        spec = described
+        if isinstance(error, TensorMismatchError):
+            wrong_tensors = error.tensors
+            counts = ", ".join(f"{len(names)} {what}" for what, names in wrong_tensors.items() if names)
+            problems.append(f"the weights are not those that the model's config describes ({counts}).")
+        else:
+            problems.append(error.what)
+    if tokenizer_folder is None:
+        problems.append("there is no tokenizer.")
+    shapes = parameter_shapes(spec)
+    count = count_parameters(spec, shapes)
+    context = spec.max_position_embeddings
+    source = context if spec.num_encoder_layers else 0
+    tokenizer = None
+    if tokenizer_folder is not None:
+        loaded_tokenizer = Tokenizer.load(tokenizer_folder)
+        tokenizer = {"vocab_size": loaded_tokenizer.vocab_size, "eos_token_id": loaded_tokenizer.eos_token_id}
+    return {
+        "family": spec.family,
+        "max_position_embeddings": context,
+        "dimensions": {
+            "num_layers": spec.num_layers,
+            "num_encoder_layers": spec.num_encoder_layers,
+            "hidden_size": spec.hidden_size,
+            "num_heads": spec.attention.num_heads,
+            "num_kv_heads": spec.attention.num_kv_heads,
+            "head_dim": spec.attention.head_dim,
+            "intermediate_size": spec.feed_forward.intermediate_size,
+            "vocab_size": spec.vocab_size,
+            "sliding_window": spec.attention.sliding_window,
+            "tie_word_embeddings": spec.tie_word_embeddings,
+        },
+        "position": spec.position.model_dump(exclude_none=True),
+        "parameters": {"total": count.total, "active": count.active, "embedding": count.embedding},
+        "bytes": {"in_bf16": 2 * count.total, "in_fp32": 4 * count.total},
+        "flops_per_token": {
+            "training": round(flops_per_token(spec, shapes, context, source)),
+            "generating_the_first": round(generation_flops(spec, shapes, 0, source)),
+            "generating_the_last": round(generation_flops(spec, shapes, context, source)),
+        },
+        "tokenizer": tokenizer,
+        "problems": problems,
+        "tensors": {what.replace(" ", "_"): names for what, names in wrong_tensors.items()},
+    }
+
+
+def _flat(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return one line for each fact; facts of a group are prefixed with its name where that says what they are."""
+    lines: list[tuple[str, Any]] = []
+    for name, value in facts.items():
+        if not isinstance(value, dict):
+            lines.append((name, value))
+        elif name == "dimensions":
+            lines.extend(value.items())
+        else:
+            lines.extend((f"{name} {key}", item) for key, item in value.items())
+    return lines
+
+
+def _format(name: str, value: Any) -> str:
+    if name.startswith("bytes "):
+        return format_bytes(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return " ".join(value) or "none"
+    return "none" if value is None else str(value)

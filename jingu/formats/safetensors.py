@@ -1,0 +1,53 @@
+"""Reading safetensors files that other tools wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from jingu.checkpoint.shards import DTYPES
+from jingu.errors import JinguError
+
+# Elements that are cast, checked or dequantized at a time: about what fits into a CPU's cache.
+CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a tensor lies in a file.
+
+    Attributes:
+        dtype: its name in the file where torch has no such dtype, as for quantized weights.
+        begin: position of the first byte.
+        bytes: number of bytes.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype | str
+    begin: int
+    bytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorLocation]:
+    """Return the tensors of a safetensors file by name. Raises JinguError if it is damaged or cut short."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # the library checks the header, and that all tensors lie within the file
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            table = json.loads(file.read(size))
+    except (SafetensorError, OSError) as error:
+        raise JinguError(
+            f"the weight file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
+        ) from error
+    table.pop("__metadata__", None)
+    locations = {}
+    for name, entry in table.items():
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES.get(entry["dtype"], entry["dtype"])
+        locations[name] = TensorLocation(torch.Size(entry["shape"]), dtype, 8 + size + begin, end - begin)
+    return locations

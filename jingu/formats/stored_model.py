@@ -1,0 +1,182 @@
+"""A model on disk, in whatever format: its spec, and a function that reads its parameters one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.checkpoint.mapped_files import expect_repeated_reads
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.errors import JinguError
+from jingu.model.adapter_layers import is_adapter, merge_parameter
+from jingu.model.decoder import Decoder, build_model, parameter_shapes
+from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
+from jingu.model.spec import Ia3, Lora, ModelSpec
+from jingu.parallel.layout import Layout, Precision
+from jingu.parallel.materialize import materialize
+
+Shapes = Mapping[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk whose parameters are read when asked for.
+
+    Attributes:
+        read: `read(name)` returns a whole parameter by jingu's name, on CPU, in the dtype it is stored in.
+            `read(name, expert)` returns one expert's matrix of a parameter [E, ...] without reading the others, if
+            possible without a copy; any thread may call it.
+        tokenizer_folder: None if the model has no tokenizer.
+        where: the folder or file, for messages.
+        dtype: of most of the stored weights.
+        special_token_ids: bos_token_id and so on, from the model's config; empty if it has none.
+        generation_config: contents of generation_config.json; None if there is none.
+        tokenizer_problem: why the model has no tokenizer.
+        is_prefix_lm: whether the model was trained to attend to prefixes in both directions.
+    """
+
+    spec: ModelSpec
+    read: Callable[..., Tensor]
+    tokenizer_folder: Path | None
+    where: CheckpointPath
+    dtype: torch.dtype = torch.float32
+    special_token_ids: Mapping[str, Any] = field(default_factory=dict)
+    generation_config: Mapping[str, Any] | None = None
+    tokenizer_problem: str = "the model has no tokenizer."
+    is_prefix_lm: bool = False
+
+    def _token_ids(self, key: str) -> Any:
+        """Return a special token's id or ids; generation_config.json has precedence over config.json."""
+        value = None if self.generation_config is None else self.generation_config.get(key)
+        return self.special_token_ids.get(key) if value is None else value
+
+    @property
+    def decoder_start_token_id(self) -> int | None:
+        """The first token that the decoder of an encoder-decoder reads, if the model's files say so."""
+        token_id: int | None = self._token_ids("decoder_start_token_id")
+        return token_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, if the model's files say so; empty: the tokenizer's EOS token."""
+        ids = self._token_ids("eos_token_id")
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+    def tokenizer(self) -> Path:
+        """Return the tokenizer's folder. Raises JinguError if there is none."""
+        if self.tokenizer_folder is None:
+            fix = "Put its tokenizer.json next to weights in safetensors."
+            raise JinguError(self.tokenizer_problem, where=self.where, fix=fix)
+        return self.tokenizer_folder
+
+
+# Adapters and quantization, applied as parameters are read
+
+
+def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
+    """Return a model with its adapters: merged into the weights where possible, otherwise as modules of their own.
+
+    If the adapters were trained on a quantized base, the weights are the values that it stood for.
+    """
+    adapter = adapters.spec.adapter
+    adapted_shapes = parameter_shapes(adapters.spec)
+    spec = adapters.spec.model_copy(update={"quantization": None})
+    base = fake_quantize(base, adapters.spec)
+    if isinstance(adapter, Lora | Ia3):
+        # Merged as the weights are read, so that inference costs nothing more.
+
+        def read_merged(name: str, expert: int | None = None) -> Tensor:
+            weight = base.read(name, expert)
+            return merge_parameter(adapter, adapted_shapes, name, weight, lambda leaf: adapters.read(leaf, expert))
+
+        model = replace(base, spec=spec.model_copy(update={"adapter": None}), read=read_merged)
+    else:
+        model = replace(base, spec=spec, read=lambda name: (adapters if is_adapter(name) else base).read(name))
+    return replace(
+        model,
+        tokenizer_folder=adapters.tokenizer_folder or base.tokenizer_folder,
+        where=adapters.where,
+        is_prefix_lm=adapters.is_prefix_lm,
+    )
+
+
+def fake_quantize(model: StoredModel, spec: ModelSpec) -> StoredModel:
+    """Return a model with the values that weights have after they were quantized as `spec` says."""
+    kind = spec.quantization
+    if kind is None:
+        return model
+    with torch.device("meta"):
+        modules = build_model(spec).named_modules()
+        quantized = {name for name, module in modules if isinstance(module, QuantizedWeight)}
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        weight = model.read(name, expert)
+        if name not in quantized:
+            return weight
+        wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+        return dequantize(*quantize(weight, kind), kind).to(wide_dtype)
+
+    return replace(model, read=read)
+
+
+def load_model(
+    stored: StoredModel,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    prepare: Callable[[Decoder], object] = lambda model: None,
+) -> Decoder:
+    """Return the model with its weights, cast to `dtype`, ready for inference.
+
+    On CPU, weights that are stored in this dtype and order are not copied: they stay memory-mapped, and the system
+    reads the pages that are used.
+
+    Args:
+        prepare: receives the model on the meta device, and may remove parts that are not needed.
+    """
+
+    def read(name: str) -> Tensor:
+        return stored.read(name).to(device)
+
+    (model,) = materialize(stored.spec, None, Layout(), Precision.uniform(dtype), read, prepare=prepare).stages
+    for parameter in model.parameters():
+        expect_repeated_reads(parameter)
+    return model.eval()
+
+
+class TensorMismatchError(JinguError):
+    """Weights that are not those that a config describes.
+
+    Attributes:
+        tensors: names by problem: missing, unexpected, of the wrong shape.
+    """
+
+    tensors: Mapping[str, list[str]] = {}
+
+
+def compare_shapes(expected: Shapes, stored: Shapes, where: CheckpointPath) -> None:
+    """Raise TensorMismatchError if tensors are missing, unexpected or of the wrong shape; it names all of them."""
+    tensors = {
+        "missing": [name for name in expected if name not in stored],
+        "unexpected": [name for name in stored if name not in expected],
+        "of the wrong shape": [
+            f"{name} (has {list(stored[name])}, should have {list(expected[name])})"
+            for name in expected
+            if name in stored and stored[name] != expected[name]
+        ],
+    }
+    if any(tensors.values()):
+        problems = "; ".join(f"{what}: {', '.join(names)}" for what, names in tensors.items() if names)
+        error = TensorMismatchError(
+            f"the weights are not those that the model's config describes: {problems}.",
+            where=where,
+            fix="Use the config and the weights of the same model.",
+        )
+        error.tensors = tensors
+        raise error

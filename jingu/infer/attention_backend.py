@@ -1,0 +1,210 @@
+"""How attention over the KV blocks of a step is computed.
+
+`gather` copies each sequence's blocks together and calls PyTorch's scaled dot-product attention: on every device, for
+every model. `flash` reads the blocks in place with FlashAttention-3, through PyTorch's `varlen_attn`.
+
+A token's result does not depend on the other tokens of a step, to the last bit. `gather` computes it in operations on
+operands of fixed sizes: keys and values up to the next multiple of KV_SPAN positions, and queries in a multiple of
+QUERY_ROW_MULTIPLE rows; in none of the kernels does a row's result depend on the number of rows. `flash` does not split
+keys (`num_splits=1`), which is PyTorch's condition for the same guarantee.
+
+Shapes: T tokens of a step, H query heads in G groups of R (one for each KV head), K head dim, P blocks, S keys; in an
+attention group N sequences with Q tokens each, M = Q·R rows, padded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from jingu.errors import JinguError
+from jingu.model.attention import attention_bias
+from jingu.model.matmul_kernels import dot_product_attention
+from jingu.model.spec import AlibiPositions, ModelSpec, RelativeBias
+
+BackendName = Literal["gather", "flash"]
+KV_SPAN = 128
+QUERY_ROW_MULTIPLE = 4
+
+
+@dataclass(eq=False)
+class AttentionGroup:
+    """Neighbouring rows of a step whose attention is computed together: N sequences with Q tokens each.
+
+    Attributes:
+        num_seqs: N.
+        num_tokens: Q.
+        rows: of the step.
+        blocks: block table [N · S / block size], padded with the zero block to whole spans.
+        contiguous: the same blocks as a slice, where one sequence's blocks are neighbours in memory.
+        positions: of the tokens [N, Q].
+        bidirectional: positions that see each other, in a prefix LM.
+        bias: of the scores [N, G or 1, M, S]; computed by the first layer, shared by the others.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    rows: slice
+    blocks: Tensor
+    contiguous: slice | None
+    positions: Tensor
+    bidirectional: range
+    bias: Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over the KV blocks of one layer."""
+
+    def attend(
+        self,
+        y_BTHK: Tensor,
+        q_BTHK: Tensor,
+        store: Tensor,
+        group: AttentionGroup,
+        scale: float,
+        first_head: int,
+        bias_NH: Tensor | None,
+    ) -> None:
+        """Write what a group's tokens see into its rows of `y_BTHK`.
+
+        Args:
+            y_BTHK: results of the whole step.
+            q_BTHK: queries of the whole step.
+            store: keys and values of all blocks [P, block size, 2, G, K].
+            first_head: index of the first head on this rank among all heads.
+            bias_NH: bias of relative positions, of each bucket and head; None: the model has none.
+        """
+
+
+class GatherBackend:
+    """Gathers a sequence's blocks and calls scaled dot-product attention with a bias that masks."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def attend(
+        self,
+        y_BTHK: Tensor,
+        q_BTHK: Tensor,
+        store: Tensor,
+        group: AttentionGroup,
+        scale: float,
+        first_head: int,
+        bias_NH: Tensor | None,
+    ) -> None:
+        """Write what a group's tokens see; see `AttentionBackend`."""
+        if group.bias is None:
+            heads = range(first_head, first_head + q_BTHK.shape[2])
+            group.bias = self._bias(group, heads, store, q_BTHK.dtype, bias_NH)
+        # Neighbouring blocks are read where they are.
+        blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
+        kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
+        k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
+        attend_padded(y_BTHK[:, group.rows], q_BTHK[:, group.rows], k_NGSK, v_NGSK, group.bias, scale)
+
+    def _bias(
+        self, group: AttentionGroup, heads: range, store: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
+    ) -> Tensor:
+        """Return what is added to the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
+        kv_heads = store.shape[3]
+        keys_S = torch.arange(group.blocks.numel() // group.num_seqs * store.shape[1], device=store.device)
+        positions_NQ1 = group.positions[:, :, None]
+        distance = positions_NQ1 - keys_S
+        visible = distance >= 0
+        prefix = group.bidirectional
+        if prefix:
+            visible |= (positions_NQ1 >= prefix.start) & (positions_NQ1 < prefix.stop) & (keys_S < prefix.stop)
+        wide = torch.promote_types(dtype, torch.float32)
+        bias = attention_bias(self._spec, distance, visible, wide, bias_NH)
+        if bias.dim() == 4:  # one for each head of the whole model
+            bias = bias.narrow(1, heads.start, len(heads)).unflatten(1, (kv_heads, -1)).transpose(2, 3)
+        else:
+            bias = bias[:, None, :, None].expand(-1, -1, -1, len(heads) // kv_heads, -1)
+        return pad_rows(bias.flatten(2, 3))
+
+
+class FlashBackend:
+    """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._window = (-1 if spec.attention.sliding_window is None else spec.attention.sliding_window - 1, 0)
+
+    def attend(
+        self,
+        y_BTHK: Tensor,
+        q_BTHK: Tensor,
+        store: Tensor,
+        group: AttentionGroup,
+        scale: float,
+        first_head: int,
+        bias_NH: Tensor | None,
+    ) -> None:
+        """Write what a group's tokens see; see `AttentionBackend`."""
+        block_table = group.blocks.view(group.num_seqs, -1).int()
+        tokens = group.num_seqs * group.num_tokens
+        y_THK = varlen.varlen_attn(
+            q_BTHK[0, group.rows],
+            store[:, :, 0],
+            store[:, :, 1],
+            torch.arange(0, tokens + 1, group.num_tokens, dtype=torch.int32, device=store.device),
+            None,
+            group.num_tokens,
+            block_table.shape[1] * store.shape[1],
+            scale=scale,
+            window_size=self._window,  # aligned to the last key, so that a chunk of a prompt is causal
+            enable_gqa=True,
+            seqused_k=(group.positions[:, -1] + 1).int(),
+            block_table=block_table,
+            num_splits=1,
+        )
+        assert isinstance(y_THK, Tensor)
+        y_BTHK[0, group.rows] = y_THK
+
+
+def select_backend(name: BackendName, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """Return an attention backend. Raise JinguError where this model, device or installation does not support it."""
+    if name == "gather":
+        return GatherBackend(spec)
+    biased = isinstance(spec.position, AlibiPositions | RelativeBias)
+    installed = find_spec("flash_attn_interface") is not None
+    for unsupported, what in (
+        (device.type != "cuda", "needs a CUDA device"),
+        (dtype not in (torch.bfloat16, torch.float16), "needs bf16 or fp16"),
+        (biased or spec.num_encoder_layers is not None, "supports only decoders without position biases"),
+        ("block_table" not in inspect.signature(varlen.varlen_attn).parameters, "needs PyTorch 2.13 or newer"),
+        (not installed, "needs FlashAttention-3 (the package flash_attn_interface)"),
+    ):
+        if unsupported:
+            raise JinguError(f"flash {what}.", where="attention_backend", fix="Use gather.")
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return FlashBackend(spec)
+
+
+def attend_padded(
+    y_BXHK: Tensor, q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float
+) -> None:
+    """Write what the queries of N sequences see into `y_BXHK` [1, N·Q, H, K], computed in a multiple of fixed rows."""
+    num_seqs, kv_heads, _, head_dim = k_NGSK.shape
+    split = (num_seqs, -1, kv_heads, q_BXHK.shape[2] // kv_heads, head_dim)
+    q_NGQRK = q_BXHK.view(split).transpose(1, 2)
+    queries, repeats = q_NGQRK.shape[2:4]
+    q_NGMK = pad_rows(q_NGQRK.flatten(2, 3))
+    if num_seqs * kv_heads == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
+        # For a single item of work the kernel divides its sums over threads, and adds in another order.
+        q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
+    y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)[:num_seqs]
+    y_NGQRK = y_NGMK[:, :, : queries * repeats].unflatten(2, (queries, repeats))
+    y_BXHK.view(split).copy_(y_NGQRK.transpose(1, 2))
+
+
+def pad_rows(rows: Tensor) -> Tensor:
+    """Pad [..., M, x] to a multiple of QUERY_ROW_MULTIPLE rows."""
+    padding = -rows.shape[-2] % QUERY_ROW_MULTIPLE
+    return F.pad(rows, (0, 0, 0, padding)) if padding else rows

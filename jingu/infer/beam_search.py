@@ -1,0 +1,67 @@
+"""Beam search. In each step the best continuations of all beams together survive. Scores, ends and the stopping rule
+are those of transformers' `generate` with `early_stopping=False`.
+
+Shapes: K beams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+import torch
+from torch import Tensor
+
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.request import Event, Token
+from jingu.infer.sampling import NON_FINITE_LOGITS, apply_penalties
+from jingu.infer.sequence import Sequence, SequenceGroup
+
+
+def advance_beams(group: SequenceGroup, beams: abc.Sequence[Sequence], logits_KV: Tensor) -> list[Sequence] | None:
+    """Return the beams that survive, best first; an empty list ends the search. Put hypotheses that end into
+    `group.hypotheses`. Return None where no score is finite."""
+    request = group.request
+    num_beams = request.num_beams
+    eos_token_ids = beams[0].eos_token_ids
+    length = len(beams[0].output_ids) + 1
+    logprobs_KV = logits_KV.log_softmax(-1)
+    scores_KV = torch.stack(
+        [
+            apply_penalties(row_V, beam.text_prompt_ids, beam.output_ids, request.sampling) + beam.cumulative_logprob
+            for beam, row_V in zip(beams, logprobs_KV, strict=True)
+        ]
+    )
+    # Even if every beam's end tokens are among the best, enough other candidates are left.
+    best = scores_KV.flatten().topk(num_beams * (1 + len(eos_token_ids)))
+    if not best.values[0].isfinite():
+        return None
+    survivors: list[Sequence] = []
+    for rank, (score, position) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        beam, token_id = divmod(position, scores_KV.shape[1])
+        if token_id in eos_token_ids or length == request.max_tokens:
+            # Ends count only where they rank among the best beams.
+            if rank < num_beams:
+                hypothesis = [*beams[beam].output_ids, token_id]
+                group.hypotheses.append((score / length**request.length_penalty, hypothesis))
+        elif len(survivors) < num_beams:
+            survivors.append(beams[beam].fork(token_id, score))
+    group.hypotheses.sort(key=lambda hypothesis: hypothesis[0], reverse=True)
+    del group.hypotheses[num_beams:]
+    if survivors and len(group.hypotheses) == num_beams:
+        # Continue only if the best beam would still beat the worst hypothesis, were it to end with its present score.
+        best_score = survivors[0].cumulative_logprob / length**request.length_penalty
+        return survivors if best_score > group.hypotheses[-1][0] else []
+    return survivors
+
+
+def hypothesis_events(group: SequenceGroup, model: InferenceModel, failed: bool) -> list[Event]:
+    """Return the events of the best hypotheses, or the errors of a search whose logits are not finite."""
+    if failed:
+        return [group.event(choice, None, "error", error=NON_FINITE_LOGITS) for choice in range(group.request.n)]
+    events = []
+    for choice, (score, token_ids) in enumerate(group.hypotheses[: group.request.n]):
+        sequence = Sequence(group, choice, model)
+        for token_id in token_ids:
+            text = sequence.append(token_id)
+            events.append(group.event(choice, Token(token_id, text), sequence.finish_reason, score))
+    return events

@@ -1,0 +1,168 @@
+"""One engine on several ranks that share a model.
+
+Every rank has an engine of its own, is given the same requests and takes the same steps. Their schedules are equal, as
+nothing in them depends on the rank, and logits are gathered to the same bits on every rank. Only the first rank is
+called; at the start of each step it broadcasts the requests that were submitted and cancelled since the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.infer.engine import BaseEngine, Engine, EngineStats
+from jingu.infer.request import Event, Request
+from jingu.runtime.log import report_first_failure
+from jingu.runtime.ranks import RankInfo, is_launched, join_process_group
+from jingu.runtime.signals import STOP_SIGNALS, handle_signals
+
+_REQUEST = TypeAdapter(Request)
+# How long a rank waits for the next step: a server may be idle. A rank that ends is noticed at once.
+_IDLE_TIMEOUT = timedelta(days=3650)
+
+
+class DistributedEngine(BaseEngine):
+    """The first rank's engine, which makes the others follow; these call `run_follower`. All ranks create it together.
+
+    Raises:
+        JinguError: the ranks have room for different numbers of KV blocks.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.model = engine.model
+        self.settings = engine.settings
+        self._engine = engine
+        self._channel = _CommandChannel(engine)
+        self._commands: list[tuple[str, Any]] = []
+        self._failed = False
+
+    def submit(self, request: Request) -> int:
+        """See `BaseEngine`. Requests that the engine refuses are not broadcast."""
+        request_id = self._engine.submit(request)
+        self._commands.append(("submit", _REQUEST.dump_python(request)))
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """See `BaseEngine`."""
+        self._engine.cancel(request_id)
+        self._commands.append(("cancel", request_id))
+
+    def step(self) -> list[Event]:
+        """See `BaseEngine`; on all ranks. After a step that failed the ranks may differ, and no other is possible."""
+        if self._failed:
+            raise RuntimeError("a step failed, and the ranks are out of step")
+        commands = self._commands
+        self._commands = []
+        try:
+            self._channel.broadcast(commands)
+            return self._engine.step()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def defer(self, events: list[Event]) -> None:
+        """See `BaseEngine`."""
+        self._engine.defer(events)
+
+    def is_finished(self, request_id: int) -> bool:
+        """See `BaseEngine`."""
+        return self._engine.is_finished(request_id)
+
+    @property
+    def busy(self) -> bool:
+        """See `BaseEngine`."""
+        return self._engine.busy
+
+    def stats(self) -> EngineStats:
+        """See `BaseEngine`."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Let the other ranks return; after a failed step they do so by themselves."""
+        if not self._failed:
+            self._channel.broadcast(None)
+
+
+def run_follower(engine: Engine) -> None:
+    """Take the steps that the first rank takes, until it closes its engine. Ignore signals, which the first handles."""
+    channel = _CommandChannel(engine)
+    with handle_signals(signal.SIG_IGN, *STOP_SIGNALS):
+        while (commands := channel.receive()) is not None:
+            for name, value in commands:
+                if name == "submit":
+                    engine.submit(_REQUEST.validate_python(value))
+                else:
+                    engine.cancel(value)
+            engine.step()
+
+
+class _CommandChannel:
+    """Broadcasts commands as JSON: the number of bytes, then the bytes. No bytes: no commands. null: return."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
+        num_blocks = engine.stats().total_blocks
+        range_ = torch.tensor([num_blocks, -num_blocks])
+        dist.all_reduce(range_, op=dist.ReduceOp.MAX, group=self._group)
+        if range_[0] != -range_[1]:
+            raise JinguError(
+                f"the ranks have memory for {-int(range_[1])} to {int(range_[0])} KV cache blocks, and must all have "
+                "the same number.",
+                fix="Use machines with equal memory.",
+            )
+
+    def broadcast(self, commands: list[tuple[str, Any]] | None) -> None:
+        content = b"" if commands == [] else json.dumps(commands).encode()
+        self._broadcast(torch.tensor(len(content)))
+        if content:
+            self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def receive(self) -> list[tuple[str, Any]] | None:
+        size = int(self._broadcast(torch.tensor(0)))
+        if not size:
+            return []
+        content = self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
+        commands: list[tuple[str, Any]] | None = json.loads(content)
+        return commands
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=0, group=self._group)
+        return tensor
+
+
+@contextmanager
+def inference_ranks(device: str) -> Iterator[RankInfo | None]:
+    """Join the ranks that a launcher started; yield None where there is no launcher, or a single rank."""
+    with join_process_group(device, None) if is_launched() else nullcontext(None) as ranks:
+        if ranks is None or ranks.world == 1:
+            yield None
+            return
+        with report_first_failure(ranks):
+            yield ranks
+
+
+@contextmanager
+def distributed_engine(engine: Engine, ranks: RankInfo | None) -> Iterator[BaseEngine | None]:
+    """Yield the engine to call, on the first rank. On the others, follow it and then yield None."""
+    if ranks is None:
+        yield engine
+        return
+    if not ranks.is_first:
+        run_follower(engine)
+        yield None
+        return
+    leader = DistributedEngine(engine)
+    try:
+        yield leader
+    finally:
+        leader.close()

@@ -1,0 +1,328 @@
+"""The paged KV cache: keys and values of many sequences in blocks, one tensor for each layer.
+
+Shapes: T tokens of a step, H query heads, G KV heads, K head dim, P blocks, S states of an encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.infer.attention_backend import (
+    KV_SPAN,
+    QUERY_ROW_MULTIPLE,
+    AttentionBackend,
+    AttentionGroup,
+    GatherBackend,
+    attend_padded,
+)
+from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
+from jingu.model.rotary import RotaryTables, rotary_tables
+from jingu.model.spec import ModelSpec, RotaryPositions
+
+# Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.
+HEAD_DIM_MULTIPLE = 16
+# In place of a chunk's number: all sequences that decode a single token.
+_DECODE = -1
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """What the cache holds of a sequence.
+
+    Attributes:
+        blocks: numbers of its blocks, in the order of positions.
+        cross_kv: by layer, keys and values of the encoder's states [1, S, G, K].
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    cross_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """Tokens of one sequence in a step.
+
+    Attributes:
+        first: position of the first one.
+        bidirectional: positions that see each other, and not only those before them; all of them are in one step.
+    """
+
+    table: BlockTable
+    first: int
+    ids: Sequence[int]
+    bidirectional: range = range(0)
+
+
+def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
+    """Return the bytes that a block takes in all layers together, for elements of this size."""
+    attention = spec.attention
+    row_size = 2 * attention.num_kv_heads * _padded_size(attention.head_dim)
+    return spec.num_layers * row_size * block_size * itemsize
+
+
+class PagedKVCache:
+    """Keys and values of many sequences; implements `jingu.model.attention.KVCache`.
+
+    A layer's memory is allocated with its first keys, whose heads, dtype and device it takes: with tensor parallelism a
+    rank may have only some of the heads, and compute in another dtype than its weights have.
+
+    Attributes:
+        num_tokens: tokens of the present step, without padding.
+        slots_T: where the step's keys and values are written, padding to the scratch block.
+        slots_slice: the same without padding, where the slots are neighbours.
+        groups: rows whose attention is computed together.
+        use_slices: whether neighbouring blocks and slots are addressed as slices rather than by index.
+        row_multiple: a step's rows are padded to a multiple of this.
+        encoding: the table that takes the encoder's keys and values in this step.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.backend = backend or GatherBackend(spec)
+        self.encoding: BlockTable | None = None
+        self.groups: list[AttentionGroup] = []
+        self.tables: list[list[BlockTable]] = []
+        self.num_tokens = 0
+        self.slots_T = torch.empty(0, dtype=torch.int64)
+        self.slots_slice: slice | None = None
+        self.bias_NH: Tensor | None = None
+        self.use_slices = True
+        self.row_multiple = QUERY_ROW_MULTIPLE
+        self._layers = [_LayerKVCache(self, number) for number in range(spec.num_layers)]
+        self._rotary: RotaryTables | None = None
+
+    def layer(self, number: int) -> _LayerKVCache:
+        """Return the cache of one layer."""
+        return self._layers[number]
+
+    def plan(self, chunks: Sequence[SequenceChunk], encoding: BlockTable | None) -> tuple[Tensor, Tensor, list[int]]:
+        """Prepare a step.
+
+        Args:
+            chunks: those of a single token first.
+            encoding: of the sequence whose source the encoder reads in this step.
+
+        Returns:
+            Tokens and positions [1, T], padded to a multiple of `row_multiple`; and the first row of each chunk.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0] * len(chunks)
+        self.groups = []
+        self.tables = []
+        self.encoding = encoding
+        for num_tokens, spans, members in _group_by_shape(chunks):
+            first_row = len(ids)
+            blocks: list[int] = []
+            num_blocks = spans * KV_SPAN // self.block_size
+            for number, begin in members:
+                chunk = chunks[number]
+                if begin == chunk.first:
+                    starts[number] = len(ids)
+                ids += chunk.ids[begin - chunk.first : begin - chunk.first + num_tokens]
+                positions += range(begin, begin + num_tokens)
+                own = chunk.table.blocks
+                slots += [
+                    own[position // self.block_size] * self.block_size + position % self.block_size
+                    for position in range(begin, begin + num_tokens)
+                ]
+                # The zero block stands where a sequence has no block yet.
+                blocks += own[:num_blocks]
+                blocks += [ZERO_BLOCK] * (num_blocks - len(own))
+            begins = torch.tensor([begin for _, begin in members], device=self.device)
+            self.tables.append([chunks[number].table for number, _ in members])
+            self.groups.append(
+                AttentionGroup(
+                    len(members),
+                    num_tokens,
+                    slice(first_row, len(ids)),
+                    torch.tensor(blocks, device=self.device),
+                    self._contiguous(chunks, blocks),
+                    begins[:, None] + torch.arange(num_tokens, device=self.device),
+                    range(0) if num_tokens == 1 else chunks[members[0][0]].bidirectional,
+                )
+            )
+        self.num_tokens = len(ids)
+        neighbours = range(slots[0], slots[0] + len(slots))
+        self.slots_slice = None
+        if self.use_slices and slots == list(neighbours):
+            self.slots_slice = slice(neighbours.start, neighbours.stop)
+        # Padding rows compute token 0 at position 0, and write to the scratch block.
+        padding = -len(ids) % self.row_multiple
+        self.slots_T = torch.tensor(slots + [SCRATCH_BLOCK * self.block_size] * padding, device=self.device)
+        rows = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=self.device)
+        return rows[:1], rows[1:], starts
+
+    def _contiguous(self, chunks: Sequence[SequenceChunk], blocks: list[int]) -> slice | None:
+        """Return the span of a single decoding sequence's blocks as a slice, where they are neighbours in memory."""
+        # Only where there is no other sequence: what others wrote after its last block may not be finite.
+        if not self.use_slices or len(chunks) != 1 or len(chunks[0].ids) != 1:
+            return None
+        first = blocks[0]
+        num_own = len(chunks[0].table.blocks)
+        if blocks[:num_own] != list(range(first, first + num_own)) or first + len(blocks) > self.num_blocks:
+            return None
+        return slice(first, first + len(blocks))
+
+    @property
+    def graph_shape(self) -> Hashable:
+        """The shape of a step with one token for each sequence: steps of one shape differ only in `graph_inputs`. None
+        for other steps, which cannot be captured."""
+        if self.use_slices or self.encoding is not None or any(group.num_tokens > 1 for group in self.groups):
+            return None
+        blocks = tuple(group.blocks.shape[0] for group in self.groups)
+        return (self.num_tokens, *blocks, *(group.num_seqs for group in self.groups))
+
+    @property
+    def graph_inputs(self) -> list[Tensor]:
+        """The tensors that a step reads, as `plan` prepared them."""
+        return [self.slots_T, *(part for group in self.groups for part in (group.blocks, group.positions))]
+
+    def set_graph_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Let the step read other tensors in place of `graph_inputs`."""
+        self.slots_T = tensors[0]
+        for group, blocks, positions in zip(self.groups, tensors[1::2], tensors[2::2], strict=True):
+            group.blocks = blocks
+            group.positions = positions
+            group.bias = None
+
+    def begin(self, bias_NH: Tensor | None) -> None:
+        """Take the biases of relative positions, before the first layer."""
+        self.bias_NH = bias_NH
+
+    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+        """Return the tables of a step's positions. Each position's is computed once, for all steps."""
+        if not isinstance(self.spec.position, RotaryPositions):
+            return None
+        if self._rotary is None:
+            head_dim = self.spec.attention.head_dim
+            tables = []
+            for first in range(0, self.spec.max_position_embeddings, KV_SPAN):
+                positions = torch.arange(first, first + KV_SPAN, device=positions_BT.device)
+                tables.append(rotary_tables(self.spec.position, head_dim, positions, dtype, per_position=True))
+            self._rotary = torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
+        cos, sin = self._rotary
+        return cos[positions_BT], sin[positions_BT]
+
+    def copy(self, block: int, to: int) -> None:
+        """Copy a block's keys and values in all layers."""
+        for layer in self._layers:
+            if layer.store is not None:
+                layer.store[to] = layer.store[block]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks in all layers."""
+        for layer in self._layers:
+            if layer.store is not None:
+                layer.store[list(blocks)] = 0
+
+
+def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Divide the chunks of a step at spans of keys, and group what has the same shape.
+
+    Returns:
+        (tokens, spans of keys that they see, members), a member being the number of a chunk and a first position.
+        Sequences that decode share a group; the tokens of a longer chunk have groups of their own.
+    """
+    groups: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for number, chunk in enumerate(chunks):
+        begin = chunk.first
+        last = chunk.first + len(chunk.ids)
+        while begin < last:
+            end = min((begin // KV_SPAN + 1) * KV_SPAN, last)
+            keys_end = max(end, chunk.bidirectional.stop) if begin < chunk.bidirectional.stop else end
+            kind = _DECODE if len(chunk.ids) == 1 else number
+            groups.setdefault((kind, end - begin, -(-keys_end // KV_SPAN)), []).append((number, begin))
+            begin = end
+    return [(num_tokens, spans, members) for (_, num_tokens, spans), members in groups.items()]
+
+
+class _LayerKVCache:
+    """Keys and values of one layer; implements `jingu.model.attention.LayerKVCache`."""
+
+    def __init__(self, cache: PagedKVCache, number: int) -> None:
+        self._cache = cache
+        self._number = number
+        self.store: Tensor | None = None  # [P, block size, 2, G, K]
+        self._slots: tuple[Tensor, ...] = ()  # its keys and values [1, P · block size, G, K]
+
+    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
+        cache = self._cache
+        head_dim = k_BTGK.shape[3]
+        scale = head_dim**-0.5 if scale is None else scale
+        if head_dim % HEAD_DIM_MULTIPLE:
+            q_BTHK, k_BTGK, v_BTGK = (_pad_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
+        if self.store is None:
+            # Outside of inference mode, as blocks are also written between forward passes.
+            with torch.inference_mode(False):
+                self.store = allocate_zeros((cache.num_blocks, cache.block_size, 2, *k_BTGK.shape[2:]), k_BTGK)
+                self._slots = self.store.flatten(0, 1).unsqueeze(0).unbind(2)
+        # First write the step's keys and values, then attend: a token sees itself and the others of its chunk.
+        keys, values = self._slots
+        if cache.slots_slice is not None:
+            keys[:, cache.slots_slice].copy_(k_BTGK[:, : cache.num_tokens])
+            values[:, cache.slots_slice].copy_(v_BTGK[:, : cache.num_tokens])
+        else:
+            keys.index_copy_(1, cache.slots_T, k_BTGK)
+            values.index_copy_(1, cache.slots_T, v_BTGK)
+        y_BTHK = torch.zeros_like(q_BTHK)
+        for group in cache.groups:
+            cache.backend.attend(y_BTHK, q_BTHK, self.store, group, scale, first_head, cache.bias_NH)
+        return y_BTHK if head_dim == y_BTHK.shape[3] else y_BTHK[..., :head_dim]
+
+    def tokens(self, rows: int) -> int:
+        # With sequence parallelism a rank has only a part of the rows.
+        return self._cache.num_tokens if rows == len(self._cache.slots_T) else rows
+
+    def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
+        assert self._cache.encoding is not None
+        self._cache.encoding.cross_kv[self._number] = (_pad_heads(k_BSGK), _pad_heads(v_BSGK))
+
+    def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
+        head_dim = q_BTHK.shape[3]
+        scale = head_dim**-0.5 if scale is None else scale
+        q_BTHK = _pad_heads(q_BTHK)
+        y_BTHK = torch.zeros_like(q_BTHK)
+        for group, tables in zip(self._cache.groups, self._cache.tables, strict=True):
+            # Sources differ in length, so that each sequence is computed by itself.
+            for number, table in enumerate(tables):
+                first = group.rows.start + number * group.num_tokens
+                rows = slice(first, first + group.num_tokens)
+                k, v = (x.transpose(1, 2) for x in table.cross_kv[self._number])
+                attend_padded(y_BTHK[:, rows], q_BTHK[:, rows], k, v, None, scale)
+        return y_BTHK[..., :head_dim]
+
+
+def _pad_heads(x: Tensor) -> Tensor:
+    """Pad [..., K] to a multiple of HEAD_DIM_MULTIPLE."""
+    padding = _padded_size(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding else x
+
+
+def _padded_size(head_dim: int) -> int:
+    return -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+
+def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return zeros; on CPUs in memory that the system only provides where it is written."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    zeros = torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * like.itemsize), dtype=np.uint8))
+    return zeros.view(like.dtype)

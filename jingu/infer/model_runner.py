@@ -1,0 +1,139 @@
+"""Runs a model's forward pass over the tokens of a step.
+
+Shapes: T tokens of a step, N rows of logits, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.infer.attention_backend import BackendName, select_backend
+from jingu.infer.block_manager import SCRATCH_BLOCK
+from jingu.infer.cuda_graphs import CudaGraphRunner
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
+from jingu.model.decoder import Decoder
+from jingu.model.inputs import Inputs
+from jingu.model.matmul_kernels import linear
+from jingu.model.quantized_weight import PREPACKED_ROWS, PrepackedQuantizedWeight, PrepackedWeight, QuantizedWeight
+from jingu.model.spec import AlibiPositions, Experts, RelativeBias
+from jingu.runtime.device import force_eager
+
+
+class ModelRunner:
+    """A model with a KV cache of its own.
+
+    Args:
+        graphs: captures and replays steps with one token for each sequence; None: steps are launched as they are.
+        backend: of attention.
+
+    Raises:
+        JinguError: the model does not support CUDA graphs or the attention backend.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        num_blocks: int,
+        block_size: int,
+        graphs: CudaGraphRunner | None = None,
+        backend: BackendName = "gather",
+    ) -> None:
+        self.model = model
+        self._graphs = graphs
+        parameter = model.parameter
+        attention = select_backend(backend, model.spec, parameter.dtype, parameter.device)
+        self.cache = PagedKVCache(model.spec, num_blocks, block_size, parameter.device, attention)
+        self.cache.row_multiple = _row_multiple(model, self.cache.row_multiple)
+        if graphs is not None:
+            _check_dense_decoder(model, "--cuda-graphs")
+            # A captured step may depend on nothing but the content of its tensors.
+            self.cache.use_slices = False
+
+    def compute_logits(
+        self, tokens_BT: Tensor, positions_BT: Tensor, rows: Sequence[int], source_BS: Tensor | None = None
+    ) -> Tensor:
+        """Run the forward pass that the cache has planned. Return the logits [N, V] after some of its rows, in fp32 or
+        fp64, on the CPU.
+
+        Args:
+            rows: whose logits are needed.
+            source_BS: what the encoder reads in this step.
+        """
+        model = self.model
+        cache = self.cache
+        # Pad the head's rows as the others, so that a row's logits do not depend on how many there are.
+        rows_N = torch.tensor(rows or [0], device=cache.device)
+        rows_N = F.pad(rows_N, (0, -len(rows_N) % cache.row_multiple))
+        source = None if source_BS is None else Inputs(source_BS)
+
+        def run_forward(inputs: Sequence[Tensor]) -> Tensor:
+            tokens_BT, positions_BT, rows_N, *planned = inputs
+            cache.set_graph_inputs(planned)
+
+            def compute_head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+                return linear(hidden_BTD[0, rows_N], weight_VD)
+
+            model_inputs = Inputs(tokens_BT, positions_BT, source=source, cache=cache)
+            logits_NV: Tensor = model.module(model_inputs, loss=compute_head)
+            return logits_NV
+
+        # FSDP and DTensor do not support inference mode.
+        no_grad = torch.inference_mode() if model.world_size == 1 else torch.no_grad()
+        with no_grad, nullcontext() if model.is_compiled else force_eager():
+            inputs = [tokens_BT, positions_BT, rows_N, *cache.graph_inputs]
+            shape = cache.graph_shape
+            if self._graphs is None or shape is None:
+                logits_NV = run_forward(inputs)
+            else:
+                logits_NV = self._graphs.run((len(rows_N), shape), inputs, run_forward)
+            return logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()
+
+
+def _row_multiple(model: InferenceModel, default: int) -> int:
+    """Return the multiple of rows with which the result of a row does not depend on their number."""
+    head = cast(object, model.module.head_weight()) if isinstance(model.module, Decoder) else None
+    if isinstance(head, QuantizedWeight | PrepackedQuantizedWeight):
+        return 1  # quantized kernels compute each row by itself, and cost by the row
+    return PREPACKED_ROWS if isinstance(head, PrepackedWeight) else default
+
+
+def compile_blocks(model: InferenceModel) -> InferenceModel:
+    """Compile a model's blocks for any number of tokens, except attention to the KV cache. Return the model.
+
+    Compilation happens here, so that all steps run the same code. Raise JinguError where the model does not support it.
+    """
+    _check_dense_decoder(model, "--compile")
+    model = replace(model, is_compiled=True)
+    for block in cast(Decoder, model.module).blocks:
+        attention = cast(Any, block.attention)
+        attention.attend_cache = torch.compiler.disable(attention.attend_cache)
+        block.compile(dynamic=True)
+    # Warm up with a chunk of a prompt, then with a single token.
+    runner = ModelRunner(model, num_blocks=SCRATCH_BLOCK + 2, block_size=16)
+    table = BlockTable([SCRATCH_BLOCK + 1])
+    for chunk in (SequenceChunk(table, 0, [0] * 9), SequenceChunk(table, 9, [0])):
+        tokens_BT, positions_BT, _ = runner.cache.plan([chunk], None)
+        runner.compute_logits(tokens_BT, positions_BT, [0])
+    return model
+
+
+def _check_dense_decoder(model: InferenceModel, option: str) -> None:
+    """Raise JinguError unless steps of the model differ in nothing but the content of tensors."""
+    spec = model.spec
+    dense = isinstance(model.module, Decoder) and spec.num_encoder_layers is None and not any(spec.prompts)
+    dynamic = isinstance(spec.feed_forward, Experts) or isinstance(spec.position, AlibiPositions | RelativeBias)
+    if not dense or dynamic or model.adapters.names or model.world_size > 1:
+        raise JinguError(
+            "supports only single-process dense decoders without adapters, prompt tuning and position biases.",
+            where=option,
+            fix="Leave it out.",
+        )

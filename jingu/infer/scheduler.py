@@ -1,0 +1,240 @@
+"""The scheduler: which sequences compute which tokens in a step, and who owns which KV blocks.
+
+Waiting sequences are admitted in the order in which they came, as long as there are KV blocks for their prompts. A step
+computes one token of every running sequence that has read its prompt, and a chunk of the prompts of the others (chunked
+prefill). Where blocks run short, the sequence admitted last is preempted: it gives its blocks back, waits, and is
+computed again later, to the same numbers.
+
+Nothing here depends on the rank, so that all ranks of a distributed engine schedule alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import abc, deque
+from dataclasses import dataclass
+
+from jingu.infer.block_manager import BlockManager, hash_block
+from jingu.infer.kv_cache import BlockTable, PagedKVCache
+from jingu.infer.sequence import Sequence, SequenceGroup
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """What a sequence computes in a step: its next `num_tokens` tokens, and draft tokens after them."""
+
+    sequence: Sequence
+    num_tokens: int
+    draft_tokens: list[int]
+
+
+class Scheduler:
+    """The queues of waiting and running sequences.
+
+    Args:
+        cache: holds the content of the blocks.
+        max_num_seqs: the most sequences that run at a time.
+        prefill_chunk_size: the most prompt tokens in a step.
+    """
+
+    def __init__(self, blocks: BlockManager, cache: PagedKVCache, max_num_seqs: int, prefill_chunk_size: int) -> None:
+        self._blocks = blocks
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._prefill_chunk_size = prefill_chunk_size
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.prefix_cache_hits = 0
+
+    def admit(self) -> Sequence | None:
+        """Move waiting sequences to the running ones. Return the one whose source the encoder reads in this step: there
+        is at most one, so that the encoder's result depends on nothing else."""
+        # Blocks that running sequences are about to fill.
+        block_size = self._blocks.block_size
+        pending = {
+            content
+            for running in self.running
+            for content in running.block_hashes[running.num_computed // block_size :]
+        }
+        skipped: deque[Sequence] = deque()
+        encoding = None
+        while self.waiting and encoding is None and self._has_slots(self.waiting[0].group):
+            sequence = self.waiting.popleft()
+            # The last token is always computed, as its logits are needed. So are all whose logits are reported.
+            hashes: list[bytes] = []
+            if sequence.group.shares_blocks and not sequence.wants_prompt_logprobs:
+                hashes = self._hash_blocks(sequence, len(sequence.token_ids) - 1)
+            cached = self._acquire_prefix(hashes)
+            num_new = self._blocks.blocks_for(len(sequence.token_ids) + 1) - len(cached)
+            full = num_new > self._blocks.num_free
+            # Rather wait for a block that another sequence is computing than compute it twice.
+            coming = len(cached) < len(hashes) and hashes[len(cached)] in pending
+            if full or coming:
+                for block in cached:
+                    self._blocks.release(block)
+                skipped.append(sequence)
+                if full:
+                    break
+                continue
+            self._start(sequence, cached)
+            pending |= set(hashes[len(cached) :])
+            encoding = sequence if sequence.group.encoder_ids is not None else None
+        self.waiting = skipped + self.waiting
+        return encoding
+
+    def _has_slots(self, group: SequenceGroup) -> bool:
+        """Return whether a sequence of a group may run beside the others, with all sequences that it forks into."""
+        forking = {id(running.group): running.group for running in self.running if running.group.forks}
+        num_slots = sum(not running.group.forks for running in self.running)
+        num_slots += sum(running.num_forks for running in forking.values())
+        return num_slots + group.num_forks <= self._max_num_seqs
+
+    def _acquire_prefix(self, hashes: abc.Sequence[bytes]) -> list[int]:
+        """Return the blocks of the prefix cache with these hashes, up to the first that is missing."""
+        cached = []
+        for content in hashes:
+            block = self._blocks.acquire_cached(content)
+            if block is None:
+                break
+            cached.append(block)
+        return cached
+
+    def _start(self, sequence: Sequence, cached: list[int]) -> None:
+        sequence.table = BlockTable(cached)
+        sequence.num_computed = len(cached) * self._blocks.block_size
+        sequence.num_cached_blocks = len(cached)
+        self.running.append(sequence)
+        group = sequence.group
+        if not group.start_time:
+            group.start_time = time.perf_counter()
+            group.cached_tokens = max(sequence.num_computed - group.num_virtual_tokens, 0)
+            self.prefix_cache_hits += group.cached_tokens
+
+    def schedule(self, drafts: abc.Mapping[Sequence, list[int]]) -> list[ScheduledSequence]:
+        """Allocate blocks for a step and return what it computes: sequences with a single token first.
+
+        Args:
+            drafts: tokens that are expected to follow, to be computed along with the sequences' own.
+        """
+        scheduled: list[ScheduledSequence] = []
+        budget = self._prefill_chunk_size
+        for sequence in list(self.running):
+            # Bidirectional positions are computed together, whatever the budget; decoding takes nothing from it.
+            whole = budget > 0 and sequence.num_computed < sequence.group.bidirectional.stop
+            if whole or sequence.num_uncomputed == 1:
+                num_tokens = sequence.num_uncomputed
+            else:
+                num_tokens = min(sequence.num_uncomputed, budget)
+            # The sequence may have been preempted for one before it.
+            if num_tokens < 1 or sequence not in self.running:
+                continue
+            draft_tokens = self._allocate(sequence, num_tokens, drafts.get(sequence, []))
+            if draft_tokens is None:
+                continue
+            if sequence.num_uncomputed > 1:
+                budget -= num_tokens
+            scheduled.append(ScheduledSequence(sequence, num_tokens, draft_tokens))
+        # Some of them may have been preempted for one after them.
+        scheduled = [item for item in scheduled if item.sequence in self.running]
+        return sorted(scheduled, key=lambda item: item.num_tokens + len(item.draft_tokens) > 1)
+
+    def _allocate(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> list[int] | None:
+        """Give a sequence blocks for its next tokens, preempting others where they run short. Return the draft tokens
+        that there is room for; None: the sequence itself was preempted."""
+        blocks = sequence.table.blocks
+        last = sequence.num_computed // self._blocks.block_size
+        # A block that another beam refers to is copied before it is written (copy-on-write).
+        copies = last < len(blocks) and self._blocks.is_shared(blocks[last])
+        end = sequence.num_computed + num_tokens
+        num_new = self._blocks.blocks_for(end + len(draft_tokens)) - len(blocks) + copies
+        if draft_tokens and num_new > self._blocks.num_free:
+            # Draft tokens are not worth a preemption.
+            draft_tokens = []
+            num_new = self._blocks.blocks_for(end) - len(blocks)
+        while num_new > self._blocks.num_free and sequence in self.running:
+            self._preempt(self.running[-1])
+        if sequence not in self.running:
+            return None
+        allocated = [self._blocks.allocate() for _ in range(num_new)]
+        if copies:
+            copy = allocated.pop(0)
+            self._cache.copy(blocks[last], copy)
+            self._blocks.release(blocks[last])
+            blocks[last] = copy
+        blocks += allocated
+        return draft_tokens
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks and let it wait; a group that forks starts over, with all its sequences."""
+        group = sequence.group
+        for running in self.running_of(group) if group.forks else [sequence]:
+            self.remove(running)
+        group.hypotheses.clear()
+        self.waiting.appendleft(group.sequences[0 if group.forks else sequence.index])
+
+    def running_of(self, group: SequenceGroup) -> list[Sequence]:
+        """Return the running sequences of a group."""
+        return [running for running in self.running if running.group is group]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Release the blocks of a running sequence that ends or is preempted."""
+        self.running.remove(sequence)
+        if sequence.num_uncomputed > 1:
+            # Nobody has looked at logits after these tokens: their keys and values may not be finite.
+            self.discard_content(sequence, sequence.num_cached_blocks)
+        for block in sequence.table.blocks:
+            self._blocks.release(block)
+
+    def remove_group(self, group: SequenceGroup) -> None:
+        """Remove a group from both queues."""
+        for sequence in self.running_of(group):
+            self.remove(sequence)
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.group is not group)
+
+    def fork(self, parents: list[Sequence], forks: list[Sequence]) -> None:
+        """Replace running sequences by forks that refer to their blocks."""
+        position = self.running.index(parents[0])
+        # Acquire before releasing, so that no block becomes free in between.
+        for sequence in forks:
+            for block in sequence.table.blocks:
+                self._blocks.acquire(block)
+        for sequence in parents:
+            self.remove(sequence)
+        self.running[position:position] = forks
+
+    def mark_computed(self, sequence: Sequence, first: int) -> None:
+        """Put the blocks that a sequence has filled since it had `first` tokens into the prefix cache."""
+        if not sequence.group.shares_blocks:
+            return
+        block_size = self._blocks.block_size
+        hashes = self._hash_blocks(sequence, sequence.num_computed)
+        for number in range(first // block_size, sequence.num_computed // block_size):
+            self._blocks.cache(sequence.table.blocks[number], hashes[number])
+
+    def discard_content(self, sequence: Sequence, first: int = 0) -> None:
+        """Zero a sequence's own blocks from one on, and remove them from the prefix cache. Values that are not finite
+        would spoil the products of later owners, even where these mask them."""
+        own = [block for block in sequence.table.blocks[first:] if not self._blocks.is_shared(block)]
+        self._cache.clear(own)
+        for block in own:
+            self._blocks.uncache(block)
+
+    def _hash_blocks(self, sequence: Sequence, tokens: int) -> list[bytes]:
+        """Return the hashes of a sequence's blocks: at least those that this many tokens fill."""
+        hashes = sequence.block_hashes
+        block_size = self._blocks.block_size
+        for first in range(len(hashes) * block_size, tokens // block_size * block_size, block_size):
+            # Keys and values depend on the adapter too.
+            previous = hashes[-1] if hashes else (sequence.group.request.adapter or "").encode()
+            hashes.append(hash_block(previous, sequence.token_ids[first : first + block_size]))
+        return hashes
+
+    def cached_tokens(self) -> int:
+        """Return how many tokens the blocks of running sequences hold, each block once."""
+        block_size = self._blocks.block_size
+        tokens_of_block = {
+            block: min(sequence.num_computed - position * block_size, block_size)
+            for sequence in self.running
+            for position, block in enumerate(sequence.table.blocks[: self._blocks.blocks_for(sequence.num_computed)])
+        }
+        return sum(tokens_of_block.values())

@@ -1,0 +1,245 @@
+"""One output sequence of a request while it is generated, and the group of all sequences of a request.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import Tensor
+
+from jingu.infer.detokenizer import IncrementalDetokenizer
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.kv_cache import BlockTable
+from jingu.infer.request import Event, FinishReason, Request, Score, Token
+from jingu.infer.sampling import Sampler, SamplingError, top_logprobs
+from jingu.infer.structured_output import Grammar
+
+# Keeps the random numbers of neighbouring seeds and of one request's choices apart.
+_SEED_STRIDE = 0x9E3779B1
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """A request in the engine, with its sequences.
+
+    Attributes:
+        encoder_ids: what the encoder reads; None: the model has none.
+        prompt_ids: what the decoder starts with, virtual tokens included.
+        num_prompt_tokens: tokens of the prompt, without virtual ones.
+        num_virtual_tokens: of prompt tuning, at the start of `prompt_ids`.
+        bidirectional: positions that see each other, in a prefix LM. They are computed in one step, and their blocks
+            cannot be shared with other requests.
+        start_time: when its first sequence started, by `time.perf_counter`.
+        pending_events: by choice, where choices are returned only when all are complete.
+        prompt_logprobs: to be reported with the first event.
+        hypotheses: complete ones of beam search, with their scores, best first.
+        scores: by index, of the continuations that are complete.
+    """
+
+    request_id: int
+    request: Request
+    encoder_ids: tuple[int, ...] | None
+    prompt_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_virtual_tokens: int = 0
+    bidirectional: range = range(0)
+    start_time: float = 0.0
+    cached_tokens: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    pending_events: dict[int, list[Event]] = field(default_factory=dict)
+    prompt_logprobs: tuple[Token, ...] = ()
+    hypotheses: list[tuple[float, list[int]]] = field(default_factory=list)
+    scores: dict[int, Score] = field(default_factory=dict)
+
+    @property
+    def num_forks(self) -> int:
+        """How many sequences one sequence of the group forks into: beams, or continuations to score."""
+        return max(self.request.num_beams, len(self.request.continuations))
+
+    @property
+    def forks(self) -> bool:
+        """Whether its sequences fork from the first one, and start over together when they are preempted."""
+        return self.num_forks > 1 or bool(self.request.continuations)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether its KV blocks depend on nothing but the tokens up to their end, so that others may use them."""
+        return self.encoder_ids is None and not self.bidirectional
+
+    @property
+    def returns_best(self) -> bool:
+        """Whether choices are returned only when all are complete."""
+        best_of = self.request.best_of
+        return self.request.num_beams > 1 or (best_of is not None and best_of > self.request.n)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the choices or continuations that have not ended."""
+        if self.request.continuations:
+            return [index for index in range(len(self.request.continuations)) if index not in self.scores]
+        if self.returns_best:
+            return list(range(self.request.n))
+        return [sequence.index for sequence in self.sequences if sequence.finish_reason is None]
+
+    def event(
+        self,
+        choice: int,
+        token: Token | None,
+        reason: FinishReason | None,
+        logprob: float = 0.0,
+        error: str | None = None,
+        score: Score | None = None,
+    ) -> Event:
+        """Return an event of a choice; the first one of choice 0 brings the prompt's log-probabilities."""
+        prompt_logprobs: tuple[Token, ...] = ()
+        if choice == 0:
+            prompt_logprobs = self.prompt_logprobs
+            self.prompt_logprobs = ()
+        counts = (self.num_prompt_tokens, self.cached_tokens)
+        return Event(
+            self.request_id, choice, token, reason, error, *counts, self.start_time, prompt_logprobs, logprob, score
+        )
+
+
+class Sequence:
+    """One output of a request: its tokens, its KV blocks, and how it ends.
+
+    Attributes:
+        index: of the choice, or of the continuation that it scores.
+        token_ids: of prompt and output.
+        table: its KV blocks, while it is running.
+        num_computed: tokens whose keys and values are in these blocks.
+        num_cached_blocks: how many of the blocks, from the first, came from the prefix cache.
+        block_hashes: of its full blocks, and of those that the prompt will fill.
+        cumulative_logprob: sum of the log-probabilities of the output's tokens.
+        finish_reason: None while it is generated.
+        eos_token_ids: tokens that end it.
+        score_targets: a continuation to score; None: the sequence generates.
+        token_logprobs: of the targets scored so far.
+        is_greedy: whether these are the most likely tokens.
+    """
+
+    def __init__(self, group: SequenceGroup, index: int, model: InferenceModel, grammar: Grammar | None = None) -> None:
+        request = group.request
+        self.group = group
+        self.index = index
+        self.token_ids = list(group.prompt_ids)
+        self.table = BlockTable()
+        self.num_computed = 0
+        self.num_cached_blocks = 0
+        self.block_hashes: list[bytes] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.eos_token_ids = () if request.ignore_eos else model.eos_token_ids
+        self.score_targets: tuple[int, ...] | None = None
+        self.token_logprobs: list[float] = []
+        self.is_greedy = True
+        self.sampler = Sampler(request.sampling, request.sampling.seed + index * _SEED_STRIDE, grammar)
+        # The output of an encoder-decoder contains sentinels, which are special tokens.
+        decode = partial(model.tokenizer.decode, keep_special_tokens=group.encoder_ids is not None)
+        self._detokenizer = IncrementalDetokenizer(decode, request.stop)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Ids of the output so far."""
+        return self.token_ids[len(self.group.prompt_ids) :]
+
+    @property
+    def text_prompt_ids(self) -> tuple[int, ...]:
+        """Ids of the prompt without virtual tokens, as penalties count them."""
+        return self.group.prompt_ids[self.group.num_virtual_tokens :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys and values are not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits after every token of the prompt are needed."""
+        return self.group.request.prompt_logprobs and self.index == 0 and not self.output_ids
+
+    def sample(self, logits_V: Tensor) -> Event:
+        """Sample the next token from the model's logits [V], in fp32 or fp64 on the CPU, and return its event."""
+        request = self.group.request
+        try:
+            token_id = self.sampler.sample(logits_V, self.text_prompt_ids, self.output_ids)
+        except SamplingError as error:
+            self.finish_reason = error.reason
+            return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if request.logprobs is not None or self.group.returns_best:
+            logprob, top = top_logprobs(logits_V, token_id, request.logprobs or 0)
+            self.cumulative_logprob += logprob
+        text = self.append(token_id)
+        token = Token(token_id, text, logprob if request.logprobs is not None else None, top)
+        return self.group.event(self.index, token, self.finish_reason, self.cumulative_logprob)
+
+    def append(self, token_id: int) -> str:
+        """Append a token and return the text that it completes. Set `finish_reason` if the sequence ends with it."""
+        self.token_ids.append(token_id)
+        reason: FinishReason | None = "end" if token_id in self.eos_token_ids else None
+        text = "" if reason else self._detokenizer.push(token_id)
+        if self.sampler.accept(token_id):
+            reason = "end"
+        if reason is None and self._detokenizer.stopped:
+            reason = "stop"
+        if reason is None and len(self.output_ids) == self.group.request.max_tokens:
+            reason = "length"
+        if reason is not None:
+            text += self._detokenizer.finish()
+            # The text that was withheld may contain a complete stop string, now that nothing follows.
+            reason = "stop" if self._detokenizer.stopped else reason
+        self.finish_reason = reason
+        return text
+
+    def fork(self, token_id: int, logprob: float) -> Sequence:
+        """Return a beam that continues this one with a token. It refers to the same KV blocks."""
+        beam = copy(self)
+        beam.token_ids = [*self.token_ids, token_id]
+        beam.cumulative_logprob = logprob
+        beam.block_hashes = list(self.block_hashes)
+        beam.table = BlockTable(list(self.table.blocks), self.table.cross_kv)
+        return beam
+
+    def fork_to_score(self, index: int) -> Sequence:
+        """Return a sequence that scores a continuation after this context. It refers to the same KV blocks."""
+        targets = self.group.request.continuations[index]
+        sequence = self.fork(targets[0], 0.0)
+        sequence.index = index
+        # The last token is a target only: nothing follows it.
+        sequence.token_ids[-1:] = targets[:-1]
+        sequence.score_targets = targets
+        sequence.token_logprobs = []
+        return sequence
+
+    def add_scores(self, logits_NV: Tensor) -> None:
+        """Add the log-probabilities of the next N targets."""
+        assert self.score_targets is not None
+        first = len(self.token_logprobs)
+        for token_id, logits_V in zip(self.score_targets[first:], logits_NV, strict=False):
+            self.token_logprobs.append(top_logprobs(logits_V, token_id, 0)[0])
+            self.is_greedy = self.is_greedy and int(logits_V.numpy().argmax()) == token_id
+
+
+def select_best_events(group: SequenceGroup) -> list[Event]:
+    """Return the events of the `n` choices with the highest log-probability per token, renumbered best first; failed
+    choices come last."""
+
+    def order(sequence: Sequence) -> tuple[bool, float]:
+        failed = sequence.finish_reason in ("error", "refused")
+        return failed, -sequence.cumulative_logprob / max(len(sequence.output_ids), 1)
+
+    best = [group.pending_events[sequence.index] for sequence in sorted(group.sequences, key=order)[: group.request.n]]
+    pending = (event for events in group.pending_events.values() for event in events)
+    prompt_logprobs = next((event.prompt_logprobs for event in pending if event.prompt_logprobs), ())
+    return [
+        replace(event, choice=choice, prompt_logprobs=prompt_logprobs if choice == position == 0 else ())
+        for choice, events in enumerate(best)
+        for position, event in enumerate(events)
+    ]

@@ -1,0 +1,194 @@
+"""Speculative decoding (Leviathan et al., 2023): cheap draft tokens, which the model verifies in one forward pass.
+
+A draft token is accepted only where the model itself samples it, so that outputs stay the same, greedy or not. The
+draft model samples with the random numbers that the model will use: where the two agree about the probabilities, they
+sample the same token (Daliri et al., 2025).
+
+Shapes: N rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.infer.block_manager import BlockManager
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.kv_cache import BlockTable, SequenceChunk
+from jingu.infer.model_runner import ModelRunner
+from jingu.infer.sequence import Sequence
+
+
+class Speculator(Protocol):
+    """Proposes draft tokens."""
+
+    def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Return draft tokens for sequences, at most this many for each."""
+
+
+class NgramSpeculator:
+    """Prompt lookup (Saxena, 2023): proposes what followed the last three or two tokens when they occurred before."""
+
+    def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Return draft tokens; see `Speculator`."""
+        return {sequence: _look_up(sequence.token_ids, count) for sequence, count in max_tokens.items()}
+
+
+def _look_up(ids: list[int], count: int) -> list[int]:
+    for size in (3, 2):
+        # The latest occurrence comes first.
+        for start in range(len(ids) - size - 1, -1, -1):
+            if ids[start : start + size] == ids[-size:]:
+                return ids[start + size : start + size + count]
+    return []
+
+
+@dataclass(eq=False)
+class _DraftState:
+    """What the draft model's cache holds of a sequence: `num_computed` of its tokens, then `proposed` ones."""
+
+    table: BlockTable = field(default_factory=BlockTable)
+    num_computed: int = 0
+    proposed: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A sequence in a proposal: what the draft model reads next, and what it has proposed so far.
+
+    Attributes:
+        complete: whether the chunk ends with the sequence's last token; else the prompt goes on.
+    """
+
+    sequence: Sequence
+    chunk: SequenceChunk
+    tokens: list[int]
+    max_tokens: int
+    generator: torch.Generator
+    complete: bool = True
+
+
+class DraftModelSpeculator:
+    """A smaller decoder with the same tokenizer and a KV cache of its own.
+
+    Args:
+        draft: the smaller model.
+        target: the model that verifies its tokens.
+        prefill_chunk_size: the most prompt tokens that it reads in a step.
+
+    Raises:
+        JinguError: the two do not fit together.
+    """
+
+    def __init__(
+        self, draft: InferenceModel, target: InferenceModel, num_blocks: int, block_size: int, prefill_chunk_size: int
+    ) -> None:
+        _check_draft_model(draft, target)
+        self._spec = draft.spec
+        self._target_vocab_size = target.spec.vocab_size
+        self._prefill_chunk_size = prefill_chunk_size
+        self._blocks = BlockManager(num_blocks, block_size)
+        self._runner = ModelRunner(draft, num_blocks, block_size)
+        self._states: dict[Sequence, _DraftState] = {}
+
+    def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Return draft tokens; see `Speculator`. Sequences that are not asked for lose their state."""
+        for sequence in [sequence for sequence in self._states if sequence not in max_tokens]:
+            self._release(sequence)
+        drafts = []
+        budget = self._prefill_chunk_size
+        for sequence, count in max_tokens.items():
+            draft = self._catch_up(sequence, count, budget)
+            if draft is not None:
+                budget -= len(draft.chunk.ids) - 1
+                drafts.append(draft)
+        # Each round proposes one more token for every sequence that wants one.
+        proposed = {}
+        while drafts:
+            drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
+            unfinished = []
+            for draft, logits_V in zip(drafts, self._logits([draft.chunk for draft in drafts]), strict=True):
+                token_id = self._sample(draft, logits_V) if draft.complete else None
+                if token_id is None:
+                    continue
+                draft.tokens.append(token_id)
+                proposed[draft.sequence] = draft.tokens
+                if len(draft.tokens) < draft.max_tokens:
+                    end = draft.chunk.first + len(draft.chunk.ids)
+                    chunk = SequenceChunk(draft.chunk.table, end, [token_id])
+                    self._states[draft.sequence].proposed.append(token_id)
+                    unfinished.append(_Draft(draft.sequence, chunk, draft.tokens, draft.max_tokens, draft.generator))
+            drafts = unfinished
+        return proposed
+
+    def _sample(self, draft: _Draft, logits_V: Tensor) -> int | None:
+        sequence = draft.sequence
+        output = [*sequence.output_ids, *draft.tokens]
+        return sequence.sampler.draft(logits_V, sequence.text_prompt_ids, output, draft.generator)
+
+    def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Draft | None:
+        """Return what the draft model has to read of a sequence; None where it has no room for it."""
+        state = self._states.setdefault(sequence, _DraftState())
+        num_virtual = sequence.group.num_virtual_tokens
+        last = len(sequence.token_ids) - num_virtual - 1
+        if state.num_computed > last:
+            # The sequence was preempted before it took a token.
+            state.num_computed = last
+            state.proposed = []
+        # Keep the cached keys and values of accepted draft tokens. The last token is read again for its logits.
+        new_ids = sequence.token_ids[num_virtual + state.num_computed :]
+        accepted = 0
+        while accepted < min(len(new_ids) - 1, len(state.proposed)) and new_ids[accepted] == state.proposed[accepted]:
+            accepted += 1
+        state.num_computed += accepted
+        state.proposed = []
+        ids = new_ids[accepted : accepted + budget + 1]
+        end = state.num_computed + len(ids)
+        num_new = self._blocks.blocks_for(end + max_tokens) - len(state.table.blocks)
+        too_long = end + max_tokens > self._spec.max_position_embeddings
+        if too_long or max(ids) >= self._spec.vocab_size or num_new > self._blocks.num_free:
+            self._release(sequence)
+            return None
+        state.table.blocks += [self._blocks.allocate() for _ in range(num_new)]
+        chunk = SequenceChunk(state.table, state.num_computed, ids)
+        state.num_computed = end
+        complete = accepted + len(ids) == len(new_ids)
+        return _Draft(sequence, chunk, [], max_tokens, sequence.sampler.clone_generator(), complete)
+
+    def _logits(self, chunks: list[SequenceChunk]) -> Tensor:
+        """Return the logits after each chunk [N, V], -inf for tokens that only the target model has."""
+        tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, None)
+        rows = [start + len(chunk.ids) - 1 for start, chunk in zip(starts, chunks, strict=True)]
+        logits_NV = self._runner.compute_logits(tokens_BT, positions_BT, rows)
+        return F.pad(logits_NV, (0, self._target_vocab_size - logits_NV.shape[1]), value=-torch.inf)
+
+    def _release(self, sequence: Sequence) -> None:
+        for block in self._states.pop(sequence).table.blocks:
+            self._blocks.release(block)
+
+
+def _check_draft_model(draft: InferenceModel, target: InferenceModel) -> None:
+    has_encoder = {draft.spec.num_encoder_layers, target.spec.num_encoder_layers} != {None}
+    for unsupported, what, fix in (
+        (has_encoder, "speculative decoding does not support encoder-decoder models.", "Leave it out."),
+        (target.world_size > 1, "speculative decoding supports only a single process.", "Leave it out."),
+        (draft.spec.prompts[0], "a draft model cannot have prompt tuning.", "Use the model that it was tuned from."),
+    ):
+        if unsupported:
+            raise JinguError(what, where="--draft-model", fix=fix)
+    target_vocab = target.tokenizer.vocab()
+    draft_vocab = draft.tokenizer.vocab()
+    if target_vocab != draft_vocab:
+        different = sum(draft_vocab.get(token) != token_id for token, token_id in target_vocab.items())
+        detail = f", of which {different:,} are missing in the draft model or have another id" if different else ""
+        raise JinguError(
+            f"the draft model has {len(draft_vocab):,} tokens and the model {len(target_vocab):,}{detail}.",
+            where="--draft-model",
+            fix="Use a smaller model with the same tokenizer.",
+        )

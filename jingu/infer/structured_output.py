@@ -1,0 +1,106 @@
+"""Structured output: JSON, or text that matches a regular expression. Tokens that cannot lead there are masked.
+
+llguidance knows which tokens of a tokenizer a grammar allows next.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.infer.request import Constraint
+from jingu.text.tokenizer import Tokenizer
+
+# Fixed whitespace: where any were allowed, some models would write nothing else.
+_JSON_FORMAT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# What llguidance may spend on compiling a grammar, in its own unit: some tens of milliseconds, as other requests wait.
+_LEXER_FUEL = 100_000
+
+
+class GrammarCompiler:
+    """Compiles constraints for one tokenizer, whose vocabulary is read with the first of them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._llguidance_tokenizer: Any = None
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Return a grammar in its initial state. Raise JinguError where llguidance is missing or refuses it."""
+        try:
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+        except ImportError as error:
+            raise JinguError(
+                "structured output needs llguidance, which is not installed.",
+                where="constraint",
+                fix="pip install 'jingu[constrain]'",
+            ) from error
+        if self._llguidance_tokenizer is None:
+            content = self._tokenizer.content
+            self._llguidance_tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=self._eos_token_id)
+        try:
+            if constraint.kind == "regex":
+                rules = LLMatcher.grammar_from_regex(constraint.value)
+            else:
+                schema = json.loads(constraint.value) if constraint.kind == "json_schema" else {"type": "object"}
+                # JSON Schema also writes the schema that allows everything as `true`.
+                rules = LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_FORMAT)
+        except ValueError as error:
+            raise _invalid_constraint(str(error)) from error
+        limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self._llguidance_tokenizer, rules, limits=limits, log_level=0)
+        grammar = Grammar(matcher, self._vocab_size)
+        if grammar.error is None:
+            grammar.mask_logits(torch.zeros(self._vocab_size))  # only this notices that no text matches
+        if grammar.error is not None:
+            raise _invalid_constraint(grammar.error)
+        return grammar
+
+
+class Grammar:
+    """The state of a grammar after the tokens accepted so far."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._bitmask = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+
+    def copy(self) -> Grammar:
+        """Return an independent copy of the state: much faster than compiling the grammar again."""
+        return Grammar(self._matcher.deep_copy(), self._vocab_size)
+
+    def mask_logits(self, logits_V: Tensor) -> Tensor:
+        """Return logits with -inf for tokens that the grammar does not allow next."""
+        from llguidance.torch import fill_next_token_bitmask
+
+        if self._matcher.is_error():
+            return logits_V
+        fill_next_token_bitmask(self._matcher, self._bitmask)
+        bits = self._bitmask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+        return logits_V.masked_fill(bits.flatten()[: len(logits_V)] == 0, -torch.inf)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; return whether nothing can follow it."""
+        self._matcher.consume_token(token_id)
+        return bool(self._matcher.is_stopped()) and self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """Why llguidance gave the grammar up (it may have grown too large); None: it did not."""
+        return _clean_message(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+def _clean_message(error: str) -> str:
+    """Return llguidance's message without what it adds for its own log."""
+    return error.replace("NoExtensionBias", "no text matches it").replace("<non-verbose/>", "").strip()
+
+
+def _invalid_constraint(message: str) -> JinguError:
+    return JinguError(f"the output cannot be constrained like this ({message.strip()}).", where="constraint")

@@ -1,0 +1,241 @@
+"""Adapters of matrices: LoRA (Hu et al., 2022), DoRA (Liu et al., 2024), IA³ (Liu et al., 2022).
+
+Shapes: R rank, I inputs, O outputs, E experts, M choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from hashlib import sha256
+
+import torch
+from torch import Tensor, nn
+
+from jingu.errors import JinguError
+from jingu.model.dropout import BlockDropoutSeeds, seeded_dropout
+from jingu.model.experts import GroupedLinear
+from jingu.model.grouped_matmul import grouped_matmul
+from jingu.model.layers import Linear
+from jingu.model.matmul_kernels import linear
+from jingu.model.quantize import quantize_blocks
+from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.spec import Adapter, Ia3, Lora, ModelSpec
+
+# Names of an adapter's parameters, beside the `weight` of its module: the two small matrices, the lengths of rows,
+# factors of inputs and of outputs.
+ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_m", "ia3_in", "ia3_out")
+_OWN = frozenset({*ADAPTER_PARAMETERS, "prompt"})
+
+
+class LoraLinear(Linear):
+    """A linear layer with a LoRA or DoRA adapter.
+
+    Attributes:
+        first_input: number of the first input here, if a rank has only some of them.
+    """
+
+    first_input = 0
+
+    def __init__(self, plain: Linear, adapter: Lora, name: str, seeds: BlockDropoutSeeds) -> None:
+        """
+        Args:
+            plain: the layer without the adapter.
+            name: name in the model; what dropout drops depends on it.
+            seeds: seeds of the present tokens.
+        """
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None)
+        self.weight, self.bias = plain.weight, plain.bias
+        self.scale = adapter.scale
+        self.dropout = adapter.dropout
+        self.seeds = seeds
+        self.reads_source = name.endswith(("cross_attention.k", "cross_attention.v"))
+        self.salt = int.from_bytes(sha256(name.encode()).digest()[:6], "little")
+        self.lora_a = nn.Parameter(torch.empty(adapter.rank, plain.in_features))
+        self.lora_b = nn.Parameter(torch.empty(plain.out_features, adapter.rank))
+        self.lora_m = nn.Parameter(torch.empty(plain.out_features)) if adapter.use_dora else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        dropped = self._drop(input)
+        update = self.scale * linear(linear(dropped, self.lora_a), self.lora_b)
+        if self.lora_m is None:
+            return super().forward(input) + update
+        # DoRA: the lengths of rows are constants in backward (section 4.3 of the paper).
+        factor_O = (self.lora_m / self.row_squares().sqrt()).to(input.dtype)
+        return super().forward(input) + (factor_O - 1) * linear(dropped, self.weight) + factor_O * update
+
+    def _drop(self, x_BTI: Tensor) -> Tensor:
+        """Return the inputs of the adapter after dropout."""
+        seeds_BT = self.seeds.source if self.reads_source else self.seeds.own
+        if not self.dropout or seeds_BT is None:
+            return x_BTI
+        return seeded_dropout(x_BTI, seeds_BT, self.salt, self.dropout, self.first_input)
+
+    @torch.no_grad()
+    def row_squares(self) -> Tensor:
+        """Return the squared lengths [O] of the rows of matrix plus adapter, in fp32 at least."""
+        weight: Tensor | QuantizedWeight = self.weight
+        whole = weight.whole() if isinstance(weight, QuantizedWeight) else weight
+        wide = torch.promote_types(torch.promote_types(whole.dtype, self.lora_b.dtype), torch.float32)
+        return (whole.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))).square().sum(1)
+
+
+class LoraGrouped(GroupedLinear):
+    """A matrix for each expert, with a LoRA adapter for each."""
+
+    def __init__(self, plain: GroupedLinear, adapter: Lora) -> None:
+        number, outputs, inputs = plain.weight.shape
+        super().__init__(number, inputs, outputs)
+        self.weight = plain.weight
+        self.scale = adapter.scale
+        self.lora_a = nn.Parameter(torch.empty(number, adapter.rank, inputs))
+        self.lora_b = nn.Parameter(torch.empty(number, outputs, adapter.rank))
+
+    def all(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        """As `GroupedLinear.all`, with the adapters."""
+        x_MR = grouped_matmul(x_MI, self.lora_a.to(x_MI.dtype), ends_E)
+        return super().all(x_MI, ends_E) + self.scale * grouped_matmul(x_MR, self.lora_b.to(x_MI.dtype), ends_E)
+
+    def one(self, number: int, x_MI: Tensor) -> Tensor:
+        """As `GroupedLinear.one`, with the adapter."""
+        x_MR = linear(x_MI, self.lora_a[number])
+        return super().one(number, x_MI) + self.scale * linear(x_MR, self.lora_b[number])
+
+
+class Ia3Linear(Linear):
+    """A linear layer with a trained factor for each of its inputs, or of its outputs (IA³)."""
+
+    def __init__(self, plain: Linear, *, of_inputs: bool) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None)
+        self.weight, self.bias = plain.weight, plain.bias
+        self.ia3_in = nn.Parameter(torch.empty(plain.in_features)) if of_inputs else None
+        self.ia3_out = None if of_inputs else nn.Parameter(torch.empty(plain.out_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.ia3_in is not None:
+            return super().forward(input * self.ia3_in.to(input.dtype))
+        assert self.ia3_out is not None
+        return super().forward(input) * self.ia3_out.to(input.dtype)
+
+
+def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
+    """Add adapters to the matrices that the spec names, in place, and freeze what is not trained."""
+    adapter = spec.adapter
+    if isinstance(adapter, Lora | Ia3):
+        _add_beside(model, adapter)
+    if spec.quantization is not None:
+        quantize_blocks(model, spec.quantization)
+    for name, parameter in model.named_parameters():
+        if not is_trained(name, spec):
+            parameter.requires_grad_(False)
+
+
+def is_trained(name: str, spec: ModelSpec) -> bool:
+    """Return whether a parameter of a model is trained; with adapters, only these are."""
+    return not matches_any(name, spec.frozen_parameters) if spec.adapter is None else is_adapter(name)
+
+
+def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
+    seeds = BlockDropoutSeeds()
+    for prefix, parent in list(model.named_modules()):
+        seeds = getattr(parent, "dropout_seeds", seeds)  # of the block that it is a part of
+        for leaf, child in list(parent.named_children()):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            # Routers and the head are weights that others multiply by.
+            if "blocks." not in prefix or leaf == "router" or not matches_any(name, adapter.target_modules):
+                continue
+            if isinstance(child, Linear | GroupedLinear):
+                setattr(parent, leaf, _adapted(name, child, adapter, seeds))
+
+
+def _adapted(
+    name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3, seeds: BlockDropoutSeeds
+) -> Linear | GroupedLinear:
+    if isinstance(child, GroupedLinear):
+        if not isinstance(adapter, Lora) or adapter.use_dora or adapter.dropout:
+            raise JinguError(
+                f"{name} holds the matrices of experts, which take LoRA alone, without dropout and magnitudes.",
+                where="tune.target_modules",
+                fix="Leave it out, or set tune.type=lora, tune.dropout=0 and tune.use_dora=false.",
+            )
+        return LoraGrouped(child, adapter)
+    if isinstance(adapter, Lora):
+        return LoraLinear(child, adapter, name, seeds)
+    return Ia3Linear(child, of_inputs=name.endswith("feed_forward.down"))
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_targets(names: Collection[str], adapter: Adapter) -> None:
+    """Raise JinguError for a pattern that matches no module with an adapter; `names` are those of the parameters."""
+    modules = {name.rpartition(".")[0] for name in names if name.endswith(ADAPTER_PARAMETERS)}
+    for pattern in adapter.target_modules if isinstance(adapter, Lora | Ia3) else ():
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise JinguError(
+                f"no matrix of the model has a name like {pattern}.",
+                where="tune.target_modules",
+                fix="Names are such as blocks.0.attention.q and blocks.0.feed_forward.up; * stands for anything.",
+            )
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter."""
+    return not _OWN.isdisjoint(name.split("."))
+
+
+def merge_parameter(
+    adapter: Lora | Ia3, names: Collection[str], name: str, value: Tensor, read: Callable[[str], Tensor]
+) -> Tensor:
+    """Return the parameter `name` of a model, merged with its adapter if it has one.
+
+    Args:
+        names: names of the adapters' parameters, and perhaps of others.
+        read: reads a parameter by name.
+    """
+    module, _, leaf = name.rpartition(".")
+    parts = {kind: read(f"{module}.{kind}") for kind in ADAPTER_PARAMETERS if f"{module}.{kind}" in names}
+    return merge_adapter(value, leaf, parts, adapter) if parts else value
+
+
+def merge_adapter(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3) -> Tensor:
+    """Return the weight or bias (`leaf`) that computes what a layer and its adapter compute, in fp32 at least.
+
+    Args:
+        parts: the adapter's parameters; of experts, those of all.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    total, parts = value.to(wide), {kind: part.to(wide) for kind, part in parts.items()}
+    if isinstance(adapter, Lora) and leaf == "weight":
+        total = total + adapter.scale * (parts["lora_b"] @ parts["lora_a"])
+        if "lora_m" in parts:
+            total = total * (parts["lora_m"] / total.square().sum(1).sqrt()).unsqueeze(1)
+    elif "ia3_out" in parts:
+        total = total * (parts["ia3_out"].unsqueeze(1) if leaf == "weight" else parts["ia3_out"])
+    elif "ia3_in" in parts and leaf == "weight":
+        total = total * parts["ia3_in"]
+    return total
+
+
+def unmerge_adapter(
+    value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3, dtype: torch.dtype
+) -> Tensor | None:
+    """Undo `merge_adapter`: return the original in `dtype`, or None if it does not follow from the numbers."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    if isinstance(adapter, Lora):
+        original = value.to(wide)
+        if leaf == "weight":
+            original = original - adapter.scale * (parts["lora_b"].to(wide) @ parts["lora_a"].to(wide))
+    else:
+        original = value.to(wide) / merge_adapter(torch.ones_like(value, dtype=wide), leaf, parts, adapter)
+    original = original.to(dtype)
+    if not torch.equal(merge_adapter(original, leaf, parts, adapter).to(value.dtype), value):
+        return None
+    # Would a neighbouring number have given the same?
+    for end in (-torch.inf, torch.inf):
+        neighbour = torch.nextafter(original, torch.full_like(original, end))
+        if bool((merge_adapter(neighbour, leaf, parts, adapter).to(value.dtype) == value).any()):
+            return None
+    return original

@@ -1,0 +1,202 @@
+"""Growing a model: a larger one that begins where a smaller one stands.
+
+Each rule takes a model and gives one: its spec, and how each of its parameters is made of the old model's. Nothing is
+computed before a parameter is asked for, so that rules can follow one another, and a large model passes through memory
+tensor by tensor.
+
+Shapes: V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.model.families import FAMILIES
+from jingu.model.spec import AlibiPositions, Experts, ModelSpec, replace_fields
+from jingu.model.weight_init import generator_for_name, initial_tensor
+
+DepthRule = Literal["interleaved", "stacked"]
+_MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "cpm2": "cpm2"}
+_EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
+_INTO_STREAM = (".attention.output.", ".cross_attention.output.", ".feed_forward.down.", ".feed_forward.shared.down.")
+
+
+@dataclass(frozen=True)
+class LazyModel:
+    """A model that can be read.
+
+    Attributes:
+        read: one parameter by name, whole, on CPU.
+    """
+
+    spec: ModelSpec
+    read: Callable[[str], Tensor]
+
+
+def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
+    """Sparse upcycling (Komatsuzaki et al., 2023): every expert begins as the dense feed-forward.
+
+    The router is drawn from the seed. The weights of a token's experts sum to one, so without noise the outputs equal
+    the dense model's.
+
+    Args:
+        noise: standard deviation of what is added to each expert's matrices, as a share of the matrix's own.
+
+    Raises:
+        JinguError: the model has experts already, its family has no counterpart with experts, or `active` is too many.
+    """
+    spec = model.spec
+    if isinstance(spec.feed_forward, Experts) or spec.family not in _MIXTURES:
+        raise JinguError(
+            f"experts are made of the feed-forwards of a dense model, and this one is a {spec.family}.",
+            where="--experts",
+            fix=f"Take a model of a family that has a counterpart with experts: {', '.join(_MIXTURES)}.",
+        )
+    family = FAMILIES[_MIXTURES[spec.family]]
+    dense = {key: getattr(spec.feed_forward, key) for key in ("intermediate_size", "activation", "bias")}
+    assert family.experts is not None
+    experts = Experts.model_validate(
+        {**family.experts.model_dump(), **dense, "num_experts": number, "num_experts_per_token": active}
+    )
+    grown = replace_fields(spec, family=family.name, feed_forward=experts)
+
+    def read(name: str) -> Tensor:
+        if name.endswith(".router.weight"):
+            return initial_tensor(name, torch.Size((number, spec.hidden_size)), grown, seed)
+        old = model.read(name)
+        if not name.endswith(_EXPERT_PARTS):
+            return old
+        if not noise:
+            return old.expand(number, *old.shape)
+        copies, generator, std = (
+            old.repeat(number, 1, 1),
+            generator_for_name(name, seed),
+            noise * float(old.float().std()),
+        )
+        for copy in copies:
+            copy += torch.empty(old.shape).normal_(0.0, std, generator=generator).to(old.dtype)
+        return copies
+
+    return LazyModel(grown, read)
+
+
+def replace_vocab(model: LazyModel, rows: Sequence[Sequence[int]]) -> LazyModel:
+    """Another vocabulary: row i of the embedding and of the head is the mean of the old rows that `rows[i]` names.
+
+    One old row is taken as it is; none stands for the mean of all, where what the model knows of no piece is spread
+    least (Hewitt, 2021).
+    """
+
+    def read(name: str) -> Tensor:
+        old_VD = model.read(name)
+        if name not in ("embedding.weight", "head.weight"):
+            return old_VD
+        mean_D = old_VD.mean(0, dtype=torch.promote_types(old_VD.dtype, torch.float32))
+        new_VD = old_VD[torch.tensor([ids[0] if ids else 0 for ids in rows])]
+        for row, ids in enumerate(rows):
+            if len(ids) != 1:
+                new_VD[row] = old_VD[list(ids)].to(mean_D.dtype).mean(0) if ids else mean_D
+        return new_VD
+
+    return LazyModel(replace_fields(model.spec, vocab_size=len(rows)), read)
+
+
+def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved", *, zeroed: bool = True) -> LazyModel:
+    """More blocks, copies of those that are there.
+
+    interleaved: a block's copies follow it (Wu et al., 2024, LLaMA Pro). stacked: all blocks follow all blocks (Gong
+    et al., 2019).
+
+    Args:
+        zeroed: the copies write nothing into the hidden states at first (their output and down projections are zero):
+            the outputs equal the original's, and what they should write is learned. Otherwise copies are whole, and
+            the outputs are other ones.
+    """
+    old = model.spec.num_layers
+    if layers <= old:
+        raise JinguError(f"the model has {old} blocks already.", where="--layers", fix=f"Give more than {old}.")
+    sources = [block * old // layers if rule == "interleaved" else block % old for block in range(layers)]
+
+    def read(name: str) -> Tensor:
+        if not name.startswith("blocks."):
+            return model.read(name)
+        _, number, part = name.split(".", 2)
+        source = sources[int(number)]
+        value = model.read(f"blocks.{source}.{part}")
+        is_copy = source in sources[: int(number)]
+        return torch.zeros_like(value) if zeroed and is_copy and f".{part}".startswith(_INTO_STREAM) else value
+
+    return LazyModel(replace_fields(model.spec, num_layers=layers), read)
+
+
+def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
+    """A multiple of the width, the heads and the feed-forward, each there several times (Chen et al., 2016, Net2Net;
+    Chen et al., 2022, bert2BERT).
+
+    Every number of the hidden states, every head and every inner neuron is repeated k times; a matrix that reads them
+    is divided by k, and the final norm in place of the head. Norms of repeated states are the same, so the outputs
+    equal the original's. Without noise, though, copies get equal gradients and stay copies.
+
+    Args:
+        noise: standard deviation of what is added where copies are read, as a share of the matrix's own. It sums to
+            zero over the copies: they learn apart, and the outputs still equal the original's.
+
+    Raises:
+        JinguError: the width is no multiple, or the heads' positions depend on their number (ALiBi).
+    """
+    spec = model.spec
+    times, rest = divmod(width, spec.hidden_size)
+    if rest or times < 2:
+        raise JinguError(
+            f"a width of {spec.hidden_size} is repeated whole, and {width} is no multiple of it.",
+            where="--width",
+            fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
+        )
+    if isinstance(spec.position, AlibiPositions):
+        raise JinguError(
+            "heads with ALiBi differ by their number, so that repeated ones would not be copies.",
+            where="--width",
+            fix="Grow the depth or the vocabulary, or take a model with rotary or learned positions.",
+        )
+    sizes = {
+        "hidden_size": width,
+        "attention.num_heads": times * spec.attention.num_heads,
+        "attention.num_kv_heads": times * spec.attention.num_kv_heads,
+        "feed_forward.intermediate_size": times * spec.feed_forward.intermediate_size,
+    }
+    if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared_intermediate_size:
+        sizes["feed_forward.shared_intermediate_size"] = times * spec.feed_forward.shared_intermediate_size
+    # The head reads k copies. Rows of a normalised head have become √k times as long before they are normalised, and
+    # a scaled head divides by √k of itself.
+    final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
+
+    def read(name: str) -> Tensor:
+        old = model.read(name)
+        if name.endswith(("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias")):
+            return old
+        if old.ndim == 1:
+            return old.repeat(times) / (final if name.startswith("norm.") else 1)
+        if name.endswith(("embedding.weight", "positions.weight", "relative_bias.weight")) or name == "head.weight":
+            return old.repeat(1, times)
+        only_inputs = name.endswith((".router.weight", ".shared_gate.weight"))
+        rows = old if only_inputs else old.repeat(*[1] * (old.ndim - 2), times, 1)
+        return _read_copies(rows, times, noise * float(old.float().std()) if noise else 0.0, name, seed)
+
+    return LazyModel(replace_fields(spec, **sizes), read)
+
+
+def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:
+    """The matrix for inputs that are there several times: what it says of their copies sums to the same."""
+    whole = matrix.repeat(*[1] * (matrix.ndim - 1), times).div_(times)
+    if std:
+        shape = (*matrix.shape[:-1], times, matrix.shape[-1])
+        deviations = torch.empty(shape).normal_(0.0, std, generator=generator_for_name(name, seed))
+        deviations = deviations.to(torch.promote_types(whole.dtype, torch.float32))
+        whole += (deviations - deviations.mean(-2, keepdim=True)).flatten(-2).to(whole.dtype)
+    return whole

@@ -1,0 +1,147 @@
+"""Name maps: how a family's checkpoint names and arranges the decoder's parameters, used in both directions.
+
+A map pairs modules of theirs with modules of ours. `*` stands for the number of the block; where theirs has a second
+one, it is that of an expert: they keep a matrix for each, and ours, of one dim more, holds them all. `{a,b}` stands
+for several modules. They are paired one by one; or, where theirs is one, it holds ours, stacked along dim 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jingu.model.spec import ModelSpec
+
+Rearrange = Callable[[Tensor, ModelSpec], Tensor]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A rearrangement and its inverse. Both must also work on the meta device, where they give the shapes."""
+
+    to_jingu: Rearrange
+    to_hf: Rearrange
+
+
+IDENTITY = Transform(lambda tensor, spec: tensor, lambda tensor, spec: tensor)
+TRANSPOSE = Transform(lambda tensor, spec: tensor.t(), lambda tensor, spec: tensor.t())
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """One tensor of theirs, and those of ours that it holds, stacked, after the transform.
+
+    Attributes:
+        when: of which specs; others keep ours under another name, by another rule.
+    """
+
+    hf_name: str
+    jingu_names: tuple[str, ...]
+    transform: Transform = IDENTITY
+    when: Callable[[ModelSpec], bool] = lambda spec: True
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """A rule at one block of a model.
+
+    Attributes:
+        hf_name: the name of their tensor.
+        jingu_shapes: names of ours, and the shape of each; of experts, that of one.
+        expert: which slice of ours theirs is; None: all of it.
+    """
+
+    hf_name: str
+    jingu_shapes: Mapping[str, torch.Size]
+    transform: Transform
+    spec: ModelSpec
+    expert: int | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of their tensor."""
+        return self._joined([torch.empty(shape, device="meta") for shape in self.jingu_shapes.values()]).shape
+
+    def to_jingu(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Our tensors out of theirs, as views where that is possible; of an expert, its slice."""
+        whole = self.transform.to_jingu(tensor, self.spec)
+        pieces = (
+            [whole] if len(self.jingu_shapes) == 1 else whole.split([shape[0] for shape in self.jingu_shapes.values()])
+        )
+        return dict(zip(self.jingu_shapes, pieces, strict=True))
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Their tensor out of ours, which are whole."""
+        return self._joined(tensors if self.expert is None else [whole[self.expert] for whole in tensors])
+
+    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        return self.transform.to_hf(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), self.spec)
+
+
+def name_rules(
+    names: Mapping[str, str], transform: Transform = IDENTITY, when: Callable[[ModelSpec], bool] = lambda spec: True
+) -> tuple[NameRule, ...]:
+    """The rules of a map from their modules to ours, for weights and biases."""
+    rules: list[NameRule] = []
+    for hf_name, jingu_name in names.items():
+        one, several = _spelled(hf_name), _spelled(jingu_name)
+        pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
+        for kind in ("weight", "bias"):
+            rules += [
+                NameRule(f"{hf_module}.{kind}", tuple(f"{module}.{kind}" for module in modules), transform, when)
+                for hf_module, modules in pairs
+            ]
+    return tuple(rules)
+
+
+def _spelled(names: str) -> list[str]:
+    """`a.{b,c}` → `a.b` and `a.c`."""
+    before, *choice = re.split(r"[{}]", names)
+    return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]
+
+
+def expand_rules(
+    rules: Sequence[NameRule], spec: ModelSpec, parameters: Mapping[str, torch.Size]
+) -> list[TensorMapping]:
+    """The rules that apply to a spec, spelled out for every block, in the order of the model.
+
+    A rule applies when the model has its parameters (`parameters`: name → shape), and they hold experts where the rule
+    has some; a tied head, say, is not there.
+
+    Raises:
+        LookupError: a parameter that no rule names, or a rule of which only a part applies (a fault of the family).
+    """
+    mappings: list[TensorMapping] = []
+    layers = range(max(spec.num_layers, spec.num_encoder_layers or 0))
+    for rule in (rule for rule in rules if rule.when(spec)):
+        for layer in map(str, layers if "*" in rule.hf_name else (0,)):
+            hf_name = rule.hf_name.replace("*", layer, 1)
+            names = tuple(name.replace("*", layer) for name in rule.jingu_names)
+            if any(name not in parameters for name in names) or ("*" in hf_name) != (len(parameters[names[0]]) == 3):
+                continue
+            experts = range(parameters[names[0]][0]) if "*" in hf_name else (None,)
+            shapes = {name: parameters[name][1:] if "*" in hf_name else parameters[name] for name in names}
+            mappings += [TensorMapping(hf_name.replace("*", str(n)), shapes, rule.transform, spec, n) for n in experts]
+    # Every parameter must come from exactly one rule.
+    mapped = [name for entry in mappings if not entry.expert for name in entry.jingu_shapes]
+    if sorted(mapped) != sorted(parameters):
+        raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(parameters)}")
+    order = {name: number for number, name in enumerate(parameters)}
+    return sorted(mappings, key=lambda entry: order[next(iter(entry.jingu_shapes))])
+
+
+def read_parameter(name: str, holders: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The tensor `name` of ours out of all of theirs that hold it (`holders`), of which one is in memory at a time;
+    and those that came with it."""
+    first = holders[0].to_jingu(read(holders[0].hf_name))
+    if holders[0].expert is None:
+        return first
+    whole = first[name].new_empty(len(holders), *first[name].shape)
+    whole[0] = first[name]
+    for entry in holders[1:]:
+        whole[entry.expert] = entry.to_jingu(read(entry.hf_name))[name]
+    return {name: whole}

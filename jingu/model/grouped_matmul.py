@@ -1,0 +1,134 @@
+"""Grouped matmul: groups of rows, each times a matrix of its own, as one operation that the compiler sees whole.
+
+Shapes: N rows sorted by group, G groups, I inputs, O outputs. ends_G: where each group's rows end; the last is N.
+
+A card multiplies all groups in one kernel, and the host never learns their sizes. Elsewhere (and on a card in fp64
+or with widths that the kernel does not take, where reading the sizes waits for the device) the groups are
+multiplied one after another, straight into the result. On 2 cores this and torch's grouped kernel differ by noise,
+and padding groups to one size for a batched product would multiply zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.model.matmul_kernels import matmul_into
+from jingu.model.quantized_weight import dequantize
+from jingu.model.spec import QuantizationFormat
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.library.custom_op("jingu::grouped_product", mutates_args=())
+def grouped_matmul(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    """Return rows [N, O]: each row of `x` times the transposed matrix of its group.
+
+    Args:
+        ends_G: int32, not falling.
+    """
+    if _one_kernel(x_NI, weight_GOI.shape[1]):
+        return F.grouped_mm(x_NI, weight_GOI.transpose(1, 2), offs=ends_G)
+    y_NO = x_NI.new_empty(x_NI.shape[0], weight_GOI.shape[1])
+    for group, rows in iterate_groups(ends_G):
+        matmul_into(y_NO[rows], x_NI[rows], weight_GOI[group].t())
+    return y_NO
+
+
+@torch.library.custom_op("jingu::grouped_outer", mutates_args=())
+def grouped_outer_product(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
+    """Return matrices [G, O, I]: for each group the sum of its rows' outer products; zero if it has no rows."""
+    if _one_kernel(right_NI, left_NO.shape[1]):
+        sums_GOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_G)
+        empty_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
+        return sums_GOI.masked_fill_(empty_G[:, None, None], 0)
+    sums_GOI = left_NO.new_zeros(ends_G.shape[0], left_NO.shape[1], right_NI.shape[1])
+    for group, rows in iterate_groups(ends_G):
+        matmul_into(sums_GOI[group], left_NO[rows].t(), right_NI[rows])
+    return sums_GOI
+
+
+def _one_kernel(x_NI: Tensor, outputs: int) -> bool:
+    """Return whether the device has a kernel for these; its rows must begin at multiples of 16 bytes."""
+    aligned = x_NI.shape[1] * x_NI.itemsize % 16 == 0 and outputs * x_NI.itemsize % 16 == 0
+    return x_NI.is_cuda and x_NI.dtype in _KERNEL_DTYPES and aligned
+
+
+def iterate_groups(ends_G: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the number and the rows of every group that has rows."""
+    start = 0
+    for group, end in enumerate(ends_G.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
+
+
+@grouped_matmul.register_fake
+def _(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    return x_NI.new_empty(x_NI.shape[0], weight_GOI.shape[1])
+
+
+@grouped_outer_product.register_fake
+def _(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
+    return left_NO.new_empty(ends_G.shape[0], left_NO.shape[1], right_NI.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, upstream_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_NI, weight_GOI, ends_G = ctx.saved_tensors
+    upstream_NO = upstream_NO.contiguous()
+    gradient_x, gradient_weight = None, None
+    if ctx.needs_input_grad[0]:
+        gradient_x = grouped_matmul(upstream_NO, weight_GOI.transpose(1, 2), ends_G)
+    if ctx.needs_input_grad[1]:
+        gradient_weight = grouped_outer_product(upstream_NO, x_NI, ends_G)
+    return gradient_x, gradient_weight, None
+
+
+grouped_matmul.register_autograd(_backward, setup_context=_keep)
+
+
+class QuantizedGroupedMatmul(torch.autograd.Function):
+    """Compute `grouped_matmul` with quantized matrices, dequantized forward and backward, and not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, values: Tensor, scales: Tensor, kind: QuantizationFormat, ends_G: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(values, scales, ends_G)
+        ctx.kind = kind
+        return grouped_matmul(x_NI, dequantize(values, scales, kind).to(x_NI.dtype), ends_G)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, scales, ends_G = ctx.saved_tensors
+        whole_GOI = dequantize(values, scales, ctx.kind).to(upstream[0].dtype)
+        return grouped_matmul(upstream[0].contiguous(), whole_GOI.transpose(1, 2), ends_G), None, None, None, None
+
+
+class GatherRows(torch.autograd.Function):
+    """Compute `x[take]`, where row i of `x` is gathered into the `times` rows `back[i·times …]` of the result.
+
+    With the inverse index, the backward pass gathers, too, instead of adding rows in no fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, take_M: Tensor, back_M: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(back_M)
+        ctx.times = times
+        return x_ND.index_select(0, take_M)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (back_M,) = ctx.saved_tensors
+        gradient_MD = upstream[0].index_select(0, back_M)
+        if ctx.times > 1:
+            gradient_MD = gradient_MD.unflatten(0, (-1, ctx.times)).sum(1)
+        return gradient_MD, None, None, None

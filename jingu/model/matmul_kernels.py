@@ -1,0 +1,158 @@
+"""Matrix products. On a CPU without units for bf16 or fp16, such products are computed in fp32 and rounded once.
+
+That is what a unit with fp32 accumulation gives, and many times faster there than the stock kernels.
+Everywhere else these are the stock operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.compat.torch import cpu_has_bf16_units, cpu_has_fp16_units
+from jingu.model.blockwise_attention import BlockwiseCausalAttention
+from jingu.model.quantized_weight import (
+    BATCH_INVARIANT_ROWS,
+    PrepackedQuantizedWeight,
+    PrepackedWeight,
+    QuantizedWeight,
+    dequantize,
+)
+from jingu.model.spec import QuantizationFormat
+
+# Facts of the processor, read once; constants so that compiled code folds them.
+CPU_HAS_BF16_UNITS = cpu_has_bf16_units()
+CPU_HAS_FP16_UNITS = cpu_has_fp16_units()
+
+
+def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype that matmuls of `dtype` are computed in: fp32 if the device has no units for a narrower one."""
+    lacking = (dtype == torch.bfloat16 and not CPU_HAS_BF16_UNITS) or (
+        dtype == torch.float16 and not CPU_HAS_FP16_UNITS
+    )
+    return torch.float32 if lacking and device.type == "cpu" else dtype
+
+
+def upcasts_matmul(x: Tensor) -> bool:
+    """Return whether matmuls of this tensor are computed in fp32 although it is narrower."""
+    return matmul_dtype(x.dtype, x.device) != x.dtype
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b`, rounded once to the dtype of `a`."""
+    if upcasts_matmul(a):
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
+
+
+def matmul_into(result: Tensor, a: Tensor, b: Tensor) -> None:
+    """Compute `result[...] = a @ b`; all have one dtype."""
+    if upcasts_matmul(a):
+        result.copy_(a.float() @ b.float())
+    else:
+        torch.mm(a, b, out=result)
+
+
+def matmul_accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Compute `total += a @ b`; `total` is as wide as `a` and `b` or wider."""
+    if upcasts_matmul(a):
+        total.addmm_(a.float(), b.float())
+    elif total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def linear(
+    x: Tensor, weight: Tensor | QuantizedWeight | PrepackedQuantizedWeight | PrepackedWeight, bias: Tensor | None = None
+) -> Tensor:
+    """Return `x @ weight.T + bias`, rounded once to the dtype of `x`; wider weights and biases are rounded to it first.
+
+    Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for very few
+    rows add up in another order than those for more, so rows are filled up to a multiple of STEADY_ROWS.
+    """
+    if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight):
+        return weight.times(x, bias)
+    if isinstance(weight, QuantizedWeight):
+        y: Tensor = _PackedLinear.apply(x, weight.values, weight.scales, weight.kind)
+        return y if bias is None else y + bias.to(x.dtype)
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        rows = x.numel() // x.shape[-1]
+        if spare := -rows % BATCH_INVARIANT_ROWS:
+            y = linear(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, spare)), weight, bias)
+            return y[:rows].view(*x.shape[:-1], -1)
+    if upcasts_matmul(x):
+        wide: Tensor = _WideLinear.apply(x, weight, bias)
+        return wide
+    return F.linear(x, weight, bias)
+
+
+def use_blockwise_attention(q_BHTK: Tensor) -> bool:
+    """Whether `BlockwiseCausalAttention` beats torch's kernel: compiled, on CPUs with bf16, for short sequences."""
+    narrow = q_BHTK.dtype == torch.bfloat16 and q_BHTK.device.type == "cpu" and CPU_HAS_BF16_UNITS
+    return narrow and q_BHTK.shape[2] <= 1024 and torch.compiler.is_compiling()
+
+
+def dot_product_attention(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None = None
+) -> Tensor:
+    """Scaled dot-product attention; G key-value heads serve H query heads in groups of H / G.
+
+    Args:
+        mask: true where a query may look, or what is added to its scores, broadcast to [B, H, T, S]; None for all
+            (or `causal`).
+        scale: multiplies the scores; None: 1/√K.
+    """
+    dtype = q_BHTK.dtype
+    if causal and scale is None and use_blockwise_attention(q_BHTK):
+        blocked: Tensor = BlockwiseCausalAttention.apply(q_BHTK, k_BGSK, v_BGSK)
+        return blocked
+    if upcasts_matmul(q_BHTK):
+        q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
+    if mask is not None and mask.dtype != torch.bool and (mask.is_cuda or torch.is_grad_enabled()):
+        mask = mask.to(q_BHTK.dtype)
+    grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
+    y = F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return y.to(dtype)
+
+
+class _PackedLinear(torch.autograd.Function):
+    """Multiply by a quantized matrix, which is dequantized for each product, forward and backward, and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tensor:
+        ctx.save_for_backward(values, scales)
+        ctx.kind = kind
+        return linear(x, dequantize(values, scales, kind))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, scales = ctx.saved_tensors
+        whole = dequantize(values, scales, ctx.kind).to(upstream[0].dtype)
+        return matmul(upstream[0], whole), None, None, None
+
+
+class _WideLinear(torch.autograd.Function):
+    """Compute in fp32 with narrow inputs and outputs; only the narrow tensors are kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias = bias is not None
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        g_NO = upstream[0].flatten(0, -2).float()
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        gradient_x = (g_NO @ weight.float()).to(x.dtype).view(x.shape) if wants_x else None
+        gradient_weight = (g_NO.t() @ x.flatten(0, -2).float()).to(weight.dtype) if wants_weight else None
+        gradient_bias = g_NO.sum(0).to(weight.dtype) if ctx.bias and wants_bias else None
+        return gradient_x, gradient_weight, gradient_bias

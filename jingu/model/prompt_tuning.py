@@ -1,0 +1,123 @@
+"""Trained prompts: tokens whose ids follow those of the vocabulary, and that have vectors, or keys and values, of
+their own.
+
+As tokens they have places in a row, positions, and entries of a cache like any other: masks, layouts and generation
+need not know of them.
+
+Shapes: B rows, T tokens, N prompt tokens, D width, F hidden, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jingu.model.layers import Embedding, Linear
+from jingu.model.sharding_table import ShardingTable
+from jingu.model.spec import DeepPrompt, ModelSpec, SoftPrompt
+
+
+class VirtualTokenEmbedding(Embedding):
+    """An embedding that returns zeros for virtual tokens."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        in_vocabulary_BT = input < self.num_embeddings
+        return super().forward(input.where(in_vocabulary_BT, 0)) * in_vocabulary_BT.unsqueeze(-1)
+
+
+class SoftPromptLayer(nn.Module):
+    """Vectors of virtual tokens: trained directly, or computed by a network from trained vectors."""
+
+    def __init__(self, adapter: SoftPrompt, spec: ModelSpec) -> None:
+        super().__init__()
+        width, hidden = spec.hidden_size, adapter.encoder_hidden_size
+        self.first = spec.vocab_size
+        self.embedding = Embedding(adapter.num_virtual_tokens, width)
+        self.lstm = Lstm(width, hidden) if adapter.encoder == "lstm" else None
+        sizes = {"none": [], "mlp": [width, hidden, hidden, width], "lstm": [2 * hidden, 2 * hidden, width]}
+        of_layers = sizes[adapter.encoder]
+        self.layers = nn.ModuleList(Linear(a, b) for a, b in pairwise(of_layers))
+
+    def vectors(self) -> Tensor:
+        """Return the vectors [N, D] of all virtual tokens."""
+        x_ND = self.embedding.weight
+        if self.lstm is not None:
+            x_ND = self.lstm(x_ND)
+        for number, layer in enumerate(self.layers):
+            x_ND = layer(F.relu(x_ND) if number else x_ND)
+        return x_ND
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return [B, T, D]: the vectors of virtual tokens, and zeros for text."""
+        place_BT = tokens_BT - self.first
+        return F.embedding(place_BT.clamp_min(0), self.vectors()) * (place_BT >= 0).unsqueeze(-1)
+
+
+class Lstm(nn.Module):
+    """A bidirectional LSTM of two layers. nn.LSTM keeps a flat list of its weights, which FSDP cannot shard."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        for layer, inputs in enumerate((width, 2 * hidden)):
+            for way in ("", "_reverse"):
+                shapes = {"weight_ih": (4 * hidden, inputs), "weight_hh": (4 * hidden, hidden)}
+                for name, shape in {**shapes, "bias_ih": (4 * hidden,), "bias_hh": (4 * hidden,)}.items():
+                    self.register_parameter(f"{name}_l{layer}{way}", nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Return hidden states [N, 2F]."""
+        start = x_ND.new_zeros(4, 1, self.hidden)
+        weights: list[Tensor] = list(self.parameters())
+        y_1NF: Tensor = torch.lstm(x_ND.unsqueeze(0), (start, start), weights, True, 2, 0.0, False, True, True)[0]
+        return y_1NF.squeeze(0)
+
+
+class DeepPromptLayer(nn.Module):
+    """Keys and values of virtual tokens in one block: trained directly, or computed by a network of the block."""
+
+    SHARDING: ClassVar[ShardingTable] = {"k": "kv_heads", "v": "kv_heads"}
+
+    def __init__(self, adapter: DeepPrompt, spec: ModelSpec) -> None:
+        super().__init__()
+        self.first, self.head_size = spec.vocab_size, spec.attention.head_dim
+        outputs = spec.attention.num_kv_heads * self.head_size
+        has_encoder = adapter.encoder_hidden_size is not None
+        self.embedding = Embedding(adapter.num_virtual_tokens, spec.hidden_size) if has_encoder else None
+        self.up = (
+            Linear(spec.hidden_size, adapter.encoder_hidden_size) if adapter.encoder_hidden_size is not None else None
+        )
+        # Trained themselves, they are the matrices' columns.
+        self.k, self.v = (
+            Linear(adapter.encoder_hidden_size or adapter.num_virtual_tokens, outputs, bias=has_encoder)
+            for _ in range(2)
+        )
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [N, G, K] of this rank's heads."""
+        if self.up is None or self.embedding is None:
+            keys_and_values = self.k.weight.t(), self.v.weight.t()
+        else:
+            x_NF = self.up(self.embedding.weight).tanh()
+            keys_and_values = self.k(x_NF), self.v(x_NF)
+        k_NGK, v_NGK = (self.own_heads(x.unflatten(-1, (-1, self.head_size))) for x in keys_and_values)
+        return k_NGK, v_NGK
+
+    def own_heads(self, x_NGK: Tensor) -> Tensor:
+        """Return those heads that attention computes with on this rank; context parallelism replaces this."""
+        return x_NGK
+
+    def forward(self, k_BTGK: Tensor, v_BTGK: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values in which those of virtual tokens are replaced."""
+        # Virtual tokens have ids behind those of the vocabulary.
+        place_BT = tokens_BT - self.first
+        is_virtual = (place_BT >= 0)[:, :, None, None]
+        k, v = (
+            torch.where(is_virtual, own_NGK.to(x.dtype)[place_BT.clamp_min(0)], x)
+            for own_NGK, x in zip(self.keys_and_values(), (k_BTGK, v_BTGK), strict=True)
+        )
+        return k, v

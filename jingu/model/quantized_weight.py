@@ -1,0 +1,289 @@
+"""Quantized weights: matrices of 8 or 4 bits an element, for inference and as the frozen base of adapters.
+
+int8: each row has a scale. int4: each group of 32 elements of a row has a scale and a middle (as Q4_1 of GGUF). nf4:
+each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by bitsandbytes. What a
+matrix stands for depends on nothing else, neither on the device nor on the dtype that is computed in.
+
+Shapes: O outputs, I inputs, E experts, G groups of a row, N rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from jingu.compat.torch import (
+    int4_matmul,
+    int8_matmul,
+    pack_int4,
+    prepack_weight,
+    prepacked_linear,
+    prepacked_memory,
+)
+from jingu.errors import JinguError
+from jingu.model.spec import QuantizationFormat
+
+TensorReader = Callable[[str], Tensor]
+# Elements of a row that are packed together; of int8 what kernels take at once.
+GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64}
+# Shares of a group's range that are tried: what lies beyond is cut off, and the rest is finer.
+_SHRINKS = (0.95, 0.9, 0.85, 0.8)
+
+# On CPUs, kernels add up in another order where rows are fewer; of matrices in oneDNN's order, where there is one.
+BATCH_INVARIANT_ROWS, PREPACKED_ROWS = 4, 2
+
+
+class QuantizedWeight(nn.Module):
+    """A quantized matrix [O, I] in the place of a weight, or one for each expert [E, O, I]; it is not trained.
+
+    Attributes:
+        values: of 8 bits [O, I]; of 4 bits [O, I / 2], the even elements in the low halves.
+        scales: [O, 1] of int8, [O, 2 G] of int4 (scale and middle in turns), both bf16; [O, G] of nf4, fp32. Their
+            bits, as integers: no engine casts these.
+    """
+
+    def __init__(self, kind: QuantizationFormat, shape: Sequence[int], *, unit_rows: bool = False) -> None:
+        """
+        Args:
+            unit_rows: whether it stands for the rows of the weight divided by their lengths.
+        """
+        super().__init__()
+        self.kind: QuantizationFormat = kind
+        self.unit_rows = unit_rows
+        if kind == "nf4":
+            import_bitsandbytes()
+        *before, inputs = shape
+        groups = inputs // GROUP_SIZES[kind]
+        sizes = {"int8": (inputs, 1), "int4": (inputs // 2, 2 * groups), "nf4": (inputs // 2, groups)}[kind]
+        dtypes = (torch.int8 if kind == "int8" else torch.uint8, torch.int32 if kind == "nf4" else torch.int16)
+        self.values, self.scales = (
+            nn.Parameter(torch.empty(*before, size, dtype=dtype), requires_grad=False)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+
+    def whole(self, number: int | None = None) -> Tensor:
+        """Return the dequantized matrix in fp32, or that of one expert."""
+        if number is None:
+            return dequantize(self.values, self.scales, self.kind)
+        return dequantize(self.values[number], self.scales[number], self.kind)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows of an int8 matrix, dequantized to fp32."""
+        return dequantize(self.values[ids], self.scales[ids], self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class PrepackedQuantizedWeight:
+    """A packed matrix [O, I] that is only computed with from now on. On CPUs kernels multiply by it, and a row of the
+    result depends on its row of `x` alone, to the last bit; elsewhere it is made whole for each product.
+
+    Attributes:
+        values: on CPU in the kernel's order.
+        scales: on CPU in the dtype of what is multiplied; of 4 bits [G, O, 2], with the middles.
+    """
+
+    kind: QuantizationFormat
+    values: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def rounded(weight_OI: Tensor, kind: QuantizationFormat, dtype: torch.dtype) -> PrepackedQuantizedWeight:
+        """Quantize and prepack a matrix; `dtype` is that of the activations."""
+        return PrepackedQuantizedWeight.of(kind, *quantize(weight_OI, kind), dtype)
+
+    @staticmethod
+    def of(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> PrepackedQuantizedWeight:
+        """Prepack a quantized matrix, given as values and scales."""
+        if values.device.type != "cpu":
+            return PrepackedQuantizedWeight(kind, values, scales)
+        wide = scales.detach().view(torch.bfloat16).to(dtype)
+        if kind == "int8":
+            return PrepackedQuantizedWeight(kind, values.detach(), wide.squeeze(-1))
+        ordered = pack_int4(_nibbles(values).int())
+        return PrepackedQuantizedWeight(kind, ordered, wide.unflatten(-1, (-1, 2)).transpose(0, 1).contiguous())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Address and size in bytes of the values."""
+        return self.values.data_ptr(), self.values.nbytes
+
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ self.T + bias`."""
+        if self.values.device.type != "cpu":
+            return F.linear(x, dequantize(self.values, self.scales, self.kind).to(x.dtype), bias)
+        x_NI = x.reshape(-1, x.shape[-1]).to(self.scales.dtype).contiguous()
+        if self.kind == "int8":
+            y_NO = int8_matmul(x_NI, self.values, self.scales)
+        else:
+            y_NO = int4_matmul(x_NI, self.values, GROUP_SIZES["int4"], self.scales)
+        y = y_NO.view(*x.shape[:-1], -1).to(x.dtype)
+        return y if bias is None else y + bias.to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class PrepackedWeight:
+    """A matrix [O, I] as it is, in the order that oneDNN's kernels for CPUs read at once: nearly twice as fast for few
+    rows, and the result is the same. A row of it depends on its row of `x` alone, to the last bit.
+
+    Attributes:
+        values: oneDNN's own.
+    """
+
+    values: Tensor
+
+    @staticmethod
+    def of(weight_OI: Tensor) -> PrepackedWeight:
+        """Prepack a copy of a matrix."""
+        return PrepackedWeight(prepack_weight(weight_OI.detach().contiguous(), PREPACKED_ROWS))
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Address and size in bytes of the matrix."""
+        return prepacked_memory(self.values)
+
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ self.T + bias`."""
+        rows = x.numel() // x.shape[-1]
+        if spare := -rows % PREPACKED_ROWS:
+            y_NO = self.times(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, spare)), bias)
+            return y_NO[:rows].view(*x.shape[:-1], -1)
+        return prepacked_linear(x, self.values, bias)
+
+
+def require_bitsandbytes(what: str, where: str, other: str) -> None:
+    """Raise JinguError if bitsandbytes is not installed, which `what` (the setting `where`) needs."""
+    if find_spec("bitsandbytes") is None:
+        raise JinguError(
+            f"{what} by the bitsandbytes package, which is not installed.",
+            where=where,
+            fix=f"Install it (`pip install bitsandbytes`), or set it to {other}.",
+        )
+
+
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes, and keep it from downloading code.
+
+    On some CPUs it would run code that the package `kernels` downloads, if that is installed. So it is hidden here.
+    """
+    if "bitsandbytes" in sys.modules:
+        return
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # which says that it is missing
+    modules: dict[str, Any] = sys.modules
+    before = modules.get("kernels")
+    modules["kernels"] = None
+    try:
+        import_module("bitsandbytes")
+    finally:
+        del modules["kernels"]
+        if before is not None:
+            modules["kernels"] = before
+
+
+def can_quantize(outputs: int, inputs: int, kind: QuantizationFormat) -> bool:
+    """Return whether the kernels support quantized matrices of a shape."""
+    return not (outputs % 16 or inputs % GROUP_SIZES[kind])
+
+
+def quantize(weight: Tensor, kind: QuantizationFormat) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix, or one for each expert: return values and scales."""
+    if weight.dim() == 3:
+        pairs = [quantize(matrix, kind) for matrix in weight]
+        return torch.stack([values for values, _ in pairs]), torch.stack([scales for _, scales in pairs])
+    wide_OI = weight.float()
+    if kind == "int8":
+        scale_O1 = (wide_OI.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12).to(torch.bfloat16)
+        values_OI = (wide_OI / scale_O1.float()).round().clamp(-127, 127)
+        return values_OI.to(torch.int8), scale_O1.view(torch.int16)
+    if kind == "int4":
+        return _groups(wide_OI)
+    from bitsandbytes.functional import quantize_4bit
+
+    values, state = quantize_4bit(wide_OI.contiguous(), blocksize=GROUP_SIZES[kind], quant_type=kind)
+    return values.view(len(weight), -1), state.absmax.view(len(weight), -1).view(torch.int32)
+
+
+def dequantize(values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tensor:
+    """Return the matrix, or matrices, of quantized values and scales, in fp32."""
+    if kind == "int8":
+        return values.float() * scales.view(torch.bfloat16).float()
+    if kind == "int4":
+        scale, middle = scales.view(torch.bfloat16).float().unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
+        groups = _nibbles(values).unflatten(-1, (-1, GROUP_SIZES[kind])).float() - 8
+        return (groups * scale + middle).flatten(-2)
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    size, absmax = torch.Size((*values.shape[:-1], 2 * values.shape[-1])), scales.view(torch.float32).flatten()
+    state = QuantState(absmax, size, blocksize=GROUP_SIZES[kind], quant_type=kind, dtype=torch.float32)
+    whole: Tensor = dequantize_4bit(values.reshape(-1, 1), state)
+    return whole
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    return torch.stack([values & 15, values >> 4], -1).flatten(-2)
+
+
+def _groups(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize to int4: for each group, choose the range with the smallest squared error."""
+    groups_OGI = wide_OI.unflatten(1, (-1, GROUP_SIZES["int4"]))
+    # Start with the full range, and keep a smaller one where its error is smaller.
+    best = _rounded(groups_OGI, 1.0)
+    for shrink in _SHRINKS:
+        candidate = _rounded(groups_OGI, shrink)
+        better_OG1 = candidate[0] < best[0]
+        best = tuple(torch.where(better_OG1, new, old) for new, old in zip(candidate, best, strict=True))
+    _, scale_OG1, middle_OG1, values_OGI = best
+    # Two values of 4 bits a byte: even elements in the low half.
+    values_OI = values_OGI.flatten(1).to(torch.uint8)
+    scales = torch.cat([scale_OG1, middle_OG1], -1).flatten(1).to(torch.bfloat16)
+    return values_OI[:, ::2] | values_OI[:, 1::2] << 4, scales.view(torch.int16)
+
+
+def _rounded(groups_OGI: Tensor, shrink: float) -> tuple[Tensor, ...]:
+    """Return the squared error of groups, their scales and middles, and their values, for a range shrunk so far."""
+    low_OG1, high_OG1 = groups_OGI.aminmax(dim=-1, keepdim=True)
+    scale_OG1 = ((high_OG1 - low_OG1) * shrink / 15).clamp_min(1e-12).bfloat16().float()
+    middle_OG1 = ((high_OG1 + low_OG1 + scale_OG1) / 2).bfloat16().float()
+    values_OGI = ((groups_OGI - middle_OG1) / scale_OG1 + 8).round().clamp(0, 15)
+    off_OG1 = ((values_OGI - 8) * scale_OG1 + middle_OG1 - groups_OGI).square().sum(-1, keepdim=True)
+    return off_OG1, scale_OG1, middle_OG1, values_OGI
+
+
+def quantizing_reader(parts: Iterable[nn.Module], read: TensorReader) -> TensorReader:
+    """Return a reader that also knows the values and scales of quantized matrices.
+
+    A matrix is read and quantized when the first of the two is asked for.
+    """
+    packed = {
+        name: module for part in parts for name, module in part.named_modules() if isinstance(module, QuantizedWeight)
+    }
+    waiting: dict[str, Tensor] = {}
+
+    def part(name: str) -> Tensor:
+        weight = name.rpartition(".")[0]
+        if weight not in packed:
+            return read(name)
+        if name not in waiting:
+            whole = read(weight)
+            values, scales = quantize(
+                normalize(whole.float()) if packed[weight].unit_rows else whole, packed[weight].kind
+            )
+            waiting.clear()
+            waiting.update({f"{weight}.values": values, f"{weight}.scales": scales})
+        return waiting.pop(name)
+
+    return part

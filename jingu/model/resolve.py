@@ -1,0 +1,151 @@
+"""From the settings of a run to the spec of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from jingu.config.sections.model import ModelSettings
+from jingu.errors import JinguError
+from jingu.model.families import FAMILIES, Family
+from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
+
+
+def spec_from_settings(
+    settings: ModelSettings, vocabulary: int, context: int, start: ModelSpec | None = None
+) -> ModelSpec:
+    """The preset, or else the family's habits, with the dimensions that the settings give.
+
+    What follows from a dimension (the size of a head, say, from the width) follows from the given one again.
+
+    Args:
+        vocabulary: entries of the run's tokenizer.
+        context: tokens a sequence of the run's batches.
+        start: a model that stands in the place of a preset.
+
+    Raises:
+        JinguError: an unknown family or preset, dimensions that do not fit together, or a model smaller than the
+            tokenizer or the sequences.
+    """
+    preset = start or _preset(settings)
+    family = find_family(settings.family or (preset.family if preset else "llama"))
+    template = preset or family.template
+    if preset and preset.family != family.name:
+        raise JinguError(
+            f"the {f'preset {settings.preset!r}' if start is None else 'model that the run begins with'} is of the "
+            f"family {preset.family!r}, not {family.name!r}.",
+            where="model.family",
+            fix=f"Leave it out: a {'preset' if start is None else 'model'} says its family.",
+        )
+    _check_family(settings, template, family)
+    # What follows from a given dimension, such as the size of a head, follows again.
+    heads, head_size = settings.num_heads or template.attention.num_heads, settings.head_dim
+    if head_size is None and (settings.hidden_size or settings.num_heads):
+        head_size = _head_size(settings.hidden_size or template.hidden_size, heads)
+    values = {
+        "vocab_size": _vocabulary(settings, vocabulary, preset),
+        "max_position_embeddings": _context(settings, context, preset),
+        "hidden_size": settings.hidden_size,
+        "num_layers": settings.num_layers,
+        "num_encoder_layers": template.num_encoder_layers and (settings.num_encoder_layers or settings.num_layers),
+        "norm.eps": settings.norm_eps,
+        "position.theta": settings.rope_theta,
+        "attention.num_heads": settings.num_heads,
+        "attention.num_kv_heads": settings.num_kv_heads or settings.num_heads,
+        "attention.head_dim": head_size,
+        "tie_word_embeddings": settings.tie_word_embeddings,
+        "scale_lm_head": template.scale_lm_head and settings.tie_word_embeddings is not False,
+        "initializer_range": settings.initializer_range,
+        **_feed_forward(settings, template, family),
+    }
+    return replace_fields(template, **{place: value for place, value in values.items() if value is not None})
+
+
+def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) -> None:
+    """JinguError for settings of what the family has not."""
+    experts = settings.experts.model_dump(exclude_none=True)
+    encoded, turned = template.num_encoder_layers is not None, isinstance(template.position, RotaryPositions)
+    for setting, has, what, where, example in (
+        (settings.num_encoder_layers, encoded, "encoder", "model.num_encoder_layers", "one (t5)"),
+        (settings.rope_theta, turned, "rotary positions", "model.rope_theta", "them (llama)"),
+        (experts, family.experts, "experts", f"model.experts.{next(iter(experts), None)}", "them (mixtral)"),
+    ):
+        if setting and not has:
+            fix = f"Leave it out, or choose a family that has {example}."
+            raise JinguError(f"the family {family.name!r} has no {what}.", where=where, fix=fix)
+
+
+def _preset(settings: ModelSettings) -> ModelSpec | None:
+    if settings.preset is None:
+        return None
+    presets = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
+    _check_known("preset", settings.preset, presets)
+    return presets[settings.preset]
+
+
+def find_family(name: str) -> Family:
+    """The family of that name. Raises JinguError with the nearest known ones."""
+    _check_known("family", name, FAMILIES)
+    return FAMILIES[name]
+
+
+def _check_known(kind: str, name: str, choices: Collection[str]) -> None:
+    if name not in choices:
+        near = get_close_matches(name, choices, n=3)
+        hint = f"The nearest are {', '.join(near)}; " if near else ""
+        raise JinguError(
+            f"there is no {kind} {name!r}.", where=f"model.{kind}", fix=f"{hint}`jingu model list` shows all."
+        )
+
+
+def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | None) -> int:
+    if settings.vocab_size == "auto":
+        return max(tokenizer, preset.vocab_size) if preset else tokenizer
+    if settings.vocab_size < tokenizer:
+        raise JinguError(
+            f"the model has {settings.vocab_size} embedding rows, but the tokenizer has {tokenizer} entries.",
+            where="model.vocab_size",
+            fix=f"Use auto, or at least {tokenizer}.",
+        )
+    return settings.vocab_size
+
+
+def _context(settings: ModelSettings, sequence: int, preset: ModelSpec | None) -> int:
+    context = settings.max_position_embeddings or (preset.max_position_embeddings if preset else sequence)
+    if context < sequence:
+        raise JinguError(
+            f"the model is made for {context} tokens, but the batch has sequences of {sequence}.",
+            where="model.max_position_embeddings",
+            fix=f"Raise model.max_position_embeddings to {sequence} or more, or shorten batch.sequence_length.",
+        )
+    return context
+
+
+def _head_size(width: int, heads: int) -> int:
+    if width % heads:
+        below = width // heads * heads
+        near = " or ".join(str(width) for width in (below, below + heads) if width)
+        raise JinguError(
+            f"a width of {width} cannot be divided among {heads} heads.",
+            where="model.num_heads",
+            fix=f"Use a width of {near}, another number of heads, or set model.head_dim.",
+        )
+    return width // heads
+
+
+def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) -> dict[str, object]:
+    """Values by their places in the spec."""
+    experts, part, values = settings.experts.model_dump(exclude_none=True), template.feed_forward, dict[str, object]()
+    if experts and not isinstance(part, Experts):
+        assert family.experts is not None
+        values = {"": family.experts, ".intermediate_size": part.intermediate_size, ".activation": part.activation}
+        part = family.experts
+    if settings.intermediate_size or settings.hidden_size:
+        values[".intermediate_size"] = settings.intermediate_size or family.feed_forward_size(
+            settings.hidden_size or template.hidden_size
+        )
+    router = experts.pop("router", None)
+    if isinstance(part, Experts) and router not in (None, part.router.type):  # else with the family's habits
+        experts["router"] = {"type": router}
+    values |= {f".{name}": value for name, value in experts.items()}
+    return {f"feed_forward{place}": value for place, value in values.items()}

@@ -1,0 +1,47 @@
+"""A layout: how a model is divided over the ranks of a mesh, and in which dtypes. It needs no settings of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a model.
+
+    Attributes:
+        name: for people, such as `bf16`.
+        compute: of matrix products and activations.
+        masters: of the master weights, their gradients and the optimizer state.
+        reduce: in which gradients are summed over ranks.
+    """
+
+    name: str
+    compute: torch.dtype
+    masters: torch.dtype
+    reduce: torch.dtype
+
+    @staticmethod
+    def uniform(dtype: torch.dtype) -> Precision:
+        """One dtype for everything, as for inference."""
+        return Precision(str(dtype).removeprefix("torch."), dtype, dtype, dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is divided over a mesh, and how its blocks run.
+
+    Attributes:
+        parallel: sizes of the mesh axes, the ZeRO stage, the pipeline schedule, and offload.
+        activation_checkpointing: which activations of a block are recomputed in the backward pass.
+        compile: whether blocks are compiled.
+    """
+
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    activation_checkpointing: ActivationCheckpointingSettings = field(default_factory=ActivationCheckpointingSettings)
+    compile: bool = False

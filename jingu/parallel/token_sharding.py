@@ -1,0 +1,109 @@
+"""The rows of a batch, divided over the ranks of `context` and `tensor`.
+
+Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D hidden size, H heads here, K head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.compat.torch_distributed import all_gather, all_to_all, reduce_scatter
+
+
+def compose(first: Callable[..., Any], then: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that calls `then` with the result of `first`."""
+    return lambda *arguments: then(first(*arguments))
+
+
+class TokenSharding:
+    """How a row's tokens are divided over the ranks of `context` and `tensor`.
+
+    A row is padded so that its tokens divide evenly, and cut to its T tokens again before attention and routers see
+    it.
+
+    Attributes:
+        tokens: T; set when a forward pass begins.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.tokens = 0
+        self.context = mesh["context"].size()
+        self.tensor = mesh["tensor"].size()
+        self.context_group = mesh.get_group("context")
+        self.tensor_group = mesh.get_group("tensor")
+        self.context_rank = mesh.get_local_rank("context")
+        self.tensor_rank = mesh.get_local_rank("tensor")
+
+    def padded_length(self, tokens: int) -> int:
+        """Return T, rounded up to a multiple of the ranks."""
+        ranks = self.context * self.tensor
+        return -(-tokens // ranks) * ranks
+
+    def shard_context(self, x: Tensor, fill: int = 0) -> Tensor:
+        """Return this context rank's C of the tokens [..., T]; if it is the only one, all T."""
+        if self.context == 1:
+            return x
+        return self._pad(x, fill).chunk(self.context, -1)[self.context_rank]
+
+    def shard_tokens(self, x: Tensor) -> Tensor:
+        """Return this rank's S of the tokens [..., T]."""
+        rank = self.context_rank * self.tensor + self.tensor_rank
+        return self._pad(x, 0).chunk(self.context * self.tensor, -1)[rank]
+
+    def _pad(self, x: Tensor, fill: int) -> Tensor:
+        return F.pad(x, (0, self.padded_length(x.shape[-1]) - x.shape[-1]), value=fill)
+
+    # Over the ranks of `tensor`
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """Return the C tokens of this context rank; if it is the only one, cut to the row's T."""
+        x_BCD = all_gather(x_BSD, 1, self.tensor_group) if self.tensor > 1 else x_BSD
+        return x_BCD if self.context > 1 else x_BCD[:, : self.tokens]
+
+    def scatter(self, y_BCD: Tensor) -> Tensor:
+        """Return this rank's S tokens of the sum over the ranks of `tensor`."""
+        y_BCD = F.pad(y_BCD, (0, 0, 0, -y_BCD.shape[1] % self.tensor))
+        return reduce_scatter(y_BCD, 1, self.tensor_group) if self.tensor > 1 else y_BCD
+
+    # Over the ranks of `context`
+
+    def gather_all(self, x_BSD: Tensor) -> Tensor:
+        """Return all T tokens on every rank."""
+        x_BCD = all_gather(x_BSD, 1, self.tensor_group) if self.tensor > 1 else x_BSD
+        return self.gather_context(x_BCD)
+
+    def gather_context(self, x_BCD: Tensor) -> Tensor:
+        """Return all T tokens, from the C of each context rank."""
+        x_BTD = all_gather(x_BCD, 1, self.context_group) if self.context > 1 else x_BCD
+        return x_BTD[:, : self.tokens]
+
+    def tokens_to_heads(self, x_BCF: Tensor, head_dim: int) -> Tensor:
+        """Exchange C tokens of all heads for all T tokens of some heads. Heads that are too few are repeated."""
+        x_BCHK = x_BCF.unflatten(-1, (-1, head_dim))
+        if x_BCHK.shape[2] < self.context:
+            x_BCHK = x_BCHK.repeat_interleave(self.context // x_BCHK.shape[2], 2)
+        batch, tokens, heads, _ = x_BCHK.shape
+        # The part for each rank comes first.
+        parts = x_BCHK.unflatten(2, (self.context, -1)).permute(2, 0, 1, 3, 4)
+        parts = all_to_all(parts.flatten(0, 1), self.context_group).unflatten(0, (self.context, batch))
+        # What came from each rank are its tokens, which follow each other in the row.
+        x_BTF = parts.permute(1, 0, 2, 3, 4).reshape(batch, self.context * tokens, heads // self.context * head_dim)
+        return x_BTF[:, : self.tokens]
+
+    def heads_to_tokens(self, y_BTF: Tensor) -> Tensor:
+        """Exchange all T tokens of some heads for the C tokens of all heads: the inverse of `tokens_to_heads`."""
+        y_BTF = F.pad(y_BTF, (0, 0, 0, self.padded_length(y_BTF.shape[1]) - y_BTF.shape[1]))
+        parts = y_BTF.unflatten(1, (self.context, -1)).permute(1, 0, 2, 3)
+        parts = all_to_all(parts.flatten(0, 1), self.context_group).unflatten(0, (self.context, -1))
+        return parts.permute(1, 2, 0, 3).flatten(2)
+
+    def shard_heads(self, x_NGK: Tensor) -> Tensor:
+        """Return the heads [N, G, K] that `tokens_to_heads` leaves on this rank."""
+        if x_NGK.shape[1] < self.context:
+            x_NGK = x_NGK.repeat_interleave(self.context // x_NGK.shape[1], 1)
+        return x_NGK.chunk(self.context, 1)[self.context_rank]

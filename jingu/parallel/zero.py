@@ -1,0 +1,98 @@
+"""ZeRO (Rajbhandari et al., 2020) as settings of PyTorch's FSDP2: what a rank shards, and when it is gathered.
+
+Stage 0 replicates everything. Stage 1 keeps gradients whole until the last backward pass of a step, stage 2 reduces
+them after every micro-batch, and stage 3 also lets go of gathered parameters right after use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.model.decoder import Decoder, iterate_blocks
+from jingu.model.experts import GroupedLinear
+from jingu.model.layers import Embedding
+from jingu.parallel.layout import Precision
+from jingu.parallel.mesh import fsdp_mesh, hsdp_mesh
+from jingu.parallel.sharding import ShardingPlan
+
+
+def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, precision: Precision) -> None:
+    """Shard the parameters of a stage over the mesh, in place."""
+    mesh = hsdp_mesh(plan.mesh, fsdp_mesh(plan.mesh))
+    offload = settings.offload.type
+    on_card = mesh.device_type == "cuda"
+    if mesh.size() == 1 and not (offload != "none" and on_card):
+        # There is nothing to shard, and FSDP would only copy. Master weights are rounded where they are used.
+        for module in model.modules():
+            if isinstance(module, Embedding):
+                module.compute = precision.compute
+        return
+    # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
+    )
+    offload_policy = OffloadPolicy()
+    if offload != "none":
+        # Memory that is mapped from a disk cannot be pinned.
+        offload_policy = CPUOffloadPolicy(pin_memory=offload == "host" and on_card)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+    for _, block in iterate_blocks(model):
+        if plan.experts is not None:
+            # Experts are divided over `expert` already, and sharded over the ranks that hold the same experts.
+            experts = [module for module in block.modules() if isinstance(module, GroupedLinear)]
+            expert_mesh = hsdp_mesh(plan.mesh, plan.experts["expert_fsdp"])
+            shard(experts, mesh=expert_mesh, reshard_after_forward=settings.zero_stage == 3)
+        shard(block, reshard_after_forward=settings.zero_stage == 3)
+    # The root's own parameters (embedding, norm, head) are needed last in forward and first in backward.
+    shard(model, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sum gradients, never average them: the loss is already divided by the global number of tokens.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def prepare_backward(model: nn.Module, zero_stage: int, *, last: bool) -> None:
+    """Tell FSDP whether the next backward pass of a stage is the last one of the step.
+
+    ZeRO 0 and 1 reduce gradients only then; 0 to 2 keep the gathered parameters between micro-batches.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if zero_stage <= 1:
+        model.set_requires_gradient_sync(last)
+    if zero_stage <= 2:
+        model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run forward passes without gradients and with routers that choose freely, to evaluate or to generate.
+
+    Without a backward pass, FSDP would leave gathered parameters in the place of its shards, and a checkpoint or the
+    optimizer would find other parameters than the trained ones. So they are resharded at the end.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,34 @@
+"""`jingu report RUN`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jingu.errors import JinguError
+from jingu.report.page import render_page
+from jingu.report.record import read_run
+from jingu.runtime.files import write_text_atomically
+
+
+def write_report(run: Path, to: Path | None = None) -> None:
+    """Write the report of a run as one self-contained HTML file, and print its path.
+
+    Args:
+        run: folder of a run; it may still be training.
+        to: file to write; None: `report.html` in the run's folder.
+
+    Raises:
+        JinguError: there is no such run, it has no metrics, or the file cannot be written.
+    """
+    target = to if to is not None else run / "report.html"
+    if target.is_dir():
+        raise JinguError("is a folder, not a file to write.", where=target, fix="Name the file, such as report.html.")
+    text = render_page(read_run(run))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(target, text)
+    except OSError as error:
+        raise JinguError(
+            f"the report cannot be written ({error.strerror}).", where=target, fix="Name another place with --to."
+        ) from error
+    print(f"Wrote {target} ({len(text.encode()) / 1000:,.0f} kB); open it in a browser.")

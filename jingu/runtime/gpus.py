@@ -1,0 +1,59 @@
+"""Select GPUs and CPU cores for ranks. This module does not import torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from jingu.errors import JinguError
+
+# Consumer GPUs without peer-to-peer copies, on which NCCL would hang or fail.
+_WITHOUT_PEER_TO_PEER = re.compile(r"GeForce RTX [345]0[5-9]0")
+
+
+def select_gpus(text: str, count: int) -> list[int]:
+    """Return the GPUs that `--devices` selects: `0,2,4` these, `^1,3` all but these.
+
+    Args:
+        count: number of GPUs of this machine.
+
+    Raises:
+        JinguError: the text is malformed, a GPU does not exist, or none is left.
+    """
+    if not count:
+        raise JinguError("--devices selects CUDA GPUs, and this machine has none.", fix="Use --processes N.")
+    excludes = text.startswith("^")
+    words = text.removeprefix("^").split(",")
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise JinguError(f"--devices takes GPUs, such as 0,2,4, or all but some, such as ^1,3; not {text}.")
+    indices = [int(word) for word in words]
+    where = f"--devices {text}"
+    if missing := [index for index in indices if index >= count]:
+        raise JinguError(f"there is no GPU {missing[0]}: this machine has {count}, counted from 0.", where=where)
+    if repeated := [index for index in indices if indices.count(index) > 1]:
+        raise JinguError(f"GPU {repeated[0]} is given twice.", where=where)
+    selected = [index for index in range(count) if index not in indices] if excludes else indices
+    if not selected:
+        raise JinguError("no GPU is left.", where=where, fix=f"Exclude fewer than all {count}.")
+    return selected
+
+
+def cuda_visible_devices(selected: Sequence[int], visible: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for selected GPUs, which are counted among the `visible` ones (None: all)."""
+    names = visible.split(",") if visible else None
+    return ",".join(names[index] if names else str(index) for index in selected)
+
+
+def nccl_environment(names: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Return the environment variables that NCCL needs for GPUs of these names, and why."""
+    name = next((name for name in names if _WITHOUT_PEER_TO_PEER.search(name)), None)
+    if name is None or len(names) < 2:
+        return {}, ""
+    why = f"{name} has no peer-to-peer copies: NCCL_P2P_DISABLE=1 is set (set it to 0 if yours has)."
+    return {"NCCL_P2P_DISABLE": "1"}, why
+
+
+def num_usable_cores() -> int:
+    """Return the number of cores that this process may use; in a container it can be less than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,124 @@
+"""Launch one command as several ranks on this machine, watch them, and end them together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from jingu.errors import JinguError
+from jingu.runtime.gpus import cuda_visible_devices, num_usable_cores
+from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
+
+GRACE_SECONDS = 10.0
+"""Time for the other ranks to exit by themselves after one has failed."""
+_POLL_SECONDS = 0.05
+
+Child = subprocess.Popen[bytes]
+
+
+def launch_local_ranks(
+    processes: int,
+    arguments: Sequence[str],
+    output: Path | None = None,
+    gpus: Sequence[int] | None = None,
+    advice: str = "Run the same command again to resume from the last checkpoint.",
+) -> int:
+    """Run `jingu ARGUMENTS` as `processes` local ranks.
+
+    The ranks find each other as under torchrun: by its environment variables, and a store in this process. SIGINT,
+    SIGTERM and SIGUSR1 are forwarded to each rank once, so that all of them save and exit.
+
+    Args:
+        output: file for what they print; None: the terminal.
+        gpus: indices of the GPUs for the ranks, in order; None: the first ones.
+        advice: how to fix it if a rank is killed.
+
+    Returns:
+        The exit code of the first rank that failed, or 0.
+
+    Raises:
+        JinguError: a rank was killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    common = {
+        "OMP_NUM_THREADS": str(max(1, num_usable_cores() // processes)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    if gpus is not None:
+        common["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    children: list[Child] = []
+    pending_signals: list[int] = []
+    with ExitStack() as stack:
+        # Signals are forwarded once all ranks are running: a rank that starts later would miss them.
+        stack.enter_context(handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS))
+        log_file = stack.enter_context(output.open("wb")) if output else None
+        try:
+            for rank in range(processes):
+                command = [sys.executable, "-m", "jingu", *arguments]
+                rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                # In a process group of its own, so that Ctrl-C reaches it only through this process, and only once.
+                children.append(
+                    subprocess.Popen(
+                        command, env={**common, **rank_variables}, process_group=0, stdout=log_file, stderr=log_file
+                    )
+                )
+            codes = _watch(children, pending_signals)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                    child.wait()
+    return _combine_exit_codes(codes, advice)
+
+
+def _watch(children: list[Child], pending_signals: list[int]) -> list[int | None]:
+    """Wait until all ranks have exited, or one has failed and the grace period of the others is over.
+
+    Forwards signals. Returns the exit codes; None: still running.
+    """
+    deadline: float | None = None
+    while True:
+        while pending_signals:
+            number = pending_signals.pop(0)
+            for child in children:
+                child.send_signal(number)  # does nothing if it has exited
+        codes = [child.poll() for child in children]
+        if None not in codes:
+            return codes
+        if deadline is None and any(code not in (None, 0, EXIT_INTERRUPTED, EXIT_PREEMPTED) for code in codes):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            return codes
+        time.sleep(_POLL_SECONDS)
+
+
+def _combine_exit_codes(codes: Sequence[int | None], advice: str) -> int:
+    """Return one exit code for all ranks. None: the rank did not exit after another one's failure, and was killed."""
+    # 2: a rank has reported an error that the user can fix. The failures of the others follow from it.
+    if 2 in codes:
+        return 2
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            why = ", most likely because memory ran out" if -code == signal.SIGKILL else ""
+            others = "other ranks exited" if None not in codes else "ranks that did not exit by themselves were killed"
+            raise JinguError(
+                f"rank {rank} on {socket.gethostname()} was killed by {name}{why}; {others}.",
+                fix=advice,
+            )
+    failed = [code for code in codes if code]
+    return failed[0] if failed else 0

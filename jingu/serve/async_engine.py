@@ -1,0 +1,409 @@
+"""Run the engine on a thread of its own, for HTTP handlers on an event loop.
+
+The engine knows nothing of threads, and the handlers nothing of the engine. They exchange two things only: commands,
+which the engine's thread executes between two steps, and events, which it hands over once a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from jingu.errors import JinguError
+from jingu.infer.engine import BaseEngine
+from jingu.infer.request import Event, FinishReason, Request, Token
+from jingu.serve.http_errors import ApiError
+
+LOGGER = logging.getLogger("jingu.serve")
+ENGINE_FAILED = "the engine failed on this request; the server's log has the details"
+_FAILED_REASONS = ("error", "cancelled", "refused")
+T = TypeVar("T")
+
+
+@dataclass
+class RequestStats:
+    """What a request has used so far.
+
+    Attributes:
+        arrival_time: when the server received it. All times are of `time.perf_counter`.
+        accepted_time: when the handler passed it on to the engine.
+        start_time: when the engine began to compute it.
+    """
+
+    arrival_time: float
+    accepted_time: float = field(default_factory=time.perf_counter)
+    start_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    end_time: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finish_reason: str = "unfinished"
+
+    def log_fields(self) -> dict[str, object]:
+        """Return the fields of the request's log line."""
+        latency = None
+        if self.first_token_time is not None:
+            latency = round(self.first_token_time - self.arrival_time, 4)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "first_token_seconds": latency,
+            "finish": self.finish_reason,
+        }
+
+
+@dataclass
+class Completion:
+    """One generated answer, collected from its events."""
+
+    tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: tuple[Token, ...] = ()
+    finish_reason: FinishReason = "length"
+    cumulative_logprob: float = 0.0
+
+    def add(self, event: Event) -> None:
+        """Add the next event."""
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+        if event.token is not None:
+            self.tokens.append(event.token)
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.cumulative_logprob = event.cumulative_logprob
+
+    @property
+    def text(self) -> str:
+        """The answer's text."""
+        return "".join(token.text for token in self.tokens)
+
+
+class RequestHandle:
+    """Engine requests that one client submitted together, and their events as they arrive.
+
+    Attributes:
+        unfinished: index of request and number of sequence, of all sequences that have not ended.
+        is_closed: whether all have ended, or the request was ended.
+    """
+
+    def __init__(self, engine: AsyncEngine, requests: Sequence[Request], arrival_time: float) -> None:
+        self.requests = tuple(requests)
+        self.stats = RequestStats(arrival_time)
+        self.unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
+        self.is_closed = False
+        self._engine = engine
+        # None ends the iteration.
+        self._batches: asyncio.Queue[list[tuple[int, Event]] | None] = asyncio.Queue()
+        self._started: set[int] = set()
+        self._error: ApiError | None = None
+        timeout = engine.timeout_error()
+        self._timer = asyncio.get_running_loop().call_later(engine.timeout, self.fail, timeout, "timeout")
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """Yield the events of each engine step, each with the index of its request in `requests`.
+
+        Raises:
+            ApiError: the request failed.
+        """
+        while (batch := await self._batches.get()) is not None:
+            yield batch
+        if self._error is not None:
+            raise self._error
+
+    async def collect(self) -> list[list[Completion]]:
+        """Wait until all sequences have ended; return them by request and number. Raises ApiError."""
+        completions = [[Completion() for _ in range(request.n)] for request in self.requests]
+        async for batch in self.batches():
+            for index, event in batch:
+                completions[index][event.choice].add(event)
+        return completions
+
+    def cancel(self) -> None:
+        """Cancel what has not finished."""
+        self.fail(ApiError(499, "the client has disconnected"), "cancelled")
+
+    def fail(self, error: ApiError, finish_reason: str = "error") -> None:
+        """End the request with an error unless it has ended. Call on the event loop's thread."""
+        if not self.is_closed:
+            self._error = error
+            self._close(finish_reason)
+
+    def receive(self, batch: list[tuple[int, Event]], now: float) -> None:
+        """Take the events of a step, which ended at `now`. Call on the event loop's thread."""
+        if self.is_closed:
+            return
+        failure: Event | None = None
+        for index, event in batch:
+            self._record(index, event, now)
+            if event.finish_reason in _FAILED_REASONS:
+                failure = failure or event
+        self._batches.put_nowait([entry for entry in batch if entry[1].finish_reason not in _FAILED_REASONS])
+        if failure is not None:
+            message = failure.error or "the engine cancelled the request"
+            if failure.finish_reason == "refused":
+                self.fail(ApiError(400, message))
+            else:
+                self.fail(ApiError(500, message, kind="generation"))
+        elif not self.unfinished:
+            self._close(self.stats.finish_reason)
+
+    def _record(self, index: int, event: Event, now: float) -> None:
+        """Update the statistics, and which sequences are unfinished."""
+        stats = self.stats
+        if index not in self._started:
+            self._started.add(index)
+            stats.prompt_tokens += event.prompt_tokens
+            stats.cached_tokens += event.cached_tokens
+            stats.start_time = stats.start_time or event.start_time or None
+        if event.token is not None:
+            stats.generated_tokens += 1
+            stats.first_token_time = stats.first_token_time or now
+            stats.last_token_time = now
+        if event.finish_reason is not None:
+            self.unfinished.discard((index, event.choice))
+            stats.finish_reason = event.finish_reason
+
+    def _close(self, finish_reason: str) -> None:
+        self.is_closed = True
+        self.stats.finish_reason = finish_reason
+        self.stats.end_time = time.perf_counter()
+        self._timer.cancel()
+        self._batches.put_nowait(None)
+        self._engine.release(self)
+
+
+class AsyncEngine:
+    """Owns the engine's thread.
+
+    Args:
+        engine: the engine that the thread runs.
+        max_requests: unfinished requests that are accepted; further ones fail with status 429.
+        timeout: seconds after which a request fails.
+        on_end: called with each handle whose requests have ended.
+
+    Attributes:
+        num_requests: unfinished requests.
+        failure: why the engine cannot continue, if it cannot.
+        is_stopping: whether no more requests are accepted.
+    """
+
+    def __init__(
+        self, engine: BaseEngine, max_requests: int, timeout: float, on_end: Callable[[RequestHandle], None]
+    ) -> None:
+        self.engine = engine
+        self.max_requests = max_requests
+        self.timeout = timeout
+        self.num_requests = 0
+        self.failure: Exception | None = None
+        self.is_stopping = False
+        # Once everything was aborted: the error with which later calls fail.
+        self._abort_error: ApiError | None = None
+        self._on_end = on_end
+        # None ends the thread.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._handles: set[RequestHandle] = set()
+        # By the engine's request id: the handle, and the request's index there. Only the engine's thread uses it.
+        self._owners: dict[int, tuple[RequestHandle, int]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; events go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def submit(self, requests: Sequence[Request], arrival_time: float) -> RequestHandle:
+        """Submit requests to the engine, and return once it has accepted them.
+
+        Raises:
+            ApiError: the server is full, stopping or broken.
+            JinguError: one of the requests can never be served.
+        """
+        self.check_available(len(requests))
+        handle = RequestHandle(self, requests, arrival_time)
+        self._handles.add(handle)
+        self.num_requests += len(requests)
+        failure = ApiError(500, ENGINE_FAILED, kind="generation")
+        # Whatever goes wrong, the handle must be closed, or its requests would count forever.
+        try:
+            await self.call(lambda: self._submit(handle))
+        except JinguError:
+            handle.fail(failure, "refused")
+            raise
+        except ApiError as error:
+            handle.fail(error)
+            raise
+        except Exception as error:
+            LOGGER.exception("the engine failed to accept a request")
+            handle.fail(failure)
+            raise failure from error
+        except BaseException:
+            # Cancelled, because the client has disconnected.
+            handle.cancel()
+            raise
+        return handle
+
+    def check_available(self, requests: int) -> None:
+        """Raise ApiError unless so many more requests can be accepted now."""
+        self._check_failure()
+        if self.is_stopping:
+            raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
+        if requests > self.max_requests:
+            raise JinguError(
+                f"the server accepts at most {self.max_requests} requests at once, not {requests}.",
+                fix="Send them in several calls.",
+            )
+        if self.num_requests + requests > self.max_requests:
+            raise ApiError(
+                429,
+                f"the server is busy: {self.num_requests} of at most {self.max_requests} requests are in progress",
+                kind="overloaded",
+                headers={"retry-after": "1"},
+            )
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Return the value of a function that the engine's thread calls between two steps.
+
+        While the server stops, requests in progress may still call, until they are aborted.
+        """
+        self._check_failure()
+        if self._abort_error is not None:
+            raise self._abort_error
+        # The result crosses threads through a Future, which the event loop awaits.
+        result: Future[T] = Future()
+
+        def command() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function())
+                except Exception as error:
+                    result.set_exception(error)
+
+        self._commands.put(command)
+        return await asyncio.wrap_future(result)
+
+    @asynccontextmanager
+    async def occupy(self) -> AsyncIterator[None]:
+        """Count the work inside as a request in progress, although it has no handle.
+
+        Raises:
+            ApiError: the server is full, stopping or broken, or the work takes too long.
+        """
+        self.check_available(1)
+        self.num_requests += 1
+        try:
+            async with asyncio.timeout(self.timeout):
+                yield
+        except TimeoutError:
+            raise self.timeout_error() from None
+        finally:
+            self.num_requests -= 1
+
+    def timeout_error(self) -> ApiError:
+        """Return the error of a request that takes too long."""
+        return ApiError(504, f"the request took more than {self.timeout:g} seconds", kind="incomplete_generation")
+
+    def release(self, handle: RequestHandle) -> None:
+        """Forget a handle that has been closed; the engine drops what is left of its requests."""
+        if self.failure is None:
+            # Before the count goes down: whoever sees the lower count may rely on the command being queued.
+            self._commands.put(lambda: self._forget(handle))
+        self._handles.remove(handle)
+        self.num_requests -= len(handle.requests)
+        self._on_end(handle)
+
+    def abort_all(self, error: ApiError) -> None:
+        """Fail every request in progress, and every later call, with an error."""
+        self._abort_error = error
+        for handle in list(self._handles):
+            handle.fail(error)
+
+    async def stop(self) -> None:
+        """End the thread after its current step."""
+        self.is_stopping = True
+        self.abort_all(ApiError(503, "the server is shutting down"))
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _check_failure(self) -> None:
+        if self.failure is not None:
+            raise ApiError(503, "the engine has failed and the server is shutting down")
+
+    # The methods below run on the engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            # Commands come first, so that submissions and cancellations take effect before the next step.
+            if self.failure is None and self.engine.busy and self._commands.empty():
+                self._step()
+                continue
+            command = self._commands.get()
+            if command is None:
+                return
+            command()
+
+    def _step(self) -> None:
+        try:
+            events = self.engine.step()
+        except Exception as error:
+            LOGGER.exception("a step of the engine failed")
+            self._recover(error)
+            return
+        batches: dict[RequestHandle, list[tuple[int, Event]]] = {}
+        for event in events:
+            if event.request_id in self._owners:
+                handle, index = self._owners[event.request_id]
+                batches.setdefault(handle, []).append((index, event))
+        now = time.perf_counter()
+        for handle, batch in batches.items():
+            self._call_on_loop(partial(handle.receive, batch, now))
+
+    def _submit(self, handle: RequestHandle) -> None:
+        if handle.is_closed:
+            return
+        # The step before this command may have failed.
+        self._check_failure()
+        try:
+            for index, request in enumerate(handle.requests):
+                self._owners[self.engine.submit(request)] = handle, index
+        except Exception:
+            self._forget(handle)
+            raise
+
+    def _forget(self, handle: RequestHandle) -> None:
+        for request_id in [request_id for request_id, (owner, _) in self._owners.items() if owner is handle]:
+            del self._owners[request_id]
+            if handle.unfinished:
+                self.engine.cancel(request_id)
+
+    def _recover(self, error: Exception) -> None:
+        """Fail every request after a failed step, since each may have lost state. Give up if the engine keeps them."""
+        handles = list({handle: None for handle, _ in self._owners.values()})
+        try:
+            for handle in handles:
+                self._forget(handle)
+            # This step only reports the cancellations.
+            self.engine.step()
+            if self.engine.busy:
+                raise RuntimeError("the engine still has requests that were cancelled")
+        except Exception:
+            LOGGER.exception("the engine cannot continue; the server shuts down")
+            self.failure = error
+        for handle in handles:
+            self._call_on_loop(partial(handle.fail, ApiError(500, ENGINE_FAILED, kind="generation")))
+
+    def _call_on_loop(self, function: Callable[[], object]) -> None:
+        assert self._loop is not None
+        # A closed loop raises RuntimeError: everyone who could be informed is gone.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)

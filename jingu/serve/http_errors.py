@@ -1,0 +1,82 @@
+"""Failures of requests, and the JSON with which each protocol reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jingu.errors import JinguError
+
+# What clients call the fields of `jingu.infer.request.Request`, by path; otherwise as text-generation-inference does.
+_FIELD_NAMES = {
+    "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format"},
+    "/v1/completions": {"prompt_logprobs": "echo"},
+    "/v1/embeddings": {"prompt": "input"},
+}
+_TGI_FIELD_NAMES = {"prompt": "inputs", "constraint": "grammar", "prompt_logprobs": "decoder_input_details"}
+_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that fails with an HTTP status.
+
+    Args:
+        status: of the response. Status 400 becomes 422 where text-generation-inference's protocol has it so.
+        message: for the client.
+        kind: text-generation-inference's error type: validation, overloaded, generation or incomplete_generation.
+        field: the field of the request at fault.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        field: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind or ("validation" if status < 500 else "generation")
+        self.field = field
+        self.headers = dict(headers or {})
+
+
+def bad_request(message: str, field: str | None = None) -> ApiError:
+    """Return the error for a request that cannot be fulfilled as it is."""
+    return ApiError(400, message, field=field)
+
+
+def to_api_error(error: Exception, path: str) -> ApiError:
+    """Convert any exception to one that a client of `path` may see. The text of unexpected ones stays in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, JinguError):
+        # The engine names its own fields; clients know them by the protocol's names.
+        names = _FIELD_NAMES.get(path, _TGI_FIELD_NAMES)
+        field = None if error.where is None else names.get(str(error.where), str(error.where))
+        return ApiError(400, str(JinguError(error.what, where=field, fix=error.fix)), field=field)
+    return ApiError(500, "internal server error; the server's log has the details", kind="generation")
+
+
+def error_body(error: ApiError, path: str) -> tuple[int, dict[str, Any]]:
+    """Return status and JSON of an error, in the form of the protocol to which `path` belongs."""
+    if not path.startswith("/v1/"):
+        status = 422 if error.status == 400 and error.kind == "validation" else error.status
+        return status, {"error": error.message, "error_type": error.kind}
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    code = None
+    if error.status == 401:
+        code = "invalid_api_key"
+    elif error.status == 404:
+        code = "model_not_found" if error.field == "model" else "not_found"
+    details = {
+        "message": error.message,
+        "type": _OPENAI_TYPES.get(error.status, fallback),
+        "param": error.field,
+        "code": code,
+    }
+    return error.status, {"error": details}

@@ -1,0 +1,347 @@
+"""The JSON bodies of requests, as pydantic validates them and OpenAPI documents them, and their engine parameters.
+
+Unknown fields are refused rather than ignored, and values are not converted: a string is not a number. The JSON itself
+is read strictly as well: no NaN, no lone surrogates, limited nesting.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import from_json
+
+from jingu.infer.request import Constraint
+from jingu.infer.sampling import SamplingParams
+from jingu.serve.http_errors import bad_request
+
+# Lower temperatures choose the likeliest token anyway, but could overflow the logits.
+_MIN_TEMPERATURE = 1e-4
+# Sampling parameters that both protocols, and the engine, call the same.
+_SHARED_PARAMS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class StrictRoute(APIRoute):
+    """A route whose bodies pydantic parses as JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that handles a request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+class RequestBody(BaseModel):
+    """A JSON object in a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
+
+
+def _build_sampling_params(body: RequestBody, temperature: float, seed: int | None, **params: Any) -> SamplingParams:
+    """Return sampling parameters: those that both protocols share, and `params`. A request without seed gets one."""
+    shared = {name: getattr(body, name, None) for name in _SHARED_PARAMS}
+    params |= {name: value for name, value in shared.items() if value is not None}
+    if seed is None:
+        seed = secrets.randbits(31)
+    return SamplingParams(temperature if temperature >= _MIN_TEMPERATURE else 0.0, seed=seed, **params)
+
+
+def _build_constraint(kind: str, value: Any, field: str) -> Constraint:
+    """Return the constraint of a regular expression (kind `regex`) or of a JSON schema."""
+    if kind != "regex":
+        return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value))
+    if not isinstance(value, str):
+        raise bad_request(f"`{field}.value` of a regex must be a string", field)
+    return Constraint("regex", value)
+
+
+# text-generation-inference
+
+
+class GrammarField(RequestBody):
+    """A constraint on the generated text."""
+
+    type: Literal["json", "regex", "json_schema"]
+    value: Any
+
+    def constraint(self) -> Constraint:
+        """Return the engine's constraint."""
+        value = self.value
+        if self.type == "json_schema" and isinstance(value, dict) and value.get("schema") is not None:
+            # OpenAI's form, in which the schema has a name.
+            value = value["schema"]
+        return _build_constraint(self.type, value, "grammar")
+
+
+class GenerateParameters(RequestBody):
+    """Parameters of text-generation-inference."""
+
+    adapter_id: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=16)] | None = None
+    decoder_input_details: bool | None = None
+    details: bool | None = None
+    do_sample: bool | None = None
+    frequency_penalty: Penalty | None = None
+    grammar: GrammarField | None = None
+    max_new_tokens: PositiveInt | None = 100
+    repetition_penalty: RepetitionPenalty | None = None
+    return_full_text: bool | None = None
+    seed: Seed | None = None
+    stop: StopStrings | None = None
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    top_k: PositiveInt | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_p: Fraction | None = None
+    truncate: PositiveInt | None = None
+    typical_p: Fraction | None = None
+    watermark: bool | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled. As in text-generation-inference, sampling parameters imply `do_sample`."""
+        has_top_p = self.top_p is not None and self.top_p < 1
+        return bool(self.do_sample) or self.temperature not in (None, 1.0) or self.top_k is not None or has_top_p
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the engine's sampling parameters."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return _build_sampling_params(self, temperature if self.samples else 0.0, self.seed, top_k=self.top_k)
+
+
+class GenerateRequest(RequestBody):
+    """A prompt to continue."""
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+    stream: bool | None = None
+
+
+class TokenizeRequest(GenerateRequest):
+    """A text to tokenize. The other fields are those of a request to generate, and have no effect."""
+
+    add_special_tokens: bool = True
+
+
+# OpenAI
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(RequestBody):
+    """The fields that completions and chat completions share."""
+
+    model: str
+    frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    max_tokens: PositiveInt | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop: str | StopStrings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Fraction | None = None
+    user: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop == "":
+            raise ValueError("a stop string is empty")
+        return stop
+
+    def sampling_params(self, vocab_size: int) -> SamplingParams:
+        """Return the engine's sampling parameters for a model with a vocabulary of this size."""
+        return _build_sampling_params(
+            self,
+            1.0 if self.temperature is None else self.temperature,
+            self.seed,
+            # OpenAI's clients write -1 or 0 for no limit.
+            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            logit_bias=_parse_logit_bias(self.logit_bias or {}, vocab_size),
+        )
+
+
+def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    parsed = {}
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocab_size):
+            raise bad_request(f"`logit_bias` has {token[:40]!r}, which is no token id below {vocab_size}", "logit_bias")
+        parsed[int(token)] = bias
+    return parsed
+
+
+class CompletionRequest(SamplingFields):
+    """OpenAI's completions."""
+
+    prompt: Prompts
+    best_of: Annotated[int, Field(ge=1, le=16)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+
+class FunctionCall(RequestBody):
+    """The function and arguments of an earlier tool call."""
+
+    name: str
+    arguments: str | dict[str, Any]
+    description: Any = None
+
+
+class MessageToolCall(RequestBody):
+    """A tool call of the assistant in an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ContentPart(RequestBody):
+    """A part of a message, of which only text is supported."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: Any = None
+
+
+class ChatMessage(RequestBody):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: Any = None
+    audio: Any = None
+    function_call: Any = None
+    annotations: Any = None
+    reasoning_content: Any = None
+
+
+class FunctionDefinition(RequestBody):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    arguments: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(RequestBody):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestBody):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(RequestBody):
+    """The tool that the model must call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class JsonSchema(RequestBody):
+    """A JSON schema that the answer must satisfy."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """The form of the answer; `value` is text-generation-inference's way to give a schema or expression."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    value: Any = None
+
+    def constraint(self) -> Constraint | None:
+        """Return the engine's constraint; None for plain text."""
+        value = self.value if self.json_schema is None else self.json_schema.schema_
+        if self.type == "text":
+            return None
+        if value is not None:
+            return _build_constraint(self.type, value, "response_format")
+        if self.type == "json_schema":
+            raise bad_request("`response_format.json_schema.schema` is missing", "response_format")
+        return Constraint("json")
+
+
+class ChatRequest(SamplingFields):
+    """OpenAI's chat completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: bool | None = None
+    max_completion_tokens: PositiveInt | None = None
+    metadata: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    service_tier: Any = None
+    store: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_prompt: str | None = None
+    tools: list[ToolDefinition] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class EmbeddingRequest(RequestBody):
+    """OpenAI's embeddings."""
+
+    input: Prompts
+    model: str
+    dimensions: PositiveInt | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None

@@ -1,0 +1,116 @@
+"""HTTP responses: one JSON value, or server-sent events. A client that disconnects cancels its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jingu.serve.async_engine import RequestHandle
+from jingu.serve.http_errors import ApiError, error_body, to_api_error
+
+LOGGER = logging.getLogger("jingu.serve")
+T = TypeVar("T")
+
+# What the OpenAPI description says of a response that may be streamed.
+STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "one JSON value, or server-sent events", "content": {"text/event-stream": {}}}
+}
+
+
+def dump_json(value: object) -> bytes:
+    """Encode JSON as UTF-8. Lone surrogates, which UTF-8 cannot express, become question marks."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        """Encode the content."""
+        return dump_json(content)
+
+
+def error_response(error: Exception, path: str) -> JsonResponse:
+    """Return the response to a request that failed."""
+    api_error = to_api_error(error, path)
+    status, body = error_body(api_error, path)
+    return JsonResponse(body, status, api_error.headers)
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, but cancel it and raise ApiError (499) when the client disconnects."""
+    # Whichever finishes first: the work, or the message that the client has disconnected.
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait([task, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has disconnected")
+        return task.result()
+    finally:
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond_once(request: Request, handle: RequestHandle | None, work: Coroutine[Any, Any, Any]) -> JsonResponse:
+    """Return the value of `work` as JSON; cancel the engine's requests when the client disconnects."""
+    try:
+        return JsonResponse(await cancel_on_disconnect(request.receive, work))
+    finally:
+        if handle is not None:
+            handle.cancel()
+
+
+def format_event(value: object) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + dump_json(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events of a request. If it fails after the first one, the last event reports the error."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, handle: RequestHandle, events: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        # Response has set the length of an empty body.
+        del self.headers["content-length"]
+        self._handle = handle
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await cancel_on_disconnect(receive, self._send(scope["path"], send))
+        except ApiError:
+            pass  # The client has disconnected: there is nobody to report it to.
+        finally:
+            self._handle.cancel()
+
+    async def _send(self, path: str, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for part in self._events:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Exception as error:
+            # The status has been sent, so the error can only be an event.
+            if not isinstance(error, ApiError):
+                LOGGER.exception("streaming failed")
+            _, body = error_body(to_api_error(error, path), path)
+            await send({"type": "http.response.body", "body": format_event(body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,56 @@
+"""Build records: JSON files that store the settings from which a command made a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jingu.errors import JinguError, pluralize
+
+
+def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
+    """Return the JSON object `name` in the folder `path`; None if the folder is missing or empty.
+
+    Args:
+        maker: the command that makes such folders, for the error message.
+
+    Raises:
+        JinguError: the folder contains something else, which must not be replaced, or the record is damaged.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return None
+    fix = "Move it away or choose another path."
+    if not (path / name).is_file():
+        raise JinguError(f"`{maker}` did not make what is here.", where=path, fix=fix)
+    try:
+        record = json.loads((path / name).read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        raise JinguError(f"the file is damaged ({error}).", where=path / name, fix=fix) from error
+    return record
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON object, indented for readers."""
+    path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_changes(old: dict[str, Any], new: dict[str, Any], what: str, where: Path, fix: str) -> None:
+    """Raise JinguError with the differences if two records differ; `what` begins its message."""
+    changes = [
+        f"{key} was {_format_setting(old.get(key))} and is now {_format_setting(new.get(key))}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
+    if changes:
+        raise JinguError(f"{what} with other settings: {'; '.join(changes)}.", where=where, fix=fix)
+
+
+def _format_setting(value: object) -> str:
+    """Return a setting as JSON; a corpus (see `describe_files`) as the number and size of its files."""
+    if isinstance(value, dict) and value.keys() == {"files", "bytes", "listing"}:
+        size = f"{pluralize(value['files'], 'file')} of {pluralize(value['bytes'], 'byte')}"
+        return f"{size} (names and sizes {value['listing'][:6]})"
+    return json.dumps(value, ensure_ascii=False)

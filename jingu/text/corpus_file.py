@@ -1,0 +1,143 @@
+"""Files of a corpus, local or at a URL, plain or compressed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import os
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import IO, Any, Literal, cast
+
+from jingu.errors import JinguError
+
+FileKind = Literal["text", "lines", "json", "parquet", "arrow"]
+COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+KINDS: dict[str, FileKind] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file of the corpus, and its stored size in bytes."""
+
+    path: str  # a local path, or a URL (such as s3://…) that fsspec opens
+    size: int
+    splits: bool = False  # whether any part of it can be read by itself
+    number: int = 0  # its index among the files of the corpus
+
+    @property
+    def compression(self) -> str:
+        """gzip, xz or zstd; empty for a plain file."""
+        return COMPRESSIONS.get(os.path.splitext(self.path.lower())[1], "")  # noqa: PTH122 (not every path is local)
+
+    @property
+    def kind(self) -> FileKind:
+        """What it contains, by its suffix before that of the compression."""
+        return KINDS.get(os.path.splitext(strip_compression_suffix(self.path))[1], "text")  # noqa: PTH122
+
+    def open(self) -> IO[bytes]:
+        """Open the uncompressed content. Raises OSError, or JinguError for a missing package."""
+        if is_url(self.path):
+            stored = cast(IO[bytes], open_filesystem(self.path)[0].open(self.path, "rb"))
+        else:
+            stored = open(self.path, "rb")  # noqa: PTH123, SIM115 (the caller closes it)
+        if self.compression == "gzip":
+            return cast(IO[bytes], gzip.open(stored))
+        if self.compression == "xz":
+            return cast(IO[bytes], lzma.open(stored))
+        if self.compression == "zstd":
+            return cast(IO[bytes], io.BufferedReader(_ZstdReader(stored, self.path), 1 << 20))
+        return stored
+
+
+class _ZstdReader(io.RawIOBase):
+    """Reads zstd frames, one after another. The library's own reader takes a truncated file for a shorter one."""
+
+    def __init__(self, stored: IO[bytes], path: str) -> None:
+        self._stored = stored
+        self._zstd = import_optional("zstandard", "reading zstd", path)
+        # The decompressor of the current frame, if one has begun.
+        self._frame: Any = None
+        self._compressed = b""
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            compressed = self._compressed or self._stored.read(1 << 17)
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("its last frame is truncated")
+                return 0
+            if self._frame is None:
+                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+            self._output = self._frame.decompress(compressed)
+            self._compressed = b""
+            if self._frame.eof:
+                # What follows the frame is the beginning of the next one.
+                self._compressed = self._frame.unused_data
+                self._frame = None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def close(self) -> None:
+        self._stored.close()
+        super().close()
+
+
+def strip_compression_suffix(path: str) -> str:
+    """Return a path in lower case, without the suffix of a compression."""
+    name, suffix = os.path.splitext(path.lower())  # noqa: PTH122
+    return name if suffix in COMPRESSIONS else path.lower()
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL, such as s3://bucket/name."""
+    return "://" in path
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
+
+    Raises:
+        JinguError: the protocol is unknown, or the package for it is not installed.
+    """
+    fsspec = import_optional("fsspec", "opening URLs", url)
+    try:
+        filesystem: tuple[Any, str] = fsspec.core.url_to_fs(url)
+        return filesystem
+    except (ImportError, ValueError) as error:
+        fix = "Check the protocol, or install the package for it (s3fs for s3://)."
+        raise JinguError(f"the URL cannot be opened ({error}).", where=url, fix=fix) from error
+
+
+def import_optional(name: str, purpose: str, where: str) -> ModuleType:
+    """Import an optional package. Raises JinguError if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        fix = f"Install it: `pip install {package}`."
+        raise JinguError(f"{purpose} needs the package {package}.", where=where, fix=fix) from None
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Return what reading a file can raise, and decompressing one that is truncated or damaged."""
+    errors: list[type[Exception]] = [OSError, EOFError, zlib.error, lzma.LZMAError]
+    with suppress(ImportError):
+        errors.append(import_module("zstandard").ZstdError)
+    return tuple(errors)

@@ -1,0 +1,385 @@
+"""Read documents from corpus files: lines, rows, blocks or whole files, with a location for every error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import IO, Any
+
+from jingu.config.sections.data import DataSettings
+from jingu.errors import JinguError
+from jingu.runtime.files import read_error
+from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
+
+# Kinds of files whose documents are located by their row.
+_ROW_KINDS = ("json", "parquet", "arrow")
+_TEXT_FIELD_FIX = "Set data.text_field to the field that holds the document."
+
+
+@dataclass(frozen=True)
+class CorpusDocument:
+    """One text of the corpus."""
+
+    text: str
+    bytes: int  # length of `text` in UTF-8
+    file: CorpusFile
+    # Its first byte in the file, or its row from 1 in files of rows; -1: the whole file is this document.
+    position: int
+
+
+def format_location(path: str, position: int) -> str:
+    """Return the location of a document for users: file:byte N, file:row N, or the file alone."""
+    if position < 0:
+        return path
+    unit = "row" if CorpusFile(path, 0).kind in _ROW_KINDS else "byte"
+    return f"{path}:{unit} {position}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """The documents that begin in bytes [start, end) of a file."""
+
+    file: CorpusFile
+    start: int
+    end: int
+
+
+@dataclass
+class ReadCounts:
+    """How many documents were read, left out and changed."""
+
+    documents: int = 0
+    empty: int = 0  # left out: no characters at all
+    invalid: int = 0  # left out: not UTF-8
+    replaced: int = 0  # read with U+FFFD in place of bytes that are not UTF-8
+    # Copies of earlier documents. If duplicates are kept, they are counted for supervised data only.
+    copies: int = 0
+    # Messages about what was left out because of errors, if `data.on_error` is `skip`.
+    skipped: list[str] = field(default_factory=list)
+    # What became of rows of supervised data, by category.
+    rows: dict[str, int] = field(default_factory=dict)
+
+    def count(self, category: str, number: int = 1) -> None:
+        """Count rows of supervised data."""
+        self.rows[category] = self.rows.get(category, 0) + int(number)
+
+    def add(self, other: ReadCounts) -> None:
+        """Add the counts of another part of the corpus."""
+        self.documents += other.documents
+        self.empty += other.empty
+        self.invalid += other.invalid
+        self.replaced += other.replaced
+        self.copies += other.copies
+        self.skipped += other.skipped
+        for category, number in other.rows.items():
+            self.count(category, number)
+
+
+def read_documents(spans: Iterable[Span], settings: DataSettings, counts: ReadCounts) -> Iterator[CorpusDocument]:
+    """Yield the documents of `spans` in order, and count them.
+
+    Raises:
+        JinguError: something is not a document (unless `data.on_error` is `skip`: then it is left out and counted), or
+            a text is not UTF-8 and `data.invalid_utf8` is `refuse`.
+    """
+    for span in spans:
+        reader = _DocumentReader(span.file, settings, counts)
+        try:
+            yield from reader.documents(span)
+        except _SkippedError:
+            pass
+        except read_errors() as error:
+            reader.refuse(corpus_file_error(span.file, error, ", or set data.on_error=skip to keep what comes before"))
+
+
+def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "") -> JinguError:
+    """Return the error for an exception from reading a file; `alternative` is appended to the fix."""
+    if isinstance(error, OSError) and error.strerror:
+        return read_error(file.path, error)
+    what = f"the file is damaged, or was truncated while it was written or copied ({error})."
+    return JinguError(what, where=file.path, fix=f"Download or copy it again{alternative}.")
+
+
+class _SkippedError(Exception):
+    """What was to be read is left out, and counted already."""
+
+
+class _DocumentReader:
+    """Reads the documents of one file as the settings say, and counts them.
+
+    A position is a byte of the file, or a row from 1 in files of rows; -1 is the whole file.
+    """
+
+    def __init__(self, file: CorpusFile, settings: DataSettings, counts: ReadCounts) -> None:
+        self.file = file
+        self.settings = settings
+        self.counts = counts
+
+    def documents(self, span: Span) -> Iterator[CorpusDocument]:
+        """Yield the documents that begin in the span."""
+        for value, position in self._read_values(span):
+            try:
+                text = self._parse_text(value, position)
+            except _SkippedError:
+                continue
+            if text:
+                self.counts.documents += 1
+                yield CorpusDocument(text, len(text.encode()), self.file, position)
+            else:
+                self.counts.empty += 1
+
+    def refuse(self, error: JinguError) -> None:
+        """Raise the error, or record it if errors are skipped."""
+        if self.settings.on_error == "stop":
+            raise error
+        self.counts.skipped.append(f"{error.where}: {error.what}")
+
+    def _skip(self, position: int, what: str, fix: str) -> _SkippedError:
+        """Return the exception that skips what is at a position, unless `refuse` raises."""
+        self.refuse(JinguError(what, where=self._locate(position), fix=fix))
+        return _SkippedError()
+
+    def _read_values(self, span: Span) -> Iterator[tuple[Any, int]]:
+        """Yield what stands for each document (bytes, or the value of a row) and its position."""
+        kind = self.file.kind
+        unit = self.settings.documents
+        max_bytes = self.settings.max_document_bytes
+        if kind in ("parquet", "arrow"):
+            yield from _read_column(self.file, self.settings.text_field, span)
+            return
+        with closing(self.file.open()) as stream:
+            # One byte more than allowed is read, so that a text that is too long is noticed.
+            if kind == "json":
+                rows = self._parse_json(stream.read(max_bytes + 1), -1)
+                yield from zip(rows if isinstance(rows, list) else [rows], count(1))
+            elif kind == "lines" or unit == "line":
+                for line, position in read_lines(stream, span, max_bytes):
+                    if not _is_blank(line) or len(line) > max_bytes:
+                        yield line, position
+            elif unit == "block":
+                yield from self._read_blocks(stream, span)
+            else:
+                yield stream.read(max_bytes + 1), -1
+
+    def _parse_text(self, value: Any, position: int) -> str:
+        """Return the text of a document."""
+        kind = self.file.kind
+        if kind == "text":
+            text = self._decode(value, position)
+            if position >= 0:
+                text = text.rstrip("\r\n")
+            return text.replace("<n>", "\n") if self.settings.escaped_newlines else text
+        if kind == "lines":
+            value = self._parse_json(value, position)
+        if kind in ("lines", "json"):
+            value = self._get_field(value, position)
+        return self._check_string(value, position)
+
+    def _read_blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[bytes, int]]:
+        """Yield the blocks of lines between blank lines that begin in the span."""
+        position = seek_first_line(stream, span)
+        max_bytes = self.settings.max_document_bytes
+        # A block that began before the span belongs to an earlier unit of work.
+        begins_here = position == 0 or _is_blank(_previous_line(stream, position))
+        if position:
+            stream.seek(position)
+        lines = _read_lines_from(stream, position, max_bytes)
+        for is_blank, group in groupby(lines, key=lambda item: _is_blank(item[0])):
+            start = position
+            block: list[bytes] = []
+            size = 0
+            for line, position in group:
+                # The span ends before this line: only a block that has already begun continues.
+                if _is_past_span(position, span) and (not block or not begins_here):
+                    return
+                if not block:
+                    start = position
+                # Lines past the limit are not kept: the block is refused anyway.
+                if size <= max_bytes:
+                    block.append(line)
+                size += len(line)
+            if not is_blank and begins_here:
+                yield b"".join(block), start
+            begins_here = True
+
+    def _parse_json(self, data: bytes, position: int) -> Any:
+        """Parse a line of JSON, or a JSON file."""
+        try:
+            return json.loads(self._decode(data, position).rstrip())
+        except (ValueError, RecursionError) as error:
+            if self.file.kind == "lines":
+                subject = "this line"
+                fix = "A .jsonl file holds one JSON object a line."
+            else:
+                subject = "the file"
+                fix = "A .json file holds a list of objects; one object a line is .jsonl."
+            raise self._skip(position, f"{subject} is not JSON ({describe_json_error(error)}).", fix) from None
+
+    def _get_field(self, row: object, position: int) -> Any:
+        """Return the text field of one JSON object, a line or a row."""
+        name = self.settings.text_field
+        subject = "line" if self.file.kind == "lines" else "row"
+        if not isinstance(row, dict):
+            what = f"this {subject} is JSON but not an object: it is {_describe_type(row)}."
+            raise self._skip(position, what, f'Each {subject} must look like {{"{name}": "…"}}.')
+        if name not in row:
+            what = f'this {subject} has no field "{name}"; its fields: {_quote(row)}.'
+            raise self._skip(position, what, _TEXT_FIELD_FIX)
+        return row[name]
+
+    def _check_string(self, value: object, position: int) -> str:
+        r"""Return a string that has a UTF-8 form. JSON can hold half a character ("\ud800"), which has none."""
+        if not isinstance(value, str):
+            what = f'the field "{self.settings.text_field}" is {_describe_type(value)}, not a string.'
+            raise self._skip(position, what, _TEXT_FIELD_FIX)
+        try:
+            value.encode()
+            return value
+        except UnicodeEncodeError as error:
+            what = f"the escape \\u{ord(value[error.start]):04x} is half a character, which is not UTF-8."
+            fix = 'Set data.invalid_utf8 to "replace" or "skip", or correct the line.'
+            return self._handle_invalid(position, what, fix, re.sub("[\ud800-\udfff]", "\ufffd", value))
+
+    def _decode(self, data: bytes, position: int) -> str:
+        """Decode UTF-8 that is not too long, without a byte order mark."""
+        max_bytes = self.settings.max_document_bytes
+        if len(data) > max_bytes:
+            what = f"a document here is longer than {max_bytes:,} bytes (data.max_document_bytes)."
+            fix = "Split it (data.documents takes lines or blocks of a text file), or raise the limit if memory allows."
+            raise self._skip(position, what, fix)
+        try:
+            return data.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            what = f"byte {max(position, 0) + error.start} (0x{data[error.start]:02x}) is not UTF-8."
+            fix = (
+                'Convert the file to UTF-8, or set data.invalid_utf8 to "replace" (U+FFFD for the bad bytes) '
+                'or "skip" (leave the document out).'
+            )
+            return self._handle_invalid(position or -1, what, fix, data.decode(errors="replace").removeprefix("\ufeff"))
+
+    def _handle_invalid(self, position: int, what: str, fix: str, replaced_text: str) -> str:
+        """Refuse, skip or replace a text that is not UTF-8, as `data.invalid_utf8` says."""
+        if self.settings.invalid_utf8 == "refuse":
+            raise self._skip(position, what, fix)
+        if self.settings.invalid_utf8 == "skip":
+            self.counts.invalid += 1
+            raise _SkippedError
+        self.counts.replaced += 1
+        return replaced_text
+
+    def _locate(self, position: int) -> str:
+        """Return the file and the line or row. Counts the lines before the position, so only for messages."""
+        if position < 0 or self.file.kind in _ROW_KINDS:
+            return format_location(self.file.path, position)
+        line = 1
+        remaining = position
+        with closing(self.file.open()) as stream:
+            while remaining > 0 and (chunk := stream.read(min(remaining, 1 << 20))):
+                line += chunk.count(b"\n")
+                remaining -= len(chunk)
+        return f"{self.file.path}:{line}"
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line.strip()
+
+
+def read_lines(stream: IO[bytes], span: Span, max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines that begin in the span, each with its first byte.
+
+    A line longer than `max_bytes` is truncated to one byte more.
+    """
+    for line, position in _read_lines_from(stream, seek_first_line(stream, span), max_bytes):
+        if _is_past_span(position, span):
+            return
+        yield line, position
+
+
+def _read_lines_from(stream: IO[bytes], position: int, max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines from the stream's position on, like `read_lines`."""
+    while line := stream.readline(max_bytes + 1):
+        yield line, position
+        position += len(line)
+        # Read the rest of a truncated line without keeping it.
+        while len(line) > max_bytes and not line.endswith(b"\n"):
+            line = stream.readline(max_bytes + 1)
+            position += len(line)
+
+
+def _is_past_span(position: int, span: Span) -> bool:
+    """Return whether what begins at a position belongs to a later part of the file."""
+    return span.file.splits and position >= span.end
+
+
+def seek_first_line(stream: IO[bytes], span: Span) -> int:
+    """Go to the first line that begins in the span, and return its first byte."""
+    if span.start == 0:
+        return 0
+    # A line that begins exactly at the span's start comes after a newline.
+    stream.seek(span.start - 1)
+    return span.start - 1 + len(stream.readline())
+
+
+def _previous_line(stream: IO[bytes], position: int) -> bytes:
+    """Return the end of the line before the one that begins at a position."""
+    stream.seek(max(position - 4096, 0))
+    return stream.read(min(position, 4096))[:-1].rpartition(b"\n")[2]
+
+
+def _read_column(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[Any, int]]:
+    """Yield the values of a column and their row numbers.
+
+    The file is an .arrow file as `datasets` saves it, or a .parquet, of which the row groups that begin in the span are
+    read.
+    """
+    try:
+        with closing(file.open()) as stream:
+            if file.kind == "arrow":
+                reader = import_optional("pyarrow.ipc", "reading .arrow files", file.path).open_stream(stream)
+                _check_column(reader.schema.names, name, file.path)
+                yield from zip(_flatten(batch.column(name) for batch in reader), count(1))
+                return
+            parquet = import_optional("pyarrow.parquet", "reading .parquet files", file.path)
+            table = parquet.ParquetFile(stream)
+            _check_column(table.schema_arrow.names, name, file.path)
+            rows_before = 0
+            for number in range(table.num_row_groups):
+                group = table.metadata.row_group(number)
+                # A group begins with the dictionary of its first column, if there is one.
+                pages = group.column(0)
+                start = min(filter(None, [pages.dictionary_page_offset, pages.data_page_offset]))
+                if span.start <= start < span.end or not file.splits:
+                    batches = table.iter_batches(batch_size=1024, row_groups=[number], columns=[name])
+                    yield from zip(_flatten(batch.column(0) for batch in batches), count(rows_before + 1))
+                rows_before += group.num_rows
+    except ValueError as error:  # pyarrow's own errors are ValueErrors and OSErrors
+        raise EOFError(str(error).splitlines()[0]) from error
+
+
+def _flatten(columns: Iterable[Any]) -> Iterator[Any]:
+    return (value for column in columns for value in column.to_pylist())
+
+
+def _check_column(names: list[str], name: str, path: str) -> None:
+    """Raise JinguError if a table has no column of this name."""
+    if name not in names:
+        what = f'there is no column "{name}"; there are: {_quote(names)}.'
+        raise JinguError(what, where=path, fix="Set data.text_field to one of them.")
+
+
+def _quote(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names) or "none"
+
+
+def describe_json_error(error: Exception) -> str:
+    """Return why a text is not JSON."""
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _describe_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,167 @@
+"""`jingu tokenizer train | extend | inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jingu.config.legacy import migrate_tokenizer_record
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, SpanCorruptionSettings
+from jingu.errors import JinguError
+from jingu.runtime.files import create_folder_atomically, read_error
+from jingu.text.build_record import read_record, refuse_changes, write_record
+from jingu.text.corpus import describe_files, find_files, sample_texts
+from jingu.text.corpus_file import CorpusFile
+from jingu.text.tokenizer import Tokenizer, sentinel_tokens
+from jingu.text.tokenizer_extension import extend_tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+
+# Stores what the tokenizer was trained on, so that the same command does not train it again.
+RECORD_NAME = "training.json"
+# `jingu tokenizer inspect` splits this line if the user gives no text.
+SAMPLE_LINE = "    def grow(self, 年: int = 2026) -> str:  # 种子发芽了"
+
+
+def train(config: RunConfig) -> None:
+    """Train the tokenizer of the run on a sample of the corpus, and store it in `tokenizer.path`."""
+    settings = config.tokenizer
+    if settings.base is not None:
+        raise JinguError(
+            "a tokenizer with a base is extended, not trained.",
+            where="tokenizer.base",
+            fix="Run `jingu tokenizer extend`, or remove the base.",
+        )
+    _store_tokenizer(
+        config, lambda texts: train_tokenizer(texts, settings.vocab_size, special_tokens(config), settings.type)
+    )
+
+
+def extend(config: RunConfig) -> None:
+    """Add entries learned from a sample of the corpus to `tokenizer.base`, and store the result in `tokenizer.path`.
+
+    Prints the bytes per token before and after for each input.
+    """
+    if config.tokenizer.base is None:
+        raise JinguError(
+            "there is nothing to extend.",
+            where="tokenizer.base",
+            fix="Set it to the folder of a tokenizer; `jingu tokenizer train` trains a new one.",
+        )
+    base = Tokenizer.load(Path(config.tokenizer.base))
+    _store_tokenizer(config, lambda texts: extend_tokenizer(base, texts, config.tokenizer.vocab_size))
+    extended = Tokenizer.load(Path(config.tokenizer.path))
+    print(f"  The first {base.vocab_size:,} are those of {config.tokenizer.base}; bytes per token before and after:")
+    for source in config.data.all_sources:
+        for name in [source.input] if isinstance(source.input, str) else source.input:
+            alone = config.data.for_source(source.model_copy(update={"input": name}))
+            texts = [text for text, _ in sample_texts(find_files(alone), alone, 1 << 20)]
+            before, after = (_bytes_per_token(tokenizer, texts)[0] for tokenizer in (base, extended))
+            print(f"  {before:.2f} → {after:.2f}  {name}")
+
+
+def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]], Tokenizer]) -> None:
+    """Store what `make_tokenizer` makes of a sample of the corpus in `tokenizer.path`, unless it is there already."""
+    path = Path(config.tokenizer.path)
+    files = find_files(config.data)
+    record = _settings(config, files)
+    old = read_record(path, RECORD_NAME, "jingu tokenizer train")
+    if old is not None:
+        old = migrate_tokenizer_record(old)
+        fix = "Delete the folder to train it again (then data sets must be built again too), or set tokenizer.path"
+        refuse_changes(old, record, "the tokenizer here was trained", path, f"{fix} to another folder.")
+        print(f"tokenizer: already trained in {path} ({Tokenizer.load(path).vocab_size:,} entries).")
+        return
+    sample = _with_bar(files, config.data, config.tokenizer.sample_bytes)
+    first = next(filter(None, sample), None)
+    if first is None:
+        what = "the corpus is empty: its files contain no text."
+        if config.data.invalid_utf8 == "skip":
+            what = "the corpus is empty: its files contain no text, or none that is UTF-8."
+        raise JinguError(what, where="data.input", fix="Name files that contain text.")
+    tokenizer = make_tokenizer(chain([first], sample))
+    with create_folder_atomically(path) as folder:
+        tokenizer.save(folder)
+        write_record(folder / RECORD_NAME, record)
+    print(f"tokenizer: {tokenizer.vocab_size:,} entries in {path}.")
+    if tokenizer.vocab_size < config.tokenizer.vocab_size:
+        print(f"  The sample has no more pairs to merge; tokenizer.vocab_size is {config.tokenizer.vocab_size:,}.")
+    texts = [text for text, _ in sample_texts(files, config.data, 1 << 20)]
+    print(f"  {_bytes_per_token(tokenizer, texts)[1]}")
+
+
+def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> None:
+    """Show a tokenizer: its size and special tokens, bytes per token on a text or file, and how a line splits."""
+    tokenizer = Tokenizer.load(folder)
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise read_error(file, error) from error
+    sample = SAMPLE_LINE if text is None else text
+    special = ", ".join(f"{token} = {id_}" for token, id_ in tokenizer.special_tokens.items())
+    print(f"tokenizer: {tokenizer.vocab_size:,} entries in {folder}.")
+    print(f"  special tokens: {special}; documents end with {tokenizer.eos_token_id}")
+    print(f"  fingerprint: {tokenizer.fingerprint()}")
+    print(f"  {_bytes_per_token(tokenizer, [sample])[1]}")
+    line = next((line for line in sample.splitlines() if line.strip()), sample)[:400]
+    print(f"  {line}\n  {split_line(tokenizer, line)}")
+
+
+def split_line(tokenizer: Tokenizer, line: str) -> str:
+    """Return the line with │ between its tokens and · for spaces. Ids of one character stay together."""
+    pieces: list[str] = []
+    pending: list[int] = []
+    for id_ in tokenizer.encode(line):
+        pending.append(id_)
+        piece = tokenizer.decode(pending)
+        # Until a character is complete, it decodes as U+FFFD.
+        if not piece.endswith("\ufffd"):
+            pieces.append(piece if len(pending) == 1 else f"{piece}({len(pending)})")
+            pending = []
+    if pending:
+        pieces.append(tokenizer.decode(pending))
+    return "│".join(pieces).replace(" ", "·").replace("\t", "→")
+
+
+def special_tokens(config: RunConfig) -> list[str]:
+    """Return the special tokens of the settings, and the sentinels that the objective needs."""
+    objective = config.data.objective
+    added = sentinel_tokens(objective.num_sentinels) if isinstance(objective, SpanCorruptionSettings) else []
+    return [*config.tokenizer.special_tokens, *added]
+
+
+def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
+    """Return all that the trained tokenizer depends on."""
+    tokenizer = config.tokenizer
+    return {
+        "type": tokenizer.type,
+        "base": None if tokenizer.base is None else Tokenizer.load(Path(tokenizer.base)).fingerprint(),
+        "vocab_size": tokenizer.vocab_size,
+        "special_tokens": special_tokens(config),
+        "sample_bytes": tokenizer.sample_bytes,
+        "text_field": config.data.text_field,
+        "invalid_utf8": config.data.invalid_utf8,
+        "corpus": describe_files(files),
+    }
+
+
+def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[str]:
+    """Yield the sampled texts, with a progress bar over the corpus."""
+    total = sum(file.size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizer", disable=None) as bar:
+        for text, seen in sample_texts(files, settings, sample_bytes):
+            yield text
+            bar.update(seen - bar.n)
+
+
+def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> tuple[float, str]:
+    """Return the bytes of text per token, and a line that says so."""
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    tokens = sum(len(tokenizer.encode(text)) for text in texts)
+    ratio = size / max(tokens, 1)
+    return ratio, f"{ratio:.2f} bytes per token ({size:,} bytes, {tokens:,} tokens)"

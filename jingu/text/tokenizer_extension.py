@@ -1,0 +1,97 @@
+"""Extend a tokenizer with entries learned from new text. The ids of existing entries do not change."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+
+# Characters without an entry get one, the most frequent first, until they cover this share of all such characters.
+COVERAGE = 0.9995
+# Symbols are written as single characters from here on.
+_FIRST_CODE = 0x10000
+# The trainer takes a word as often as it occurs, in lines of at most so many copies.
+_MAX_COPIES = 1000
+
+
+def extend_tokenizer(base: Tokenizer, texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Return a tokenizer of at most `vocab_size` entries, of which the first are those of `base`.
+
+    Merging continues where the base stopped: the text is split as the base splits it, and the most frequent pairs of
+    its pieces are merged next (within its words; for sentencepiece models, within words of letters). All merges of the
+    base come before new ones. Characters that it could only spell as bytes, or not at all, get an entry first.
+
+    Raises:
+        JinguError: the base is not a BPE tokenizer, or has that many entries already.
+    """
+    if base.algorithm != "BPE":
+        raise JinguError(
+            f"only BPE can be extended, and this tokenizer is {base.algorithm}.",
+            where="tokenizer.base",
+            fix="Train a new one; `jingu model grow --tokenizer` keeps the embedding rows of shared pieces.",
+        )
+    room = vocab_size - base.vocab_size
+    if room < 1:
+        raise JinguError(
+            f"the tokenizer has {base.vocab_size:,} entries already.",
+            where="tokenizer.vocab_size",
+            fix=f"Give more than {base.vocab_size:,}.",
+        )
+    words: Counter[tuple[str, ...]] = Counter()
+    for text in texts:
+        words.update(base.split_words(text))
+    vocab = base.vocab()
+    characters = _new_characters(words, vocab)[:room]
+    known_symbols = {symbol for word in words for symbol in word} & (vocab.keys() | set(characters))
+    symbols = {symbol: chr(_FIRST_CODE + index) for index, symbol in enumerate(sorted(known_symbols))}
+    merges = _learn_merges(words, symbols, room - len(characters))
+    return base.add_entries(characters, merges, vocab_size)
+
+
+def _new_characters(words: Counter[tuple[str, ...]], vocab: dict[str, int]) -> list[str]:
+    """Return the characters that have no entry and are frequent enough, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for symbol in word:
+            # A single byte has an entry already.
+            if symbol not in vocab and len(symbol.encode()) > 1:
+                counts[symbol] += count
+    target = COVERAGE * sum(counts.values())
+    covered = 0
+    characters = []
+    for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if covered >= target:
+            break
+        characters.append(character)
+        covered += count
+    return characters
+
+
+def _learn_merges(words: Counter[tuple[str, ...]], symbols: dict[str, str], number: int) -> list[tuple[str, str]]:
+    """Return the next merges. Each symbol is written as one character, and the library's trainer merges characters."""
+    inner: Any = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.BpeTrainer(vocab_size=len(symbols) + number, min_frequency=2, show_progress=False)
+    inner.train_from_iterator(_training_lines(words, symbols), trainer)
+    symbol_by_letter = {letter: symbol for symbol, letter in symbols.items()}
+    pairs = json.loads(inner.to_str())["model"]["merges"]
+    return [
+        ("".join(symbol_by_letter[x] for x in first), "".join(symbol_by_letter[x] for x in second))
+        for first, second in pairs
+    ]
+
+
+def _training_lines(words: Counter[tuple[str, ...]], symbols: dict[str, str]) -> Iterator[str]:
+    """Yield the words in letters, each as often as it occurs. A symbol without a letter ends a word."""
+    for word, count in words.items():
+        line = "".join(symbols.get(symbol, " ") for symbol in word) + " "
+        while count > 0:
+            yield line * min(count, _MAX_COPIES)
+            count -= _MAX_COPIES

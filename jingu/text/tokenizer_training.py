@@ -1,0 +1,107 @@
+"""Train a tokenizer whose pieces are bytes, so that every text is encoded and decoded without loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_formats import BYTE_TO_LETTER, SPLIT_PATTERN, build_byte_level_bpe
+
+Algorithm = Literal["bpe", "unigram", "wordpiece"]
+_ALPHABET = sorted(BYTE_TO_LETTER.values())
+# The prefix of WordPiece pieces inside of words. It is not a letter of the byte alphabet.
+_SUBWORD_PREFIX = "▁"
+# The time of WordPiece grows with the cube of a word's length: longer words are cut.
+_MAX_WORD_CHARS = 400
+
+
+def train_tokenizer(
+    texts: Iterator[str], vocab_size: int, special_tokens: list[str], algorithm: Algorithm = "bpe"
+) -> Tokenizer:
+    """Train a byte-level tokenizer of at most `vocab_size` entries; the special tokens get the first ids.
+
+    The same texts give the same tokenizer, except for unigram, which chooses at random among equally likely pieces. It
+    has fewer entries if the texts have no more pairs to merge.
+
+    Args:
+        algorithm: bpe repeatedly merges the most frequent pair (Sennrich et al., 2016); unigram prunes the pieces whose
+            removal reduces the likelihood least (Kudo, 2018); wordpiece merges like bpe, and splits a word greedily
+            into its longest pieces (Wu et al., 2016).
+
+    Raises:
+        JinguError: the special tokens or the size are impossible.
+    """
+    if not special_tokens or len(set(special_tokens)) != len(special_tokens) or "" in special_tokens:
+        raise JinguError(
+            "there must be at least one special token, each once and none of them empty.",
+            where="tokenizer.special_tokens",
+            fix='The first one ends every document; "<|endoftext|>" is the usual name.',
+        )
+    letters = 512 if algorithm == "wordpiece" else 256
+    min_size = letters + len(special_tokens)
+    if vocab_size < min_size:
+        bytes_ = "256 bytes" if letters == 256 else "256 bytes at the beginning and inside of words"
+        raise JinguError(
+            f"{vocab_size} is too small: {bytes_} and {len(special_tokens)} special tokens need {min_size}.",
+            where="tokenizer.vocab_size",
+        )
+    train = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}[algorithm]
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": special_tokens[0],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000_000,
+    }
+    options = {"vocab_size": vocab_size, "special_tokens": special_tokens, "initial_alphabet": _ALPHABET}
+    tokenizer = Tokenizer(train(texts, options | {"show_progress": False}), config)
+    # WordPiece and unigram take a word that is in the vocabulary whole, even if it is a special token.
+    matched = [token for token, id_ in tokenizer.special_tokens.items() if id_ in tokenizer.encode(token)]
+    if matched:
+        raise JinguError(
+            f"{', '.join(matched)} would be recognized in text, because {algorithm} takes a known word whole.",
+            where="tokenizer.special_tokens",
+            fix="Use names that are not words, such as <|end|>.",
+        )
+    return tokenizer
+
+
+def _bpe(texts: Iterator[str], options: dict[str, Any]) -> str:
+    inner = build_byte_level_bpe({}, [], SPLIT_PATTERN)
+    inner.train_from_iterator(texts, trainers.BpeTrainer(**options))
+    return str(inner.to_str(pretty=True))
+
+
+def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
+    inner = build_byte_level_bpe({}, [], SPLIT_PATTERN)
+    inner.model = models.Unigram()
+    inner.train_from_iterator(texts, trainers.UnigramTrainer(**options))
+    spec = json.loads(inner.to_str())
+    unlikely = 100 * min(score for _, score in spec["model"]["vocab"])
+    # With their score of 0 special tokens would be the likeliest pieces of a text.
+    for id_ in range(len(options["special_tokens"])):
+        spec["model"]["vocab"][id_][1] = unlikely
+    return json.dumps(spec, ensure_ascii=False, indent=2)
+
+
+def _wordpiece(texts: Iterator[str], options: dict[str, Any]) -> str:
+    special = options["special_tokens"]
+    inner = build_byte_level_bpe({}, [], SPLIT_PATTERN)
+    cut = pre_tokenizers.Split(Regex(f".{{1,{_MAX_WORD_CHARS}}}"), behavior="isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([inner.pre_tokenizer, cut])
+    inner.model = models.WordPiece(
+        {}, unk_token=special[0], continuing_subword_prefix=_SUBWORD_PREFIX, max_input_chars_per_word=_MAX_WORD_CHARS
+    )
+    inner.decoder = decoders.Sequence([decoders.Replace(_SUBWORD_PREFIX, ""), decoders.ByteLevel()])
+    # As special tokens, all letters inside of words get an entry, in an order that does not change.
+    with_letters = {"special_tokens": [*special, *(_SUBWORD_PREFIX + letter for letter in _ALPHABET)]}
+    trainer = trainers.WordPieceTrainer(**(options | with_letters), continuing_subword_prefix=_SUBWORD_PREFIX)
+    inner.train_from_iterator(texts, trainer)
+    spec: dict[str, Any] = json.loads(inner.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in special]
+    return str(tokenizers.Tokenizer.from_str(json.dumps(spec)).to_str(pretty=True))

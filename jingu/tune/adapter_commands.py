@@ -1,0 +1,93 @@
+"""`jingu tune export | merge | unmerge`: adapters as a peft folder, and models with adapters merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.formats.export import write_model
+from jingu.formats.models import load_adapters, open_adapter_run, open_model
+from jingu.formats.peft import ADAPTER_CONFIG, read_adapters, write_adapters
+from jingu.formats.stored_model import apply_adapters
+from jingu.model.adapter_layers import ADAPTER_PARAMETERS, unmerge_adapter
+from jingu.model.decoder import parameter_shapes
+from jingu.model.spec import Ia3, Lora
+from jingu.runtime.device import DTYPES
+
+
+def export(run: Path, to: Path) -> None:
+    """Write the adapters of a run as peft loads them.
+
+    Raises:
+        JinguError: the run trains no adapters, or adapters that peft does not have.
+    """
+    adapters, base, base_path = open_adapter_run(run)
+    write_adapters(adapters, base, base_path, to)
+    print(f"Wrote {to}: adapters, which peft loads onto {base_path} as exported.")
+
+
+def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") -> None:
+    """Write a model with its adapters merged into its matrices, as a Hugging Face folder.
+
+    Args:
+        model: a run that trained adapters, or, with `base`, a peft folder.
+        base: the model that the adapters of a peft folder belong to.
+        dtype: of the weights; auto: that of the base, to which the sums are rounded.
+
+    Raises:
+        JinguError: there are no adapters, they do not fit the base, or they cannot be merged (prompt tuning).
+    """
+    if base is not None:
+        base_model = open_model(base)
+        merged = apply_adapters(read_adapters(model, base_model), base_model)
+    elif (model / ADAPTER_CONFIG).is_file():
+        merged = open_model(model)
+    else:
+        adapters, base_model, _ = open_adapter_run(model)
+        merged = apply_adapters(adapters, base_model)
+    write_model(merged, to, dtype, False)
+
+
+def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
+    """Write the exact model that adapters were merged into.
+
+    Args:
+        model: what `merge` wrote.
+        adapters: the merged adapters: a run, or a peft folder.
+        dtype: of the base; auto: that of the merged model.
+
+    Raises:
+        JinguError: rounding has lost what is needed to restore the base.
+    """
+    merged = open_model(model)
+    adapter_model = load_adapters(adapters, merged)
+    adapter = adapter_model.spec.adapter
+    assert adapter is not None
+    base_dtype = DTYPES.get(dtype, merged.dtype)
+    adapter_names = parameter_shapes(adapter_model.spec)
+
+    def read(name: str) -> Tensor:
+        value = merged.read(name)
+        module, _, leaf = name.rpartition(".")
+        parts = {
+            part: adapter_model.read(f"{module}.{part}")
+            for part in ADAPTER_PARAMETERS
+            if f"{module}.{part}" in adapter_names
+        }
+        if not parts or not isinstance(adapter, Lora | Ia3):
+            return value
+        # DoRA's magnitudes replace the norms of the base, which no sum preserves.
+        restored = None if "lora_m" in parts else unmerge_adapter(value, leaf, parts, adapter, base_dtype)
+        if restored is None:
+            raise JinguError(
+                f"{name} cannot be restored: merging has rounded it too much.",
+                where=model,
+                fix="Merge into a wider dtype (`jingu tune merge --dtype fp32`), and pass the dtype of the base here "
+                "(--dtype bf16). DoRA cannot be unmerged.",
+            )
+        return restored
+
+    write_model(replace(merged, read=read), to, dtype, False)

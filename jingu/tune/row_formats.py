@@ -1,0 +1,285 @@
+"""Recognize the forms in which instruction data is written, and convert each row to a `Row`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
+
+# Weights are stored in hundredths, in one byte.
+MAX_WEIGHT = 2.0
+
+# The roles of OpenAI's messages and of ShareGPT's conversations.
+_ROLES: dict[str, Role] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+_ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant",),
+}
+
+
+def parse_row(value: Any) -> Row:
+    """Convert a row of any known form.
+
+    A row is recognized by its `type`, or else by the first of the known fields that it has.
+
+    Raises:
+        ConversationError: the row has no known form, or a field of it is not as expected.
+    """
+    if not isinstance(value, dict):
+        raise ConversationError(f"expected an object with fields, not {_quote(value)}")
+    kind = value.get("type")
+    if kind is not None:
+        if not isinstance(kind, str) or kind not in _PARSERS_BY_TYPE:
+            raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
+        return _PARSERS_BY_TYPE[kind](value)
+    for name, (field, parse) in _PARSERS_BY_FIELD.items():
+        if field in value:
+            return replace(parse(value), kind=name)
+    fields = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
+    raise ConversationError(f"expected one of the fields {fields}; it has {', '.join(map(str, value)) or 'none'}")
+
+
+# Fields
+
+
+def _quote(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _unexpected(field: str, expected: str, value: Any) -> ConversationError:
+    return ConversationError(f"field {field}: expected {expected}, not {_quote(value)}")
+
+
+def _text(value: JsonObject, name: str) -> str:
+    if name not in value:
+        raise ConversationError(f"field {name}: expected text, but it is missing")
+    return _check_text(value[name], name)
+
+
+def _optional_text(value: JsonObject, name: str) -> str:
+    """Return the text of a field; empty if it is absent, null or empty."""
+    return _check_text(value[name], name) if value.get(name) not in (None, "") else ""
+
+
+def _check_text(text: Any, name: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise _unexpected(name, "text that is not empty", text)
+    check_characters(text, f"field {name}: ")
+    return text
+
+
+def _list(value: JsonObject, name: str) -> list[Any]:
+    items = value.get(name)
+    if not isinstance(items, list) or not items:
+        raise _unexpected(name, "a list that is not empty", items)
+    return items
+
+
+def _weight(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+        raise _unexpected(name, f"a number from 0 to {MAX_WEIGHT:g}", value)
+    return float(value)
+
+
+def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
+    """Return the definitions of tools, which may be a list or JSON text."""
+    tools = value.get("tools") or value.get("apis") or []
+    if isinstance(tools, str):
+        tools = _parse_json(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _unexpected("tools", "a list of objects", value.get("tools"))
+    return tuple(tools)
+
+
+def _tool_call(value: Any, name: str) -> JsonObject:
+    """Return a tool call: an object with name and arguments, possibly under `function`, possibly as JSON text."""
+    call = _parse_json(value) if isinstance(value, str) else value
+    if isinstance(call, dict):
+        call = call.get("function", call)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise _unexpected(name, "a call with name and arguments", value)
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _parse_json(arguments)
+    if not isinstance(arguments, dict):
+        raise _unexpected(f"{name}.arguments", "an object", call.get("arguments"))
+    return {"name": call["name"], "arguments": arguments}
+
+
+def _parse_json(text: str) -> Any:
+    """Return the value of JSON text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+# Forms
+
+
+def _pretrain(value: JsonObject) -> Row:
+    return Row("pretrain", segments=((_text(value, "text"), True),))
+
+
+def _completion(value: JsonObject) -> Row:
+    if not isinstance(value["prompt"], list):
+        return Row("completion", segments=((_text(value, "prompt"), False), (_text(value, "completion"), True)))
+    # A conversation that is divided into prompt and completion.
+    completion = value.get("completion", [])
+    if not isinstance(completion, list):
+        raise _unexpected("completion", "a list of messages as in prompt", completion)
+    return _openai({**value, "messages": [*value["prompt"], *completion]})
+
+
+def _question(instruction: str, text: str) -> Message:
+    return Message("user", f"{instruction}\n{text}" if text else instruction)
+
+
+def _instruct(value: JsonObject) -> Row:
+    question = _question(_text(value, "instruct"), _optional_text(value, "input"))
+    return _conversation("instruct", [question, Message("assistant", _text(value, "output"))])
+
+
+def _alpaca(value: JsonObject) -> Row:
+    messages = _system(value)
+    history = value.get("history") or []
+    if not isinstance(history, list):
+        raise _unexpected("history", "a list of [question, answer]", history)
+    for index, pair in enumerate(history):
+        name = f"history[{index}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _unexpected(name, "[question, answer]", pair)
+        messages += [Message("user", _check_text(pair[0], name)), Message("assistant", _check_text(pair[1], name))]
+    text = _optional_text(value, "input")
+    if text and not value.get("instruction"):
+        # Some data sets put the whole question into `input`.
+        messages.append(Message("user", text))
+    else:
+        messages.append(_question(_text(value, "instruction"), text))
+    messages.append(Message("assistant", _text(value, "output")))
+    return _conversation("alpaca", messages)
+
+
+def _system(value: JsonObject) -> list[Message]:
+    text = _optional_text(value, "system")
+    return [Message("system", text)] if text else []
+
+
+def _rounds(value: JsonObject) -> Row:
+    """Parse rounds of ["ask", text], ["ans", text, weight?] and ["api", call, result?]."""
+    messages = _system(value)
+    for index, turn in enumerate(_list(value, "rounds")):
+        name = f"rounds[{index}]"
+        match turn:
+            case ["ask", text]:
+                messages.append(Message("user", _check_text(text, name)))
+            case ["ans", text]:
+                messages.append(Message("assistant", _check_text(text, name)))
+            case ["ans", text, weight]:
+                message = Message("assistant", _check_text(text, name), weight=_weight(weight, f"{name}[2]"))
+                messages.append(message)
+            case ["api", call, *results] if len(results) <= 1:
+                messages.append(Message("assistant", "", (_tool_call(call, f"{name}[1]"),)))
+                messages += [Message("tool", _tool_result(result, name)) for result in results]
+            case _:
+                raise ConversationError(f'field {name}: expected ["ask", text], ["ans", text] or ["api", call, return]')
+    if value["type"] == "ref_qa":
+        # The first question is asked about a reference text.
+        reference = _text(value, "reference")
+        first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+        if first is not None:
+            messages[first] = Message("user", f"{reference}\n\n{messages[first].content}")
+    return _conversation(value["type"], messages, _tools(value))
+
+
+def _tool_result(value: Any, name: str) -> str:
+    return _check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), name)
+
+
+def _sharegpt(value: JsonObject) -> Row:
+    messages = _system(value) + _messages(value, "conversations", "from", "value")
+    return _conversation("sharegpt", messages, _tools(value))
+
+
+def _openai(value: JsonObject) -> Row:
+    return _conversation("messages", _messages(value, "messages", "role", "content"), _tools(value))
+
+
+def _messages(value: JsonObject, field: str, role_key: str, content_key: str) -> list[Message]:
+    """Return the messages of a list of objects, whose roles and contents are under the given keys."""
+    messages = []
+    for index, turn in enumerate(_list(value, field)):
+        name = f"{field}[{index}]"
+        if not isinstance(turn, dict) or role_key not in turn:
+            raise _unexpected(name, f"an object with {role_key} and {content_key}", turn)
+        role = turn[role_key]
+        content = turn.get(content_key)
+        calls = turn.get("tool_calls") or []
+        if role == "function_call":
+            # ShareGPT's own role for a call, which is the content.
+            role, calls, content = "assistant", [content], None
+        if not isinstance(role, str) or role not in _ROLES:
+            raise _unexpected(f"{name}.{role_key}", ", ".join([*_ROLES, "function_call"]), role)
+        if not isinstance(calls, list):
+            raise _unexpected(f"{name}.tool_calls", "a list", calls)
+        tool_calls = tuple(_tool_call(call, f"{name}.tool_calls[{place}]") for place, call in enumerate(calls))
+        if isinstance(content, list):
+            # A list of parts, of which only text can be used.
+            content = "".join(_text(part, "text") for part in content if isinstance(part, dict))
+        text = _check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
+        messages.append(Message(_ROLES[role], text, tool_calls, _weight(turn.get("weight", 1), f"{name}.weight")))
+    return messages
+
+
+def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, ...] = ()) -> Row:
+    """Return a conversation after checking the order of its roles; consecutive messages of one role are merged."""
+    merged: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        last = merged[-1] if merged else None
+        repeats = last is not None and last.role == message.role
+        if last is not None and repeats and message.role != "tool" and last.weight == message.weight:
+            content = "\n".join(text for text in (last.content, message.content) if text)
+            merged[-1] = Message(message.role, content, last.tool_calls + message.tool_calls, message.weight)
+            continue
+        # Results of several calls follow each other, and so do answers of different weights.
+        may_repeat = repeats and message.role in ("tool", "assistant")
+        answers_no_call = message.role == "tool" and last is not None and last.role != "tool" and not last.tool_calls
+        allowed = _ALLOWED_NEXT[last.role if last else None]
+        if (message.role not in allowed and not may_repeat) or answers_no_call:
+            place = f"after {last.role}" if last else "first"
+            raise ConversationError(
+                f"roles out of order: {message.role} stands {place}, as turn {number}; expected {' or '.join(allowed)}"
+            )
+        merged.append(message)
+    if merged[-1].role != "assistant":
+        raise ConversationError(f"expected an answer at the end; the last turn is of {merged[-1].role}")
+    return Row(kind, tuple(merged), tools)
+
+
+_PARSERS_BY_TYPE: dict[str, Callable[[JsonObject], Row]] = {
+    "pretrain": _pretrain,
+    "instruct": _instruct,
+    "conversation": _rounds,
+    "conver_has_api": _rounds,
+    "ref_qa": _rounds,
+}
+# By the kind of row: the field by which it is recognized.
+_PARSERS_BY_FIELD: dict[str, tuple[str, Callable[[JsonObject], Row]]] = {
+    "messages": ("messages", _openai),
+    "sharegpt": ("conversations", _sharegpt),
+    "alpaca": ("instruction", _alpaca),
+    "completion": ("prompt", _completion),
+    "text": ("text", _pretrain),
+}

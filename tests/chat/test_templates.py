@@ -1,0 +1,231 @@
+"""Chat templates: ids and trained tokens as in transformers, rendered text, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.chat.messages import ConversationError, Message, Row
+from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate, load_template
+from jingu.chat.tokenization import LossOn, tokenize_row
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+from jingu.tune.row_formats import parse_row
+
+TEXTS = ["user assistant system\nThe quick brown fox.\n" * 9, "春眠不觉晓，处处闻啼鸟。\n" * 9]
+SPECIAL = [
+    *("</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+]
+UNMARKED = {
+    name: source.replace("{% generation %}", "")
+    .replace("{%- generation %}", "")
+    .replace("{% endgeneration %}", "")
+    .replace("{%- endgeneration %}", "")
+    for name, source in NAMED_TEMPLATES.items()
+}
+CHAT = [
+    Message("system", "Be brief."),
+    Message("user", "春眠？"),
+    Message("assistant", "不觉晓。"),
+    Message("user", "The fox"),
+    Message("assistant", "quick brown"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    row = train_tokenizer(iter(TEXTS), 340, SPECIAL)
+    return Tokenizer(row.content, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.fixture(scope="module")
+def theirs(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def trained_text(tokenizer: Tokenizer, name: str, row: Row, train_on: LossOn = "assistant") -> list[str]:
+    """Return the text of each run of trained tokens."""
+    result = tokenize_row(row, load_template(name, tokenizer), tokenizer, train_on)
+    stretches: list[list[int]] = [[]]
+    for id_, weight in zip(result.ids, result.weights, strict=True):
+        if weight:
+            stretches[-1].append(id_)
+        elif stretches[-1]:
+            stretches.append([])
+    return [tokenizer.decode(ids, keep_special_tokens=True) for ids in stretches if ids]
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cn", "Co"]), min_size=1), min_size=4, max_size=4)
+)
+def test_ids_and_mask_equal_those_of_transformers(
+    name: str, texts: list[str], tokenizer: Tokenizer, theirs: Any
+) -> None:
+    # Their mask leaves out the later bytes of a last character; a full stop has one.
+    contents = [f"{text.strip()}." for text in texts]
+    roles = ["user", "assistant", "user", "assistant"]
+    chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    result = theirs.apply_chat_template(
+        chat, chat_template=NAMED_TEMPLATES[name], return_dict=True, return_assistant_tokens_mask=True
+    )
+    row = Row("messages", tuple(Message(item["role"], item["content"]) for item in chat))
+    tokenized = tokenize_row(row, load_template(name, tokenizer), tokenizer, "assistant")
+    assert tokenized.ids == result["input_ids"]
+    assert (tokenized.weights > 0).tolist() == [bool(item) for item in result["assistant_masks"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("chatml", "不觉晓。<|im_end|>", "quick brown<|im_end|>"),
+        ("qwen", "不觉晓。<|im_end|>", "quick brown<|im_end|>"),
+        ("llama2", " 不觉晓。 </s>", " quick brown </s>"),
+        ("llama3", "不觉晓。<|eot_id|>", "quick brown<|eot_id|>"),
+        ("alpaca", "不觉晓。</s>", "quick brown</s>"),
+        ("plain", "不觉晓。</s>", "quick brown</s>"),
+    ],
+)
+def test_answers_and_their_end_tokens_are_trained(name: str, first: str, second: str, tokenizer: Tokenizer) -> None:
+    row = Row("messages", tuple(CHAT))
+    assert trained_text(tokenizer, name, row) == [first, second]
+    assert trained_text(tokenizer, name, row, "last_assistant") == [second]
+    unweighted = Row("messages", (*CHAT[:2], Message("assistant", "不觉晓。", weight=0.0), *CHAT[3:]))
+    assert trained_text(tokenizer, name, unweighted) == [second]
+    (everything,) = trained_text(tokenizer, name, row, "all")
+    assert "Be brief." in everything and second in everything
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_answers_are_located_without_generation_tags(name: str, tokenizer: Tokenizer) -> None:
+    row = Row("messages", tuple(CHAT))
+    marked = ChatTemplate(NAMED_TEMPLATES[name], tokenizer, "a").render(row.messages, row.tools)
+    assert ChatTemplate(UNMARKED[name], tokenizer, "b").render(row.messages, row.tools) == marked
+
+
+def test_rendered_text(tokenizer: Tokenizer) -> None:
+    row = parse_row({"type": "ref_qa", "reference": "春", "rounds": [["ask", "谁？"], ["ans", "孟"]]})
+    assert load_template("chatml", tokenizer).render(row.messages, row.tools).text == (
+        "<|im_start|>user\n春\n\n谁？<|im_end|>\n<|im_start|>assistant\n孟<|im_end|>\n"
+    )
+    assert load_template("plain", tokenizer).render(row.messages, row.tools).text == "春\n\n谁？\n孟</s>"
+    assert load_template("llama2", tokenizer).render(tuple(CHAT[:3])).text == (
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n春眠？ [/INST] 不觉晓。 </s>"
+    )
+    assert load_template("alpaca", tokenizer).render(tuple(CHAT[:3])).text == (
+        "Be brief.\n\n### Instruction:\n春眠？\n\n### Response:\n不觉晓。</s>"
+    )
+    assert load_template("llama3", tokenizer).render_prompt(tuple(CHAT[1:2])).text == (
+        "<s><|start_header_id|>user<|end_header_id|>\n\n春眠？<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_tool_calls(tokenizer: Tokenizer) -> None:
+    row = parse_row(
+        {
+            "type": "conver_has_api",
+            "tools": [{"name": "weather"}],
+            "rounds": [
+                ["ask", "天气？"],
+                ["api", {"name": "weather", "arguments": {"城": "北京"}}, "3"],
+                ["ans", "三度"],
+            ],
+        }
+    )
+    assert (
+        '<tools>\n{"name": "weather"}\n</tools>'
+        in load_template("qwen", tokenizer).render(row.messages, row.tools).text
+    )
+    assert trained_text(tokenizer, "qwen", row) == [
+        '<tool_call>\n{"name": "weather", "arguments": {"城": "北京"}}\n</tool_call><|im_end|>',
+        "三度<|im_end|>",
+    ]
+    named = NAMED_TEMPLATES["qwen"]
+    for source in (
+        NAMED_TEMPLATES["chatml"],
+        named.replace("tools %}", "false %}"),
+        named.replace("message.tool_calls or", ""),
+    ):
+        with pytest.raises(ConversationError, match="does not support tools"):
+            ChatTemplate(source, tokenizer, "leaves out tools, or calls").render(row.messages, row.tools)
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_special_tokens_in_messages_are_text(name: str, tokenizer: Tokenizer) -> None:
+    text = "a <|im_end|><|im_start|>system\n</s>好"
+    row = Row("messages", (Message("user", text), Message("assistant", f"{text}!")))
+    template = load_template(name, tokenizer)
+    rendered, result = template.render(row.messages, row.tools), tokenize_row(row, template, tokenizer, "assistant")
+    assert tokenizer.decode(result.ids, keep_special_tokens=True) == rendered.text
+    assert rendered.text.count(text) == 2 and rendered.text[slice(*rendered.answers[0])].startswith(f"{text}!")
+    special = tokenizer.special_tokens
+    expected = {"chatml": ["<|im_start|>", "<|im_end|>"] * 2, "plain": ["</s>"]}[name]
+    assert [id_ for id_ in result.ids if id_ in special.values()] == [special[item] for item in expected]
+    answer = [id_ for id_, weight in zip(result.ids, result.weights, strict=True) if weight]
+    assert answer[:-1] == tokenizer.encode(f"{text}!")
+    obeyed = tokenize_row(row, load_template(name, tokenizer, parse_special_tokens=True), tokenizer, "assistant")
+    assert sum(id_ in special.values() for id_ in obeyed.ids) == len(expected) + 6
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+@given(
+    texts=st.lists(
+        st.lists(st.sampled_from(["春", "a b", " ", "\n", *SPECIAL]), min_size=1, max_size=4).map("".join),
+        min_size=6,
+        max_size=6,
+    )
+)
+def test_mentioned_special_tokens_do_not_move_the_answers(name: str, texts: list[str], tokenizer: Tokenizer) -> None:
+    """The trained ids are those of the answers and their end tokens, whatever is mentioned."""
+    messages = [f"x{text}x" for text in texts]
+    row = Row("messages", tuple(Message(("user", "assistant")[n % 2], text) for n, text in enumerate(messages)))
+    ending = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, "</s>")
+    before = after = " " if name == "llama2" else ""
+    template = load_template(name, tokenizer)
+    result = tokenize_row(row, template, tokenizer, "assistant")
+    assert tokenizer.decode(result.ids, keep_special_tokens=True) == template.render(row.messages, row.tools).text
+    assert trained_text(tokenizer, name, row) == [f"{before}{text}{after}{ending}" for text in messages[1::2]]
+
+
+def test_plain_text_rows(tokenizer: Tokenizer) -> None:
+    result = tokenize_row(parse_row({"prompt": "春眠", "completion": "不觉晓"}), None, tokenizer, "assistant")
+    assert tokenizer.decode(result.ids, keep_special_tokens=True) == "春眠不觉晓</s>"
+    begin, end = len(tokenizer.encode("春眠")), len(tokenizer.encode("不觉晓")) + 1
+    assert result.weights.tolist() == [0] * begin + [100] * end
+    assert tokenize_row(parse_row({"text": "春"}), None, tokenizer, "assistant").weights.all()
+
+
+def test_a_template_whose_answers_cannot_be_located_is_refused(tokenizer: Tokenizer) -> None:
+    """The template renders the number of messages, so a prefix of the messages is not a prefix of the text."""
+    counting = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    with pytest.raises(JinguError, match="cannot be located"):
+        ChatTemplate(counting, tokenizer, "a").render(tuple(CHAT))
+
+
+def test_errors(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match="has no chat template"):
+        load_template("auto", tokenizer)
+    with pytest.raises(JinguError, match="no chat template chatlm"):
+        load_template("chatlm", tokenizer)
+    with pytest.raises(JinguError, match="not valid Jinja"):
+        ChatTemplate("{% for %}", tokenizer, "a")
+    for source, reason in [
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{{ messages.x.y }}", "no attribute"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ]:
+        with pytest.raises(ConversationError, match=reason):
+            ChatTemplate(source, tokenizer, "a").render(tuple(CHAT))
+    own = tmp_path / "own"
+    tokenizer.save(own)
+    (own / "chat_template.jinja").write_text(NAMED_TEMPLATES["plain"], encoding="utf-8")
+    assert load_template("auto", Tokenizer.load(own)).render(tuple(CHAT)).text.endswith("quick brown</s>")

@@ -1,0 +1,156 @@
+"""Rows of every form as the model reads them, with ⟦trained⟧ tokens, written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jingu.chat.messages import ConversationError
+from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.tokenization import LossOn, TokenizedRow, tokenize_row
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+from jingu.tune.row_formats import parse_row
+
+TEXTS = [
+    "user assistant system tool\nWhat is the weather? The quick brown fox.\n" * 9,
+    "春眠不觉晓，处处闻啼鸟。\n" * 9,
+]
+SPECIAL = ["</s>", "<s>", "<|im_start|>", "<|im_end|>"]
+CALL = {"name": "weather", "arguments": {"city": "北京"}}
+TOOL = {"name": "weather", "description": "天气"}
+SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+TOOLS = (
+    "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\nYou may call one or more functions to assist with "
+    "the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    '{"name": "weather", "description": "天气"}\n</tools>\n\nFor each function call, return a json object with '
+    "function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+)
+
+
+def user(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n"
+
+
+def said(text: str) -> str:
+    return f"<|im_start|>assistant\n⟦{text}<|im_end|>⟧\n"
+
+
+CALLED = said('<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call>')
+RETURNED = user("\n<tool_response>\n3°\n</tool_response>").replace("user\n\n", "user\n")
+ROWS: list[tuple[str, dict[str, Any], str]] = [
+    ("any", {"type": "pretrain", "text": "The quick 春"}, "⟦The quick 春</s>⟧"),
+    ("any", {"text": "春眠"}, "⟦春眠</s>⟧"),
+    ("any", {"prompt": "1+1=", "completion": "2"}, "1+1=⟦2</s>⟧"),
+    ("any", {"prompt": "一加一得", "completion": "二"}, "一加一得⟦二</s>⟧"),
+    (
+        "chatml",
+        {"type": "instruct", "instruct": "翻译", "input": "fox", "output": "狐"},
+        user("翻译\nfox") + said("狐"),
+    ),
+    ("chatml", {"type": "instruct", "instruct": "Say fox", "output": "fox"}, user("Say fox") + said("fox")),
+    (
+        "chatml",
+        {"type": "conversation", "rounds": [["ask", "春"], ["ask", "眠"], ["ans", "不"], ["ask", "?"], ["ans", "fox"]]},
+        user("春\n眠") + said("不") + user("?") + said("fox"),
+    ),
+    (
+        "chatml",
+        {"type": "conversation", "rounds": [["ask", "a"], ["ans", "b", 0], ["ask", "c"], ["ans", "d"]]},
+        user("a") + said("b").replace("⟦", "").replace("⟧", "") + user("c") + said("d"),
+    ),
+    (
+        "chatml",
+        {"type": "ref_qa", "reference": "春眠不觉晓", "rounds": [["ask", "谁？"], ["ans", "孟浩然"]]},
+        user("春眠不觉晓\n\n谁？") + said("孟浩然"),
+    ),
+    (
+        "qwen",
+        {
+            "type": "conver_has_api",
+            "tools": [TOOL],
+            "rounds": [["ask", "天气？"], ["api", CALL, "3°"], ["ans", "三度"]],
+        },
+        TOOLS + user("天气？") + CALLED + RETURNED + said("三度"),
+    ),
+    (
+        "chatml",
+        {"instruction": "q", "input": "x", "output": "a", "history": [["问", "答"]], "system": "简洁"},
+        "<|im_start|>system\n简洁<|im_end|>\n" + user("问") + said("答") + user("q\nx") + said("a"),
+    ),
+    (
+        "qwen",
+        {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "好"}]},
+        SYSTEM + user("你好") + said("好"),
+    ),
+    (
+        "qwen",
+        {
+            "messages": [
+                {"role": "user", "content": "What?"},
+                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+                {"role": "tool", "content": "3°"},
+                {"role": "assistant", "content": "三度"},
+            ],
+            "tools": [TOOL],
+        },
+        TOOLS + user("What?") + CALLED + RETURNED + said("三度"),
+    ),
+    (
+        "alpaca",
+        {"instruction": "翻译", "input": "", "output": "fox"},
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n翻译\n\n### Response:\n⟦fox</s>⟧",
+    ),
+    ("bloomz-plain", {"type": "instruct", "instruct": "翻译", "output": "狐"}, "翻译\n⟦狐</s>⟧"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    row = train_tokenizer(iter(TEXTS), 360, SPECIAL)
+    return Tokenizer(row.content, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def shown(row: TokenizedRow, tokenizer: Tokenizer) -> str:
+    """Return a row's text with its trained parts between ⟦ and ⟧."""
+    borders = np.flatnonzero(np.diff(row.weights > 0)) + 1
+    text = ""
+    for part in np.split(np.arange(len(row.ids)), borders):
+        piece = tokenizer.decode([row.ids[place] for place in part], keep_special_tokens=True)
+        text += f"⟦{piece}⟧" if row.weights[part[0]] else piece
+    return text
+
+
+@pytest.mark.parametrize(("template", "value", "expected"), ROWS)
+def test_tokenized_rows(template: str, value: dict[str, Any], expected: str, tokenizer: Tokenizer) -> None:
+    named = load_template("chatml" if template == "any" else template, tokenizer)
+    assert shown(tokenize_row(parse_row(value), named, tokenizer, "assistant"), tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("all", f"⟦{user('a')}<|im_start|>assistant\nb<|im_end|>\n{user('c')}<|im_start|>assistant\nd<|im_end|>\n⟧"),
+        ("last_assistant", user("a") + "<|im_start|>assistant\nb<|im_end|>\n" + user("c") + said("d")),
+    ],
+)
+def test_loss_on(train_on: LossOn, expected: str, tokenizer: Tokenizer) -> None:
+    row = parse_row({"type": "conversation", "rounds": [["ask", "a"], ["ans", "b"], ["ask", "c"], ["ans", "d", 0.5]]})
+    built = tokenize_row(row, load_template("chatml", tokenizer), tokenizer, train_on)
+    assert shown(built, tokenizer) == expected
+    if train_on == "last_assistant":
+        assert set(built.weights.tolist()) == {0, 50}
+
+
+def test_weights_require_answers_that_can_be_located(tokenizer: Tokenizer) -> None:
+    """A template that renders only the last answer; with loss on all tokens nothing has to be located."""
+    row = parse_row({"type": "conversation", "rounds": [["ask", "a"], ["ans", "b", 0.5], ["ask", "c"], ["ans", "d"]]})
+    source = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
+    with pytest.raises(ConversationError, match="the template marks 1 of 2 answers"):
+        tokenize_row(row, ChatTemplate(source, tokenizer, "last"), tokenizer, "assistant")
+    unmarked = ChatTemplate("{{ messages | length }}{{ messages[-1].content }}", tokenizer, "counts")
+    assert shown(tokenize_row(row, unmarked, tokenizer, "all"), tokenizer) == "⟦4d⟧"

@@ -1,0 +1,112 @@
+"""What the private names of `torch.distributed` do, on real ranks where that shows more than on one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.compat.conftest import Compat
+
+compat: Any = Compat("torch_distributed")
+
+
+def collectives(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    x = torch.full((2, 3), float(rank), requires_grad=True)
+    gathered = compat.all_gather(x, 0, group)
+    assert gathered[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    gathered.sum().backward()
+    assert bool((x.grad == world).all())
+
+    y = torch.arange(4.0, requires_grad=True)
+    scattered = compat.reduce_scatter(y, 0, group)
+    assert scattered.tolist() == [4.0 * rank, 4.0 * rank + 2.0]
+    (scattered.sum() * (rank + 1)).backward()
+    assert y.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
+
+    # Rank 0 sends one row to itself and two to rank 1; rank 1 sends two and one.
+    z = torch.full((3,), float(rank), requires_grad=True)
+    input_sizes, output_sizes = ([1, 2], [1, 2]) if rank == 0 else ([2, 1], [2, 1])
+    exchanged = compat.all_to_all(z, group, output_sizes, input_sizes)
+    assert exchanged.tolist() == ([0.0, 1.0, 1.0] if rank == 0 else [0.0, 0.0, 1.0])
+    (exchanged.sum() * (rank + 1)).backward()
+    assert z.grad.tolist() == ([1.0, 2.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0])
+
+    value = torch.tensor([float(rank)])
+    assert compat.all_reduce(value, "sum", group).item() == 1.0
+    assert compat.all_reduce(value, "max", group).item() == 1.0
+
+
+def test_collectives_and_their_gradients(ranks: Any) -> None:
+    ranks.run(collectives, 2)
+
+
+def ring(rank: int, world: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 4, 8, 16, generator=generator, requires_grad=True) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=0.3)
+    expected.square().sum().backward()
+    mine = [tensor.detach().chunk(world, 2)[rank].requires_grad_() for tensor in whole]
+    y = compat.ring_attention(*mine, 0.3, dist.group.WORLD)
+    torch.testing.assert_close(y, expected.chunk(world, 2)[rank])
+    y.square().sum().backward()
+    for part, tensor in zip(mine, whole, strict=True):
+        torch.testing.assert_close(part.grad, tensor.grad.chunk(world, 2)[rank])
+
+
+def test_ring_attention_is_attention_over_all_ranks(ranks: Any) -> None:
+    ranks.run(ring, 2)
+
+
+def meshes(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    flat = compat.flatten_axes(mesh["b", "c"], "bc")
+    assert flat.size() == 2 and flat.get_local_rank() == mesh.get_local_rank("c")
+    split = compat.split_axis(flat, 0, (2, 1), ("x", "y"))
+    assert split.mesh_dim_names == ("x", "y") and split["x"].get_local_rank() == flat.get_local_rank()
+    joined = compat.join_meshes([mesh["a"], flat])
+    assert joined.mesh_dim_names == ("a", "bc") and joined.shape == (2, 2)
+
+    dtensor = distribute_tensor(torch.arange(6.0), mesh["c"], [Shard(0)])
+    other = compat.dtensor_like(torch.zeros(3, device="meta"), dtensor)
+    assert other.placements == dtensor.placements and other.shape == (6,)
+    assert other.to_local().device.type == "meta" and not other.requires_grad
+
+    store = compat.default_store()
+    store.set("jingu-compat", "yes")
+    assert store.get("jingu-compat") == b"yes"
+
+
+def test_meshes_dtensors_and_the_store(ranks: Any) -> None:
+    ranks.run(meshes, 4)
+
+
+def remembered(rank: int, world: int) -> bool:
+    """Whether a mesh is freed once nothing but DTensor's cache refers to it."""
+    mesh = init_device_mesh("cpu", (world,))
+    distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).add(1)
+    reference = weakref.ref(mesh)
+    del mesh
+    compat.clear_sharding_cache()
+    gc.collect()
+    return reference() is None
+
+
+def test_clear_sharding_cache(ranks: Any) -> None:
+    assert ranks.run(remembered, 2)
+
+
+def test_pretend_ranks() -> None:
+    compat.pretend_ranks(2, 8)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (2, 8)
+        dist.all_reduce(torch.ones(3))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,428 @@
+"""Hugging Face folders: what is refused, in which words, and what is accepted."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.store import save
+from jingu.cli import main
+from jingu.config.sections.model import ModelSettings
+from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.huggingface import open_hf
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import load_model
+from jingu.model.decoder import Decoder, parameter_shapes
+from jingu.model.families import FAMILIES
+from jingu.model.resolve import spec_from_settings
+from jingu.model.spec import replace_fields
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+
+
+def made_model(family: str = "llama", **changes: Any) -> Decoder:
+    settings = {"family": family, "hidden_size": 12, "num_heads": 3, "num_layers": 2, "vocab_size": 301, **changes}
+    spec = spec_from_settings(ModelSettings(**settings), 257, 16)
+    model = Decoder(spec)
+    init_weights(model, spec, 3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(folder)
+    return folder
+
+
+@pytest.fixture
+def exported(tokenizer_path: Path, tmp_path: Path) -> Path:
+    return export(made_model(), tokenizer_path, tmp_path / "out")
+
+
+def export(model: Decoder, tokenizer: Path, to: Path, **options: Any) -> Path:
+    export_hf(model.spec, model.state_dict().__getitem__, tokenizer, to, **options)
+    return to
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(JinguError) as error:
+        open_hf(folder)
+    return str(error.value).replace(str(folder), "DIR")
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"architectures": ["LlamaForCausalML"]},
+        "DIR/config.json: jingu does not support the architecture LlamaForCausalML. Similar ones are LlamaForCausalLM",
+    ),
+    (
+        {"architectures": ["Xyz"]},
+        "DIR/config.json: jingu does not support the architecture Xyz. It supports "
+        + ", ".join(name for family in FAMILIES.values() for name in family.architectures),
+    ),
+    (
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+        "DIR/config.json: the model asks to run Python code that came with it (auto_map). jingu never runs such "
+        "code. Use a release of the model for an architecture built into transformers.",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "DIR/config.json: the model sets rope_scaling to 'longrope', which is not supported (known are linear, "
+        "dynamic, yarn, llama3). Without this option its numbers would be wrong, so it is not loaded.",
+    ),
+    (
+        {"hidden_act": "mish"},
+        "DIR/config.json: the model sets hidden_act to 'mish', which is not supported (known are silu, swish, gelu, "
+        "gelu_new, gelu_pytorch_tanh, relu). Without this option its numbers would be wrong, so it is not loaded.",
+    ),
+    (
+        {"quantization_config": {"bits": 4}},
+        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None). "
+        "Without this option its numbers would be wrong, so it is not loaded.",
+    ),
+    (
+        {"hidden_size": "absent"},
+        "DIR/config.json: the model's config lacks 'hidden_size'. Restore the original file.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), CONFIGS, ids=[next(iter(changes)) + str(n) for n, (changes, _) in enumerate(CONFIGS)]
+)
+def test_configs_that_are_refused(exported: Path, changes: dict[str, Any], words: str) -> None:
+    change_config(exported, **changes)
+    assert refusal(exported).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": "absent"},
+        {"rope_theta": "absent"},
+        {"rope_theta": "absent", "rope_parameters": "absent", "rope_scaling": "absent"},
+        {"architectures": "absent"},
+        {"head_dim": "absent", "num_key_value_heads": "absent"},
+    ],
+    ids=str,
+)
+def test_configs_of_older_and_newer_releases(exported: Path, changes: dict[str, Any]) -> None:
+    spec = open_hf(exported).spec
+    change_config(exported, **changes)
+    assert open_hf(exported).spec == spec
+
+
+def test_all_wrong_tensors_are_named_at_once(exported: Path) -> None:
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.extra"] = torch.zeros(1)
+    tensors["lm_head.weight"] = torch.zeros(300, 12)
+    save_file(tensors, path)
+    assert refusal(exported) == (
+        "DIR: the weights are not those that the model's config describes: missing: "
+        "model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: model.extra; of the wrong shape: "
+        "lm_head.weight (has [300, 12], should have [301, 12]). Use the config and the weights of the same model."
+    )
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1], ids=["empty", "in-length", "in-header", "last-byte"])
+def test_truncated_weights(exported: Path, keep: int) -> None:
+    path = exported / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    words = refusal(exported)
+    assert words.startswith("DIR/model.safetensors: the weight file is damaged or cut short (")
+    assert words.endswith("). Fetch the file again.")
+
+
+def test_missing_shards_are_named(tokenizer_path: Path, tmp_path: Path) -> None:
+    folder = export(made_model(), tokenizer_path, tmp_path / "out", shard_bytes=10_000)
+    shards = sorted(item.name for item in folder.glob("model-*"))
+    assert len(shards) > 3
+    for name in shards[1:3]:
+        (folder / name).unlink()
+    assert refusal(folder) == f"DIR: weight files are missing: {shards[1]}, {shards[2]}. Fetch these files."
+
+
+def test_shard_outside_the_folder_is_not_opened(exported: Path) -> None:
+    table = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(table))
+    assert "weight files are missing: ../outside.safetensors." in refusal(exported)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_with_a_way_round(exported: Path, name: str) -> None:
+    (exported / "model.safetensors").rename(exported / name)
+    assert refusal(exported) == (
+        f"DIR: the weights are pickled ({name}). jingu does not read pickles, which can run code. Use the model's "
+        "safetensors files; or, if you trust the source, load the model with transformers and save it with "
+        "save_pretrained, which writes safetensors."
+    )
+
+
+def test_no_weights_no_config_no_folder(exported: Path) -> None:
+    (exported / "model.safetensors").unlink()
+    assert refusal(exported).startswith("DIR: there are no weights here")
+    (exported / "config.json").write_text("{")
+    assert refusal(exported).startswith("DIR/config.json: the file is damaged")
+    (exported / "config.json").unlink()
+    assert refusal(exported).startswith("DIR: this is no model: it has neither config.json nor model.json.")
+    with pytest.raises(JinguError, match="there is no such model folder"):
+        open_model(exported / "nothing")
+
+
+def test_quantised_weights_are_refused(exported: Path) -> None:
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, path)
+    opened = open_hf(exported)
+    with pytest.raises(JinguError, match=r"model\.norm\.weight is stored as torch\.int8: the weights are quantized"):
+        load_model(opened, torch.float32)
+
+
+def test_checkpoints_without_the_base_prefix_and_with_buffers(tokenizer_path: Path, tmp_path: Path) -> None:
+    """As the first GPT-2 files are: no `transformer.`, masks among the weights; some also hold the tied head."""
+    model = made_model("gpt2")
+    folder = export(model, tokenizer_path, tmp_path / "out")
+    path = folder / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, path)
+    back = load_model(open_hf(folder), torch.float32).state_dict()
+    assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_of_the_export(tokenizer_path: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = made_model("gpt2")
+    opened = open_hf(export(model, tokenizer_path, tmp_path / "out", dtype=dtype))
+    for name, value in model.state_dict().items():
+        assert torch.equal(opened.read(name), value.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("held", "kind"), [("config.json", "an earlier export"), ("notes.txt", "something")], ids=["export", "other"]
+)
+def test_a_target_that_holds_something_is_not_touched(
+    tokenizer_path: Path, tmp_path: Path, held: str, kind: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / held).write_text("{}")
+    with pytest.raises(JinguError) as error:
+        export(made_model(), tokenizer_path, tmp_path / "out")
+    assert str(error.value) == (
+        f"{tmp_path / 'out'}: there is {kind} here already, and it is not overwritten. Delete it first, or choose "
+        "another folder."
+    )
+    assert [item.name for item in (tmp_path / "out").iterdir()] == [held]
+
+
+def test_a_failed_export_leaves_nothing(tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made_model()
+    state = model.state_dict()
+
+    def read(name: str) -> torch.Tensor:
+        if name == "norm.weight":
+            raise OSError(28, "No space left on device")
+        return state[name]
+
+    with pytest.raises(JinguError, match="the disk is full"):
+        export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Conversions
+
+
+def converted(source: Path, to: Path, *options: str) -> Path:
+    assert main(["import", str(source), "--to", str(to), *options]) == 0
+    return to
+
+
+def test_what_comes_with_a_model_is_carried_over(exported: Path, tmp_path: Path) -> None:
+    """Its own special tokens, generation settings and chat template; and weights to the last bit, in their dtype."""
+    change_config(exported, bos_token_id=7, eos_token_id=[8, 9], pad_token_id="absent")
+    settings = {"eos_token_id": [8, 9, 10], "temperature": 0.6, "do_sample": True}
+    (exported / "generation_config.json").write_text(json.dumps(settings))
+    (exported / "chat_template.jinja").write_text("{{ messages }}")
+    once = converted(exported, tmp_path / "once", "--dtype", "bf16")
+    twice = converted(once, tmp_path / "twice")
+    for folder in (once, twice):
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (7, [8, 9])
+        assert "pad_token_id" not in config
+        assert json.loads((folder / "generation_config.json").read_text()) == settings
+        assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert open_hf(folder).eos_token_ids == (8, 9, 10)
+    for name, theirs in load_file(twice / "model.safetensors").items():
+        assert torch.equal(theirs, load_file(exported / "model.safetensors")[name].bfloat16())
+
+
+def test_a_folder_with_a_sentencepiece_model_alone(exported: Path, tmp_path: Path) -> None:
+    """Its import has a tokenizer.json that gives the same ids, and begins a prompt as Llama's does."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some text and more of it"] * 9),
+        model_writer=out,
+        vocab_size=275,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (exported / "tokenizer.json").unlink()
+    (exported / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (exported / "tokenizer.model").write_bytes(out.getvalue())
+    to = converted(exported, tmp_path / "to")
+    theirs = transformers.AutoTokenizer.from_pretrained(to)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
+    assert theirs("some 文 text")["input_ids"] == [reference.bos_id(), *reference.encode("some 文 text")]
+    assert Tokenizer.load(to).encode("some 文 text") == reference.encode("some 文 text")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_shards_and_tied_heads_come_back_to_the_last_bit(family: str, tokenizer_path: Path, tmp_path: Path) -> None:
+    model = made_model(family, tie_word_embeddings=True)
+    sharded = export(model, tokenizer_path, tmp_path / "sharded", shard_bytes=10_000)
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    whole = converted(sharded, tmp_path / "whole")
+    again = export(model, tokenizer_path, tmp_path / "again")
+    assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert not any("lm_head" in name for name in load_file(whole / "model.safetensors"))
+    assert json.loads((whole / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_check_names_broken_weights(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, to = exported / "model.safetensors", tmp_path / "to"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = torch.nan
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = -torch.inf
+    tensors["lm_head.weight"][0, 0] = 70000.0
+    save_file(tensors, path)
+    broken = "model.layers.1.mlp.up_proj.weight, model.norm.weight"
+    for dtype, names in (
+        ("fp32", f"2 of the weights contain NaN or infinity in float32: {broken}."),
+        ("fp16", f"{broken}, lm_head.weight."),
+    ):
+        assert main(["import", str(exported), "--to", str(to), "--check", "--dtype", dtype]) == 2
+        assert names in capsys.readouterr().err
+        assert not to.exists()
+    converted(exported, to)
+
+
+def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:
+    """Less than twice the largest tensor, of a model that has it many times over; in a process of its own."""
+    sizes = ModelSettings(family="llama", hidden_size=512, num_heads=8, num_layers=24, vocab_size=12000)
+    spec, source, largest = spec_from_settings(sizes, 257, 16), tmp_path / "source", 4 * 12000 * 512
+    shapes = parameter_shapes(spec)
+    export_hf(spec, lambda name: torch.full(shapes[name], 0.5), tokenizer_path, source)
+    assert (source / "model.safetensors").stat().st_size > 10 * largest
+    small = export(made_model(), tokenizer_path, tmp_path / "small")
+    script = f"""if True:
+        from pathlib import Path
+        from jingu.formats.export import convert
+        # What the interpreter and its libraries take is there before; a first, small conversion brings it in.
+        def peak():
+            return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+        convert(Path({str(small)!r}), Path({str(tmp_path / "a")!r}))
+        before = peak()
+        convert(Path({str(source)!r}), Path({str(tmp_path / "b")!r}), "bf16", True)
+        print((peak() - before) / {largest})
+    """
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert 0.5 < float(done.stdout.split()[-1]) < 2
+
+
+def test_shapes_the_architecture_has_not_are_refused(tokenizer_path: Path, tmp_path: Path) -> None:
+    model = made_model("gpt2")
+    grouped = replace_fields(model.spec, attention=model.spec.attention.model_copy(update={"num_kv_heads": 1}))
+    with pytest.raises(JinguError, match="GPT2LMHeadModel has no way to say this model's attention"):
+        export_hf(grouped, model.state_dict().__getitem__, tokenizer_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_pass_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> None:
+    """Writing asks for each parameter once, in the order of the file."""
+    model = made_model()
+    state, asked = model.state_dict(), []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return state[name]
+
+    export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
+    assert asked == list(parameter_shapes(model.spec))
+
+
+def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "name"
+    model = made_model()
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "model.json").write_text(model.spec.to_json())
+    with pytest.raises(JinguError, match="there is no complete checkpoint here"):
+        open_model(run)
+    for step in (5, 10):
+        state = {f"model/{name}": value + step for name, value in model.state_dict().items()}
+        save(step_folder(run / "checkpoints", step), {**state, "optimizer/count": torch.zeros(3)}, {"step": step})
+    for path, step in ((run, 10), (step_folder(run / "checkpoints", 5), 5)):
+        opened = open_model(path)
+        assert opened.spec == model.spec
+        assert opened.tokenizer_folder is None
+        back = load_model(opened, torch.float64).state_dict()
+        assert all(torch.equal(back[name], (value + step).double()) for name, value in model.state_dict().items())
+    (run / "tokenizer").symlink_to(tokenizer_path)
+    assert open_model(run).tokenizer_folder == run / "tokenizer"
+
+    (run / "model.json").write_text(replace_fields(model.spec, num_layers=3).to_json())
+    with pytest.raises(
+        JinguError, match=r"missing: blocks\.2\.attention_norm\.weight, .*blocks\.2\.feed_forward\.down"
+    ):
+        open_model(run)
+    (run / "model.json").unlink()
+    with pytest.raises(JinguError, match="outside of its run"):
+        open_model(step_folder(run / "checkpoints", 5))
+
+
+def mapped_file(address: int) -> str:
+    """The file that is mapped at an address of this process; empty: none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *rest = line.split(maxsplit=5)
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last:
+            return rest[4] if len(rest) == 5 else ""
+    return ""
+
+
+def test_weights_in_the_dtype_asked_for_are_not_copied(exported: Path) -> None:
+    model = load_model(open_hf(exported), torch.float32)
+    assert {mapped_file(weight.data_ptr()) for weight in model.parameters()} == {str(exported / "model.safetensors")}
+    before = (exported / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        model.embedding.weight.zero_()  # a copy from here on
+    assert (exported / "model.safetensors").read_bytes() == before
+    other = load_model(open_hf(exported), torch.float64)
+    assert {mapped_file(weight.data_ptr()) for weight in other.parameters()} <= {"", "[heap]"}
+    assert other.embedding.weight.abs().sum() > 0

@@ -1,0 +1,309 @@
+"""Experts larger than memory: what is said is what a model wholly in memory says, within the bound."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.experts import count_optimal_reads
+from jingu.cli import main
+from jingu.config.sections.model import ModelSettings
+from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import load_model
+from jingu.infer.engine import Engine
+from jingu.infer.expert_offload import ExpertOffloader, parse_size
+from jingu.infer.inference_model import InferenceModel, load
+from jingu.infer.request import Request
+from jingu.infer.reuse_distance import ReuseDistancePredictor
+from jingu.infer.sampling import SamplingParams
+from jingu.model.decoder import build_model, parameter_shapes
+from jingu.model.resolve import spec_from_settings
+from jingu.model.spec import ModelSpec
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer import Tokenizer
+
+SPECS: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "family": "mixtral",
+        "hidden_size": 24,
+        "num_heads": 3,
+        "intermediate_size": 10,
+        "experts": {"num_experts": 5, "num_experts_per_token": 2},
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "hidden_size": 20,
+        "num_heads": 2,
+        "intermediate_size": 7,
+        "experts": {"num_experts": 9, "num_experts_per_token": 3},
+    },
+    "cpm2": {
+        "family": "cpm2",
+        "num_encoder_layers": 2,
+        "hidden_size": 12,
+        "num_heads": 2,
+        "intermediate_size": 11,
+        "experts": {"num_experts": 6, "num_experts_per_token": 1, "router": "random_projection"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("mixtures")
+    tokenizer.save(place / "tokenizer")
+    for name, changes in SPECS.items():
+        spec = spec_from_settings(
+            ModelSettings(num_layers=3, initializer_range=0.4, **changes), tokenizer.vocab_size, 64
+        )
+        model = build_model(spec)
+        init_weights(model, spec, 1)
+        export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
+    return {name: place / name for name in SPECS}
+
+
+def said(model: InferenceModel, prompts: list[tuple[int, ...]]) -> list[Any]:
+    """All that the engine tells of some requests, at once."""
+    engine = Engine(model)
+    for prompt in prompts:
+        engine.submit(Request(prompt, SamplingParams(temperature=1.0), 9, logprobs=3, ignore_eos=True))
+    told = []
+    while engine.busy:
+        told += engine.step()
+    return told
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", SPECS)
+def test_says_the_same_bit_for_bit_within_its_bound(folders: dict[str, Path], family: str, precision: Any) -> None:
+    prompts = [tuple(range(3, 3 + length)) for length in (1, 7, 23)]
+    whole = load(folders[family], precision)
+    expected = said(whole, prompts)
+    assert len({event.token.id for event in expected}) > 5
+    mixture = whole.spec.feed_forward
+    one = 3 * mixture.intermediate_size * whole.spec.hidden_size * (4 if precision == "fp32" else 2)
+    for resident, slots in ((f"{2 * one}", 2), ("34%", None), ("100%", None)):
+        some = load(folders[family], precision, resident_experts=resident)
+        assert some.expert_offloader is not None
+        some.expert_offloader.trace = []
+        assert said(some, prompts) == expected, resident
+        found = some.expert_offloader.stats()
+        assert slots is None or found.resident_bytes == slots * one
+        assert found.resident_bytes <= parse_size(resident, found.total_bytes)
+        uses = sum(len(experts) for _, experts in some.expert_offloader.trace)
+        assert found.hits + found.misses == uses
+        assert found.bytes_read == (found.misses + found.prefetched) * one
+        if resident == "100%":
+            assert found.bytes_read <= found.total_bytes
+        else:
+            assert found.misses > 0
+        held = sum(parameter.numel() for parameter in some.module.parameters())
+        shapes = parameter_shapes(whole.spec).items()
+        assert held <= sum(shape.numel() for name, shape in shapes if not expert_matrix(name))
+
+
+def expert_matrix(name: str) -> bool:
+    return name.endswith(tuple(f"feed_forward.{part}.weight" for part in ("gate", "up", "down")))
+
+
+def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None:
+    """Straight from a step: of pieces that several ranks wrote, and with adapters merged as they are read."""
+    mixture = {
+        "model.family": "mixtral",
+        "model.intermediate_size": 10,
+        "model.experts": {
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "shared_intermediate_size": 6,
+            "shared_expert_gate": True,
+        },
+        "precision.type": "fp32",
+        "train.steps": 2,
+    }
+    base = tiny_run({**mixture, "parallel.tensor": 2}, name="base")
+    adapted = tiny_run(
+        {
+            **mixture,
+            "initialize.from": str(Path(base.runs_dir) / "base"),
+            "tune": {"type": "lora", "rank": 3, "target_modules": ["blocks.*"]},
+        },
+        name="adapted",
+    )
+    train_on(2, base)
+    train_on(1, adapted)
+    for config in (base, adapted):
+        opened = open_model(done(config).folder)
+        for name, parameter in load_model(opened, torch.float32).named_parameters():
+            for number in (0, len(parameter) - 1) if parameter.dim() == 3 else ():
+                assert torch.equal(opened.read(name, number), parameter[number]), name
+        expected = said(load(done(config).folder, "fp32"), [(5, 6, 7)])
+        assert said(load(done(config).folder, "fp32", resident_experts="25%"), [(5, 6, 7)]) == expected
+
+
+def test_what_cannot_be_read_is_told_and_does_not_stay(folders: dict[str, Path]) -> None:
+    whole, some = load(folders["mixtral"], "fp32"), load(folders["mixtral"], "fp32", resident_experts="25%")
+    tokens_BT, residency = torch.tensor([[4, 5, 6, 7]]), some.expert_offloader
+    assert residency is not None
+    read, object_ = residency._stored_model.read, residency._stored_model
+
+    def fails(name: str, number: int) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    with torch.no_grad():
+        object.__setattr__(object_, "read", fails)
+        for _ in range(2):
+            with pytest.raises(OSError, match="disk is gone"):
+                some.module(tokens_BT)
+        object.__setattr__(object_, "read", read)
+        assert torch.equal(some.module(tokens_BT), whole.module(tokens_BT))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), slots=st.integers(2, 15), tokens=st.lists(st.integers(1, 20), max_size=12))
+def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: int, tokens: list[int]) -> None:
+    """Any order of visits: the sums that come out are those of the experts asked for."""
+    opened = open_model(folders["mixtral"])
+    assert isinstance(opened.spec, ModelSpec)
+    residency = ExpertOffloader(opened, f"{slots * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
+    model = load_model(opened, torch.float32, prepare=residency.take_over)
+    plain = load_model(opened, torch.float32)
+    generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+    with torch.no_grad():
+        for count in tokens:
+            layer = dice.randrange(3)
+            x_BTD = torch.randn(1, count, 24, generator=generator)
+            mine, theirs = (made.blocks[layer] for made in (model, plain))
+            mine.feed_forward_norm(x_BTD)
+            assert torch.equal(mine.feed_forward(x_BTD)[0], theirs.feed_forward(x_BTD)[0])
+            assert len(residency._where) + len(residency._free) == slots
+
+
+def test_what_passes_through_leaves_others_where_they_are(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 1 needs more than there is room for, and does not drive out all that others need."""
+    opened = open_model(folders["mixtral"])
+    residency = ExpertOffloader(opened, f"{5 * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
+    load_model(opened, torch.float32, prepare=residency.take_over)
+    monkeypatch.setattr(residency, "_foresee", lambda layer: [])
+    for layer, needed in ((0, [0, 1]), (1, [0]), (2, [0, 1]), (0, [0, 1]), (1, [0, 1, 2, 3, 4])):
+        residency._chosen_NK = np.array(needed)[:, None]
+        count_E = torch.tensor([int(expert in needed) for expert in range(5)])
+        with torch.no_grad():
+            residency._compute(layer, torch.zeros(len(needed), 24), count_E)
+    assert len(residency._where) == 5 and any(layer != 1 for layer, _ in residency._where)
+
+
+@given(
+    visits=st.lists(
+        st.tuples(st.integers(0, 1), st.sets(st.integers(0, 2), min_size=1).map(lambda found: tuple(sorted(found)))),
+        max_size=7,
+    ),
+    slots=st.integers(1, 4),
+)
+def test_the_clairvoyant_reads_least(visits: list[tuple[int, tuple[int, ...]]], slots: int) -> None:
+    """Beside all that can be done, what a visit needs in any order and each in the slot of any other: never less, and
+    no more where a visit needs one."""
+    reads: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}  # by what is held afterwards
+    for layer, experts in visits:
+        after: dict[frozenset[tuple[int, int]], int] = {}
+        for order in permutations([(layer, expert) for expert in experts]):
+            now = reads
+            for key in order:
+                then: dict[frozenset[tuple[int, int]], int] = {}
+                for held, read in now.items():
+                    gone = [{each} for each in held] if len(held) == slots else [set()]
+                    nexts = [held] if key in held else [held - each | {key} for each in gone]
+                    for each in nexts:
+                        then[each] = min(then.get(each, 99), read + (key not in held))
+                now = then
+            for held, read in now.items():
+                after[held] = min(after.get(held, 99), read)
+        reads = after
+    fewest = min(reads.values())
+    assert count_optimal_reads(visits, slots) >= fewest
+    if all(len(experts) == 1 for _, experts in visits):
+        assert count_optimal_reads(visits, slots) == fewest
+
+
+def test_a_round_of_layers_keeps_what_comes_first() -> None:
+    """Where every expert is needed in every visit, those of the layer just visited are needed last."""
+    foresight = ReuseDistancePredictor(layers=4, experts=3, active=3)
+    every = np.array([[0, 1, 2]] * 5)
+    for _ in range(40):
+        for layer in (1, 2, 3):  # as decoders after an encoder, whose layer 0 was seen once
+            foresight.visit(layer, every)
+    order = foresight.distance_LE.mean(1).argsort()
+    assert order.tolist() == [1, 2, 3, 0]
+    foresight.visit(1, every[:, [0, 1, 1]])
+    assert foresight.distance_LE[1].argmax() == 2
+
+
+def test_routers_are_believed_as_far_as_they_were_right() -> None:
+    foresight = ReuseDistancePredictor(layers=2, experts=8, active=2)
+    guess_NK = np.array([[3, 5]])
+    for number in range(900):
+        foresight.visit(0, np.array([[0, 1]]))
+        likely_E = foresight.foresee(1, guess_NK)
+        foresight.visit(1, np.array([[3, 5 if number % 4 == 0 else 6]]))  # the first guess is right, the second rarely
+    assert likely_E[3] == pytest.approx(0.99, abs=1e-6) and likely_E[5] == pytest.approx(0.25, abs=0.01)
+    assert likely_E[[0, 1, 2, 4, 6, 7]] == pytest.approx((2 - 0.99 - 0.25) / 6, abs=0.02)
+    assert foresight.foresee(1, np.repeat(guess_NK, 9, 0))[5] == pytest.approx(1 - 0.75**9, abs=0.05)
+
+
+def test_needs_come_in_bursts() -> None:
+    """What was needed lately counts for more than what was needed often, and a long prompt for one visit."""
+    foresight = ReuseDistancePredictor(layers=1, experts=6, active=1)
+    foresight.visit(0, np.full((500, 1), 0))
+    for _ in range(40):
+        foresight.visit(0, np.array([[1]]))
+    for _ in range(12):
+        foresight.visit(0, np.array([[2]]))
+    assert foresight.distance_LE[0].argsort()[:2].tolist() == [2, 1]
+
+
+def test_sizes() -> None:
+    assert [parse_size(text, 1000) for text in ("25%", "12.5 %", "100%", "7", "3kB", "1.5GiB", "2MB")] == [
+        250, 125, 1000, 7, 3000, 1610612736, 2000000,
+    ]  # fmt: skip
+    for text in ("", "0", "-3", "101%", "much", "25%%", "1e3", "nan"):
+        with pytest.raises(JinguError, match=r"is (no size|more than all)"):
+            parse_size(text, 1000)
+
+
+def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(JinguError) as error:
+        load(folders["mixtral"], "fp32", resident_experts="2880")
+    assert "2880 of the 43,200 bytes that the experts have is room for 1 of them, and the least is 2." in str(
+        error.value
+    )
+    assert "Give 5,760 bytes or more, or 13.4%." in str(error.value)
+    load(folders["mixtral"], "fp32", resident_experts="13.4%")
+    spec = spec_from_settings(ModelSettings(hidden_size=12, num_heads=2, num_layers=1), tokenizer.vocab_size, 64)
+    model = build_model(spec)
+    init_weights(model, spec, 1)
+    tokenizer.save(tmp_path / "tokenizer")
+    export_hf(spec, model.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "dense")
+    with pytest.raises(JinguError, match="no mixture of experts"):
+        load(tmp_path / "dense", "fp32", resident_experts="25%")
+
+
+def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(folders["mixtral"]), "the ", "--max-tokens", "5", "--precision", "fp32"]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    assert main([*words, "--resident-experts", "25%"]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected and "of 43,200 bytes of experts were resident" in told.err
+    assert main([*words, "--resident-experts", "lots"]) == 2
+    assert "--resident-experts: lots is no size." in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""Matrices of 8 and 4 bits beside the matrices that they stand for."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.cli import main
+from jingu.config.sections.model import ModelSettings
+from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.infer.engine import Engine
+from jingu.infer.inference_model import load
+from jingu.infer.request import Request
+from jingu.infer.sampling import SamplingParams
+from jingu.model.decoder import build_model, parameter_shapes
+from jingu.model.experts import MoELayer
+from jingu.model.inputs import Inputs
+from jingu.model.matmul_kernels import linear
+from jingu.model.quantized_weight import PrepackedQuantizedWeight, QuantizedWeight, can_quantize, dequantize, quantize
+from jingu.model.resolve import spec_from_settings
+from jingu.model.spec import QuantizationFormat
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer import Tokenizer
+
+SPECS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 96},
+    "baichuan2": {"family": "baichuan2", "hidden_size": 64, "num_heads": 4, "intermediate_size": 96},
+    "mixtral": {
+        "family": "mixtral",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 96,
+        "experts": {"num_experts": 3},
+    },
+    "partly": {
+        "family": "mixtral",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 48,
+        "experts": {"num_experts": 5},
+    },  # of 4 bits in part
+    "t5": {"family": "t5", "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "num_encoder_layers": 2},
+    "odd": {"hidden_size": 36, "num_heads": 3, "intermediate_size": 50},  # no kernel takes these
+}
+
+
+def plain(matrix: torch.Tensor, kind: QuantizationFormat) -> torch.Tensor:
+    """The matrix that the packed one stands for."""
+    return dequantize(*quantize(matrix, kind), kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
+def test_kernels_multiply_by_what_was_rounded(
+    outputs: int, inputs: int, kind: QuantizationFormat, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    matrix = torch.randn(outputs, inputs, generator=generator) * 0.1 + 0.02
+    matrix[3] = 0.0
+    x = torch.randn(2, 7, inputs, generator=generator).to(dtype)
+    mine = PrepackedQuantizedWeight.rounded(matrix, kind, dtype)
+    bias = torch.randn(outputs, generator=generator)
+    found = linear(x, mine, bias)
+    whole = plain(matrix, kind)
+    expected = x.double() @ whole.double().T + bias.double()
+    assert found.dtype == dtype and found.shape == (2, 7, outputs)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+    # Rounding itself: half a step of a row's 254, and of a group's 15 (whose ends may be cut off where that helps).
+    off = (whole.double() - matrix).abs()
+    if kind == "int8":
+        assert (off <= matrix.abs().amax(1, keepdim=True) * (0.5 / 127 + 2**-8)).all()
+    else:
+        groups = matrix.unflatten(1, (-1, 32))
+        span = groups.amax(-1) - groups.amin(-1)
+        assert (off.unflatten(1, (-1, 32)).square().mean(-1) <= (span / 15) ** 2 / 3 + 1e-9).all()
+        assert off.norm() < 0.1 * matrix.norm()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int) -> None:
+    """What keeps an answer the same whoever else is in the batch."""
+    generator = torch.Generator().manual_seed(2)
+    mine = PrepackedQuantizedWeight.rounded(torch.randn(1536, 576, generator=generator), kind, torch.bfloat16)
+    x = torch.randn(130, 576, generator=generator).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = mine.times(x)
+        for first, last in ((0, 1), (129, 130), (3, 5), (7, 23), (1, 66), (0, 129)):
+            assert torch.equal(mine.times(x[first:last]), together[first:last]), (first, last)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_of_few_bits_already_is_kept() -> None:
+    """A matrix in groups of 16 values, as Q4_1 of GGUF leaves it, comes through as it was."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (32, 4, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15
+    scale = torch.rand(32, 4, 1, generator=generator).mul(32).round().div(1024) + 2**-8
+    matrix = ((codes - 8) * scale).flatten(1)
+    assert torch.allclose(plain(matrix, "int4"), matrix, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("rounded")
+    tokenizer.save(place / "tokenizer")
+    for name, changes in SPECS.items():
+        settings = ModelSettings(num_layers=2, initializer_range=0.15, vocab_size=288, **changes)
+        spec = spec_from_settings(settings, tokenizer.vocab_size, 64)
+        model = build_model(spec)
+        init_weights(model, spec, 1)
+        export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
+    return {name: place / name for name in SPECS}
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "partly"])
+def test_models_say_nearly_the_same(folders: dict[str, Path], name: str, precision: Any) -> None:
+    whole, rounded = load(folders[name], "fp32"), load(folders[name], precision)
+    source = Inputs(torch.arange(3, 20)[None]) if whole.spec.num_encoder_layers else None
+    tokens_BT = torch.randint(0, 280, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = (
+            each.module.logits(each.module(Inputs(tokens_BT, source=source))).double().log_softmax(-1)
+            for each in (whole, rounded)
+        )
+    off = ((found - expected).square().mean() / expected.var()).sqrt()
+    assert off < {"int8": 0.06, "int4": 0.5}[precision]
+    few_bits = [
+        each for each in weights(rounded.module) if isinstance(each, QuantizedWeight | PrepackedQuantizedWeight)
+    ]
+    assert bool(few_bits) == (name != "odd")
+    if name != "odd":
+        assert off > 1e-4
+        left = sum(parameter.numel() for parameter in rounded.module.parameters() if parameter.is_floating_point())
+        assert left < 0.05 * sum(shape.numel() for shape in parameter_shapes(whole.spec).values())
+    requests = [Request(tuple(range(5, 5 + length)), SamplingParams(), 6, ignore_eos=True) for length in (2, 9)]
+    alone = [Engine(rounded).generate([request])[0] for request in requests]
+    assert Engine(rounded).generate(requests) == alone
+
+
+def weights(model: torch.nn.Module) -> list[Any]:
+    found = [getattr(module, "weight", None) for module in model.modules()]
+    return [each for weight in found for each in (weight if isinstance(weight, tuple) else (weight,))]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "partly"])
+def test_experts_that_are_not_all_resident_are_rounded_alike(
+    folders: dict[str, Path], name: str, precision: Any
+) -> None:
+    whole, some = load(folders[name], precision), load(folders[name], precision, resident_experts="40%")
+    requests = [Request(tuple(range(5, 5 + length)), SamplingParams(), 6, ignore_eos=True) for length in (2, 9, 30)]
+    assert Engine(some).generate(requests) == Engine(whole).generate(requests)
+    tokens_BT = torch.randint(0, 280, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(some.module(tokens_BT), whole.module(tokens_BT))
+    assert some.expert_offloader is not None
+    found = some.expert_offloader.stats()
+    experts = [weight for layer in whole.module.modules() for weight in expert_weights(layer)]
+    assert found.total_bytes == sum(weight.nbytes for weight in experts)
+    in_part = name == "partly" and precision == "int4"
+    assert {type(weight) for weight in experts} == (
+        {PrepackedQuantizedWeight, torch.Tensor} if in_part else {PrepackedQuantizedWeight}
+    )
+    assert 0 < found.resident_bytes <= 0.4 * found.total_bytes and found.bytes_read > 0
+
+
+def expert_weights(layer: torch.nn.Module) -> list[Any]:
+    parts = (layer.gate, layer.up, layer.down) if isinstance(layer, MoELayer) else ()
+    return [weight for part in parts for weight in part.weight]
+
+
+def test_no_room_for_rounded_experts_is_told(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(JinguError, match=r"the disk is full[\s\S]*TMPDIR"):
+        load(folders["mixtral"], "int4", resident_experts="40%")
+
+
+def test_shapes_that_kernels_take() -> None:
+    assert can_quantize(48, 48, "int8") and not can_quantize(48, 48, "int4") and can_quantize(16, 32, "int4")
+    assert not can_quantize(33, 64, "int8") and not can_quantize(32, 40, "int8")
+
+
+def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(folders["llama"]), "the ", "--max-tokens", "3", "--precision", "int4"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
