@@ -41,7 +41,7 @@ def build_state(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dic
     from jingu.model.decoder import Decoder
     from jingu.model.resolve import spec_from_settings
     from jingu.model.weight_init import init_weights
-    from jingu.train.optimizer import build_optimizer, named_optimizer_state
+    from jingu.training.optimizer import build_optimizer, named_optimizer_state
 
     torch.set_num_threads(THREADS)
     spec = spec_from_settings(
@@ -124,7 +124,7 @@ def make_step(model: Any, optimizer: Any, batch: int = BATCH, sequence: int = SE
     """Return a function that runs one training step and returns its duration in seconds."""
     import torch
 
-    from jingu.train.loss import linear_cross_entropy
+    from jingu.training.loss import linear_cross_entropy
 
     tokens = torch.randint(0, 16384, (batch, sequence + 1), generator=torch.Generator().manual_seed(0))
 

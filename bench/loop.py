@@ -59,7 +59,7 @@ def run_bare_loop(folder: Path) -> None:
     from jingu.model.decoder import Decoder
     from jingu.model.resolve import spec_from_settings
     from jingu.model.weight_init import init_weights
-    from jingu.train.loss import linear_cross_entropy
+    from jingu.training.loss import linear_cross_entropy
 
     torch.set_num_threads(THREADS)
     config = load_config(folder / "run.yaml", [])

@@ -34,8 +34,8 @@ def train_child(folder: str) -> None:
     from jingu.model.resolve import spec_from_settings
     from jingu.model.weight_init import init_weights
     from jingu.parallel.offload import DiskStorage
-    from jingu.train.loss import linear_cross_entropy
-    from jingu.train.optimizer import build_optimizer
+    from jingu.training.loss import linear_cross_entropy
+    from jingu.training.optimizer import build_optimizer
 
     torch.set_num_threads(2)
     settings = ModelSettings(

@@ -63,10 +63,10 @@ def make_step(precision: str, compiled: bool):
     from jingu.parallel.materialize import materialize
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.runtime.ranks import join_process_group
-    from jingu.train.optimizer import build_optimizer
-    from jingu.train.precision import choose_precision
-    from jingu.train.pretraining import Pretraining
-    from jingu.train.step import train_step
+    from jingu.training.optimizer import build_optimizer
+    from jingu.training.precision import choose_precision
+    from jingu.training.pretraining import Pretraining
+    from jingu.training.step import train_step
 
     group = join_process_group("cpu", THREADS)
     ranks = group.__enter__()

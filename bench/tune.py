@@ -104,7 +104,7 @@ def measure(side: str, size: dict[str, int], steps: int, rows: list[dict[str, st
     import torch
 
     from jingu.runtime.device import peak_memory
-    from jingu.train.run import open_run
+    from jingu.training.run import open_run
 
     torch.set_num_threads(THREADS)
     objective = {"type": "supervised", "template": "chatml", "packing": "packed" if side == "packed" else "padded"}
@@ -136,10 +136,10 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.runtime.device import has_compiler
     from jingu.runtime.ranks import join_process_group
-    from jingu.train.precision import choose_precision
-    from jingu.train.pretraining import Pretraining
-    from jingu.train.step import train_step
-    from jingu.train.trainer import build_model_and_optimizer
+    from jingu.training.precision import choose_precision
+    from jingu.training.pretraining import Pretraining
+    from jingu.training.step import train_step
+    from jingu.training.trainer import build_model_and_optimizer
 
     length = config.batch.sequence_length
     group = join_process_group("cpu", THREADS)

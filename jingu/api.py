@@ -271,7 +271,7 @@ def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> P
         JinguError: the configuration is wrong, or its tokenizer or data set is missing.
         KeyboardInterrupt: Ctrl-C stopped the run; it was saved, and the same call resumes it.
     """
-    from jingu.train.commands import train as train_command
+    from jingu.training.commands import train as train_command
 
     run_config = _resolve_config(config, overrides)
     code = train_command(run_config, processes)

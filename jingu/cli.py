@@ -135,7 +135,7 @@ COMMANDS = {
     ),
     "train": command(
         "train a model, or resume training",
-        "train.commands:train",
+        "training.commands:train",
         _PROCESSES,
         option("--devices", "GPUS", str, "GPUs to use, one a rank: 0,2,4, or ^1,3 for all but those"),
         option("--trace", "FOLDER", expand_path, "write fingerprints of every module's outputs in the first step"),
@@ -146,7 +146,7 @@ COMMANDS = {
     ),
     "verify": command(
         "prove that two layouts compute the same, or show the first difference",
-        "train.verify:verify",
+        "training.verify:verify",
         ("--against", {"metavar": "key=value", "nargs": "+", "help": "settings of the other layout (one process)"}),
         option("--all", "N", integer(2), "compare every layout of N ranks instead", dest="all_of"),
         option("--processes", "N", integer(1), "ranks of the other layout (default: as few as possible)"),
@@ -242,7 +242,10 @@ COMMANDS = {
         option("--to", "FILE", expand_path, "file to write (default: RUN/report.html)"),
     ),
     "config show": command(
-        "print every setting of a run, and what follows from them", "train.plan:show_config", _PROCESSES, run_file=True
+        "print every setting of a run, and what follows from them",
+        "training.plan:show_config",
+        _PROCESSES,
+        run_file=True,
     ),
     "config from-deepspeed": command(
         "convert a DeepSpeed configuration to a run's file",

@@ -187,7 +187,7 @@ def in_steps() -> Callable[..., Any]:
 def train_all(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
     """Train runs one after another as a rank of a group that exists; returns their exit codes."""
     from jingu.runtime.signals import StopRequest
-    from jingu.train.commands import train_on_rank
+    from jingu.training.commands import train_on_rank
 
     with peak_unmeasured():
         return [train_on_rank(config, this_rank(rank, world), StopRequest()) for config in configs]
@@ -204,7 +204,7 @@ def this_rank(rank: int, world: int) -> RankInfo:
 @contextmanager
 def peak_unmeasured() -> Iterator[None]:
     """Measuring a machine's peak takes longer than training these models."""
-    from jingu.train import session
+    from jingu.training import session
 
     measured = session.measure_peak_flops
     session.measure_peak_flops = lambda *_: 1e9
@@ -226,7 +226,7 @@ def train_on(ranks: RankPool) -> Callable[..., None]:
     """`train_on(4, config, ...)` trains runs to their ends on so many ranks of the pool (1: in this process)."""
 
     def train(world: int, *configs: RunConfig) -> None:
-        from jingu.train.commands import train as train_here
+        from jingu.training.commands import train as train_here
 
         if world == 1:
             with peak_unmeasured():

@@ -34,7 +34,7 @@ class RankPool:
     def _start(self, world: int) -> None:
         """Have as many workers as ranks."""
         context, started = multiprocessing.get_context("forkserver"), len(self._workers)
-        context.set_forkserver_preload(["jingu.train.commands"])
+        context.set_forkserver_preload(["jingu.training.commands"])
         for _ in range(started, world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)

@@ -17,7 +17,7 @@ from jingu.data.dataset import open_dataset
 from jingu.errors import JinguError
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
-from jingu.train.commands import train as train_command
+from jingu.training.commands import train as train_command
 from tests.conftest import Library, MakeRun
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "python.md"
@@ -56,8 +56,8 @@ def test_importing_is_quick_and_lazy() -> None:
     code = textwrap.dedent("""
         import sys, jingu
         assert not {"torch", "numpy", "pydantic"} & set(sys.modules)
-        import jingu.train.loop
-        assert callable(jingu.train)  # also where the package of this name is imported
+        import jingu.training.loop
+        assert jingu.train.__module__ == "jingu.api"  # not the package `jingu.training`
         assert jingu.load.__module__ == "jingu.api"
     """)
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -136,9 +136,9 @@ def test_a_run_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         jingu.train({"model": {"width": 3}})
     with pytest.raises(JinguError, match="there is no such file"):
         jingu.train("missing.yaml")
-    monkeypatch.setattr("jingu.train.commands.train", lambda config, processes: 130)
+    monkeypatch.setattr("jingu.training.commands.train", lambda config, processes: 130)
     with pytest.raises(KeyboardInterrupt):
         jingu.train({})
-    monkeypatch.setattr("jingu.train.commands.train", lambda config, processes: 75)
+    monkeypatch.setattr("jingu.training.commands.train", lambda config, processes: 75)
     with pytest.raises(JinguError, match="exit code 75"):
         jingu.train({})

@@ -25,8 +25,8 @@ from jingu.config.schema import RunConfig
 from jingu.model.decoder import build_model
 from jingu.model.resolve import spec_from_settings
 from jingu.parallel.stages import split_blocks
-from jingu.train.commands import train
-from jingu.train.plan import show_config
+from jingu.training.commands import train
+from jingu.training.plan import show_config
 from jingu.tune.prepare import prepare
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 
 from jingu.model.sharding_table import ShardingStyle
-from jingu.train.verify import first_divergence
-from tests.train import test_verify
+from jingu.training.verify import first_divergence
+from tests.training import test_verify
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "own-model.md").read_text(encoding="utf-8")
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ SHARES = {
     "serve": 1_980,
     "report": 420,
     "tune": 630,
-    "train": 2_380,
+    "training": 2_380,
     "infer": 2_030,
     "chat": 390,
     "formats": 1_310,

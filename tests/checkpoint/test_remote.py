@@ -117,7 +117,7 @@ def test_an_address_that_nothing_knows():
 
 
 def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, done, peak, tmp_path, capsys):
-    from jingu.train.commands import train
+    from jingu.training.commands import train
 
     settings = {"checkpoint.every": 4, "checkpoint.copy_to": f"file://{tmp_path}/shared", "train.steps": 10}
     whole, parts = (tiny_run(settings, name=name) for name in ("whole", "parts"))
@@ -140,7 +140,7 @@ def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, 
 def test_a_run_keeps_its_checkpoints_at_an_address(background, tiny_run, done, peak, tmp_path, capsys):
     from jingu.checkpoint.commands import list_checkpoints
     from jingu.formats.models import open_model
-    from jingu.train.commands import train
+    from jingu.training.commands import train
 
     settings = {"checkpoint.every": 4, "train.steps": 10, "checkpoint.async_save": background}
     whole = tiny_run(settings, name="whole")
@@ -178,7 +178,7 @@ def test_two_ranks_keep_theirs_at_an_address(tiny_run, train_on, done, tmp_path)
 
 
 def test_where_copying_fails_training_goes_on(tiny_run, done, peak, tmp_path, capsys):
-    from jingu.train.commands import train
+    from jingu.training.commands import train
 
     (tmp_path / "file").touch()
     config = tiny_run({"checkpoint.every": 2, "train.steps": 4, "checkpoint.copy_to": f"{tmp_path}/file/shared"})

@@ -19,7 +19,7 @@ from jingu.data.build import build
 from jingu.errors import JinguError
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer_commands import train as train_tokenizer
-from jingu.train.commands import train
+from jingu.training.commands import train
 
 ARCHIVE = Path(__file__).parents[1] / "stored" / "old_keys.tar.xz"
 """Made by commit 1f8dfc8 of jingu: `jingu tokenizer train`, `jingu data build` and `jingu train` on its run.yaml."""

@@ -36,9 +36,9 @@ def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, 
     from jingu.checkpoint import store
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.runtime.ranks import all_ranks_agree
-    from jingu.train import checkpointing, trainer
-    from jingu.train.precision import choose_precision
-    from jingu.train.run import open_run
+    from jingu.training import checkpointing, trainer
+    from jingu.training.precision import choose_precision
+    from jingu.training.run import open_run
 
     run, device = open_run(config), torch.device("cpu")
     mesh = build_mesh(resolve_axis_sizes(config.parallel, world, run.spec), device)

@@ -26,9 +26,9 @@ from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, num_data_ranks, resolve_axis_sizes
 from jingu.runtime.ranks import all_ranks_agree
-from jingu.train.optimizer import build_optimizer
-from jingu.train.pretraining import Pretraining
-from jingu.train.step import train_step
+from jingu.training.optimizer import build_optimizer
+from jingu.training.pretraining import Pretraining
+from jingu.training.step import train_step
 
 ROWS, TOKENS, STEPS = 8, 13, 3
 """13 tokens a row, which no number of ranks divides."""

@@ -11,7 +11,7 @@ import torch
 from jingu.config.sections.train import AdamWSettings
 from jingu.errors import JinguError
 from jingu.parallel.offload import DiskStorage
-from jingu.train.optimizer import build_optimizer
+from jingu.training.optimizer import build_optimizer
 
 
 def slow(*values: Any) -> Any:
@@ -54,7 +54,7 @@ def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_pat
 
 
 def test_what_is_on_disk_is_not_copied_to_memory_to_be_saved(tiny_run, train_on, done, tmp_path, monkeypatch):
-    from jingu.train import checkpointing
+    from jingu.training import checkpointing
 
     def refused(*_arguments: Any, **_keywords: Any) -> None:
         raise AssertionError("a copy in memory")

@@ -61,7 +61,7 @@ def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on,
 
 def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
     """Tokens of each step, in the order in which this rank takes them in."""
-    from jingu.train.pretraining import Pretraining
+    from jingu.training.pretraining import Pretraining
 
     seen: list[list[list[int]]] = []
     taken = Pretraining.batch
@@ -84,7 +84,7 @@ def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
 def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):
     """The first micro-batch is also seen by the dry run, before step 0."""
     from jingu.config.batch_plan import plan_batch
-    from jingu.train.run import open_run
+    from jingu.training.run import open_run
 
     changes = {"train.steps": 3, "batch.global_batch_size": 20, "batch.micro_batch_size": 1}
     config = tiny_run(changes)
@@ -163,7 +163,7 @@ def test_each_stage_moves_what_it_says(tiny_run, ranks):
 def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
     """Bytes this rank holds, at its optimizer's step, of parameters, of gradients, and of gathered parameters."""
     from jingu.parallel.sharding import local_tensor
-    from jingu.train import step as step_module
+    from jingu.training import step as step_module
 
     found: list[tuple[int, int, int]] = []
 

@@ -67,9 +67,9 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
     from jingu.parallel.layout import Layout, Precision
     from jingu.parallel.materialize import materialize
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
-    from jingu.train import step as step_module
-    from jingu.train.optimizer import build_optimizer
-    from jingu.train.pretraining import Pretraining
+    from jingu.training import step as step_module
+    from jingu.training.optimizer import build_optimizer
+    from jingu.training.pretraining import Pretraining
 
     mesh = build_mesh(resolve_axis_sizes(settings, world, SPEC), torch.device("cpu"))
     precision = Precision("bf16", torch.bfloat16, torch.float32, torch.float32)

@@ -74,7 +74,7 @@ def death() -> Death:
 
 def test_killed_at_fifty_random_moments(death, tiny_run, done, peak, assert_undisturbed):
     """Just before some file of the run is opened, renamed or removed."""
-    from jingu.train.commands import train
+    from jingu.training.commands import train
 
     config = tiny_run({**LONG, "checkpoint.async_save": False}, name="killed")
     random_moments, died = random.Random(20), 0

@@ -16,11 +16,11 @@ from typing import Any
 
 def serve() -> None:
     """Answer each request with the child's exit code, until there are no more."""
-    import jingu.train.commands
+    import jingu.training.commands
     from jingu.cli import main
-    from jingu.train import session
+    from jingu.training import session
 
-    assert jingu.train.commands.train is not None
+    assert jingu.training.commands.train is not None
     assert threading.active_count() == 1  # a fork takes only this thread along
     session.measure_peak_flops = lambda *_: 1e9  # measuring takes longer than a tiny run
     for line in sys.stdin:

@@ -23,8 +23,8 @@ from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import BATCH_INVARIANT_ROWS, QuantizedWeight, dequantize, quantize
 from jingu.model.spec import Lora, QuantizationFormat, replace_fields
 from jingu.parallel.stages import plan_layout
-from jingu.train.commands import open_run_with_plan
-from jingu.train.run import open_run
+from jingu.training.commands import open_run_with_plan
+from jingu.training.run import open_run
 from jingu.tune.adapter_commands import merge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 from tests.dist.test_layouts import tiny as small
@@ -40,7 +40,7 @@ Read = Callable[[RunConfig], Done]
 @pytest.fixture(scope="module")
 def runs(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with matrices that can be quantized, and folders (`int8` …) with their dequantized weights."""
-    from jingu.train.commands import train
+    from jingu.training.commands import train
 
     place = tmp_path_factory.mktemp("bases")
     shape = {

@@ -21,7 +21,7 @@ from jingu.formatting import format_rounded
 from jingu.model.adapter_layers import is_adapter
 from jingu.model.decoder import build_model
 from jingu.parallel import parallelize
-from jingu.train.run import Run, open_run
+from jingu.training.run import Run, open_run
 from jingu.tune.adapter_commands import export, merge
 from tests.conftest import Done, MakeRun
 

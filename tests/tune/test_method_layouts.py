@@ -10,7 +10,7 @@ import torch
 from jingu.data.batch import Batch
 from jingu.model.decoder import build_model
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replace_fields
-from jingu.train.batch_transforms import model_inputs, prepend_virtual_tokens
+from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
 from tests.dist.test_layouts import check, tiny
 from tests.rank_pool import RankPool
 

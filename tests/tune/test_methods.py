@@ -26,8 +26,8 @@ from jingu.model.adapter_layers import is_adapter
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.batch_transforms import prepend_virtual_tokens
-from jingu.train.run import open_run
+from jingu.training.batch_transforms import prepend_virtual_tokens
+from jingu.training.run import open_run
 from jingu.tune.adapter_commands import export, merge, unmerge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 
@@ -123,7 +123,7 @@ def adapted(family: str, method: str, runs: Path, texts: Library, changes: dict[
 @pytest.fixture(scope="module")
 def runs(texts: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a run of each family, with room for a prompt in its context."""
-    from jingu.train.commands import train
+    from jingu.training.commands import train
 
     place = tmp_path_factory.mktemp("methods")
     with peak_unmeasured():

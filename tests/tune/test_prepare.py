@@ -23,9 +23,9 @@ from jingu.errors import JinguError
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.document_reader import ReadCounts
 from jingu.text.tokenizer import Tokenizer
-from jingu.train.commands import train
-from jingu.train.pretraining import Pretraining
-from jingu.train.run import open_run
+from jingu.training.commands import train
+from jingu.training.pretraining import Pretraining
+from jingu.training.run import open_run
 from jingu.tune.prepare import plan_row_units, prepare, row_tokenizers
 from tests.conftest import Done, MakeRun
 

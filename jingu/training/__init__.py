@@ -1,0 +1,1 @@
+"""The loop, and what a step is made of."""

@@ -1,0 +1,279 @@
+"""Checkpoints of a run: what they hold, when they are saved, and how (in the background, or at once)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from jingu import __version__
+from jingu.checkpoint.async_save import AsyncSaver
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.memory_copies import MemoryCopies
+from jingu.checkpoint.resume import copies_url, step_folder
+from jingu.checkpoint.retention import Retention, after_save
+from jingu.checkpoint.store import save
+from jingu.data.sample_hash import SampleHash, extend_sample_hash
+from jingu.model.adapter_layers import is_adapter
+from jingu.parallel.block import TensorBlock
+from jingu.parallel.pipeline import ParallelModel
+from jingu.runtime.log import log_info, log_warning
+from jingu.runtime.ranks import RankInfo, all_ranks_agree, wait_until_all_done
+from jingu.runtime.signals import StopDecision
+from jingu.training.optimizer import QUANTIZATION_BLOCK, QUANTIZATION_SCALES, REPLICATED_STATE, named_optimizer_state
+from jingu.training.precision import LossScale
+from jingu.training.run import Run
+
+# Returns the tensors of a checkpoint, by logical name.
+GetTensors = Callable[[], dict[str, TensorBlock]]
+
+
+@dataclass
+class Progress:
+    """State of a run besides its tensors. Seed and step stand for all random states, since every draw follows from
+    them.
+
+    Attributes:
+        step: number of steps taken.
+        tokens: tokens of these steps.
+        seconds: training time over all starts of the run, without evaluation and saving.
+        loss_sum: sum of the losses since the last line of metrics.jsonl.
+        loss_steps: number of losses in that sum.
+        evaluation: metrics of the last evaluation.
+        evaluation_due: whether the run was stopped at a step that it should have evaluated.
+        optimizer_reset_step: step at which --fresh-optimizer reset the optimizer, if every start since then had that
+            option, too.
+        sample_hash: hash of the samples that the run was trained on.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss_sum: float = 0.0
+    loss_steps: int = 0
+    evaluation: dict[str, float | None] | None = None
+    evaluation_due: bool = False
+    loss_scale: LossScale = field(default_factory=LossScale)
+    optimizer_reset_step: int | None = None
+    sample_hash: SampleHash = field(default_factory=SampleHash)
+
+
+def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, TensorBlock]:
+    """Return all tensors of a checkpoint, by logical name.
+
+    Of a model with adapters, these are the adapters and their optimizer state; of a pipeline, what the stages of this
+    rank hold.
+    """
+    plan = model.sharding
+    adapters_only = model.spec.adapter is not None
+    tensors = {
+        f"model/{name}": plan.block(name, parameter)
+        for name, parameter in model.named_parameters()
+        if is_adapter(name) or not adapters_only
+    }
+    for key, tensor in named_optimizer_state(optimizer, model):
+        slot, _, name = key.partition("/")
+        group_size = QUANTIZATION_BLOCK if slot in QUANTIZATION_SCALES else 1
+        replicated = slot in REPLICATED_STATE
+        tensors[f"optimizer/{key}"] = plan.block(name, tensor, replicated=replicated, group_size=group_size)
+    return tensors
+
+
+class Checkpointer:
+    """Saves checkpoints as the section `checkpoint` of the configuration asks for. Every rank has one, and all call
+    the same methods.
+
+    Args:
+        get_tensors: returns the tensors of a checkpoint.
+        optimizer: optimizer that changes these tensors in its steps.
+        memory: copies in main memory, if the configuration asks for them.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        ranks: RankInfo,
+        get_tensors: GetTensors,
+        optimizer: torch.optim.Optimizer | None = None,
+        memory: MemoryCopies | None = None,
+    ) -> None:
+        settings = run.config.checkpoint
+        self._run = run
+        self._ranks = ranks
+        self._get_tensors = get_tensors
+        self._memory = memory
+        self._settings = settings
+        self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best, settings.best_metric)
+        self._last_save_step = -1
+        self._last_save_time = time.monotonic()
+        self._versions = {"python": platform.python_version(), "jingu": __version__, "torch": torch.__version__}
+        self._versions |= {name: version(name) for name in ("numpy", "safetensors", "tokenizers")}
+        if memory is not None:
+            log_info(
+                f"The state is copied to main memory every {settings.in_memory.every} steps, twice if there are two "
+                f"ranks: up to {memory.bytes / 1e6:,.1f} MB a rank in {settings.in_memory.folder}."
+            )
+        # A run that saves in the middle may do so in the background, from a copy in shared memory.
+        self._saver: AsyncSaver | None = None
+        saves_midway = 0 < settings.every < run.config.train.steps or settings.every_minutes
+        if not (settings.async_save and saves_midway):
+            return
+        if run.config.parallel.offload.type == "disk":
+            log_info("Training waits for checkpoints: a state that is offloaded to disk is not copied to memory.")
+            return
+        self._saver = AsyncSaver(get_tensors(), optimizer, rank=ranks.rank, ranks=ranks.world)
+        log_info(f"Checkpoints are written in the background, from a copy of {self._saver.bytes / 1e6:,.1f} MB a rank.")
+
+    # When
+
+    def status(self) -> tuple[bool, bool]:
+        """Return what the first rank shares with the others: whether a save is due by the clock, and whether one is in
+        progress. Other ranks return False twice."""
+        self._report_result(0.0)
+        minutes = (time.monotonic() - self._last_save_time) / 60
+        is_late = bool(self._settings.every_minutes) and minutes >= self._settings.every_minutes
+        is_busy = self._saver is not None and self._saver.busy
+        return is_late and self._ranks.is_first, is_busy and self._ranks.is_first
+
+    def should_save(self, step: int, shared: StopDecision) -> bool:
+        """Return whether to save after this step in the middle of the run, from what all ranks share."""
+        every = self._settings.every
+        # The flag that arrives right after a save is from before it.
+        is_late = shared.save and step > self._last_save_step + 1
+        if not is_late and (every == 0 or step % every > 0):
+            return False
+        if shared.busy and self._settings.when_busy == "skip":
+            log_warning(f"No checkpoint at step {step}: the one before it is still being written.")
+            self._restart_clock(step)
+            return False
+        return True
+
+    def should_copy(self, step: int) -> bool:
+        """Return whether to copy the state to main memory after this step in the middle of the run."""
+        return self._memory is not None and step % self._settings.in_memory.every == 0
+
+    def _restart_clock(self, step: int) -> None:
+        self._last_save_step = step
+        self._last_save_time = time.monotonic()
+
+    # How
+
+    def save(self, progress: Progress) -> None:
+        """Save in the middle of the run. If that fails, warn, and let training continue."""
+        if self._saver is None:
+            try:
+                self._save_now(progress)
+            except CheckpointError as error:
+                log_warning(f"{error} Training continues without this checkpoint.")
+        else:
+            self._wait_for_saver()
+            folder = step_folder(self._run.checkpoints, progress.step)
+            copies = copies_url(self._run.config)
+            self._saver.save(folder, self._get_tensors(), self._state(progress), self._retention, copies)
+        self._restart_clock(progress.step)
+
+    def copy(self, progress: Progress) -> None:
+        """Copy the state to main memory. If that fails, warn, and let training continue."""
+        assert self._memory is not None
+        try:
+            self._memory.save(self._state(progress), progress.step)
+        except CheckpointError as error:
+            log_warning(f"No copy of step {progress.step} in memory: {error} Training continues without it.")
+
+    def save_final(self, progress: Progress, grace_seconds: float | None = None, exit_code: int = 0) -> None:
+        """Save before the run ends, and return when all of it is on disk.
+
+        Args:
+            grace_seconds: exit the process, with `exit_code`, if saving takes longer; older checkpoints stay valid.
+
+        Raises:
+            CheckpointError: the checkpoint could not be saved.
+        """
+        timer = None
+        if grace_seconds is not None:
+            timer = threading.Timer(grace_seconds, self._give_up, (progress.step, grace_seconds, exit_code))
+            timer.daemon = True
+            timer.start()
+        try:
+            self._wait_for_saver()
+            self._save_now(progress)
+            if self._memory is not None:
+                self._memory.delete()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _give_up(self, step: int, seconds: float, exit_code: int) -> None:
+        log_warning(
+            f"Step {step} could not be saved within {seconds:,.0f} s (checkpoint.grace_seconds); exiting without it."
+        )
+        os._exit(exit_code)
+
+    def _report_result(self, seconds: float | None) -> None:
+        """Warn if the save in the background failed. Wait for its end at most so long; None: however long it takes."""
+        result = self._saver.poll(seconds) if self._saver is not None else None
+        if result is not None and result.problem is not None:
+            log_warning(f"{result.folder}: {result.problem.removesuffix('.')}. Training continues.")
+
+    def _wait_for_saver(self) -> None:
+        """Wait until no rank has a save in progress. The first rank's includes the copy to another place."""
+
+        def is_done(seconds: float) -> bool:
+            self._report_result(seconds)
+            return self._saver is None or not self._saver.busy
+
+        wait_until_all_done(is_done)
+
+    def _save_now(self, progress: Progress) -> None:
+        """Save from the tensors themselves, while training waits."""
+        ranks = self._ranks
+        folder = step_folder(self._run.checkpoints, progress.step)
+        save(
+            folder,
+            self._get_tensors(),
+            self._state(progress),
+            rank=ranks.rank,
+            ranks=ranks.world,
+            agree=all_ranks_agree,
+        )
+        if not ranks.is_first:
+            wait_until_all_done(lambda seconds: True)
+            return
+        # The first rank copies the checkpoint and deletes old ones in a thread, since that may take longer than a
+        # collective waits: all ranks ask again and again whether it is done.
+        with ThreadPoolExecutor(1) as pool:
+            cleanup = pool.submit(after_save, folder, self._retention, copies_url(self._run.config))
+            wait_until_all_done(lambda seconds: cleanup in wait([cleanup], seconds).done)
+        problem = cleanup.result()
+        if problem is not None:
+            log_warning(f"The checkpoint of step {progress.step}: {problem}")
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        """Return what a checkpoint holds besides tensors."""
+        progress.sample_hash = extend_sample_hash(progress.sample_hash, self._run.source, progress.step)
+        return {
+            "progress": asdict(progress),
+            "data": self._run.data_checksums,
+            "seed": self._run.config.seed,
+            "ranks": self._ranks.world,
+            "configuration": self._run.config.model_dump(mode="json"),
+            "versions": self._versions,
+        }
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_error: object) -> None:
+        """Finish the save in progress, unless an error ended the run."""
+        if self._saver is not None:
+            if error_type is None:
+                self._report_result(None)
+            self._saver.close()

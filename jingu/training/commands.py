@@ -1,0 +1,161 @@
+"""`jingu train`: from a configuration to a trained run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from jingu.config.batch_plan import BatchPlan
+from jingu.config.explain import closest_match
+from jingu.config.introspect import all_keys
+from jingu.config.load import dump_yaml
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError, pluralize
+from jingu.parallel.stages import plan_layout
+from jingu.runtime.gpus import select_gpus
+from jingu.runtime.launcher import launch_local_ranks
+from jingu.runtime.log import log_info, log_to_folder, report_first_failure
+from jingu.runtime.ranks import RankInfo, all_ranks_agree, is_launched, join_process_group
+from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
+from jingu.training.pretraining import PRETRAINING
+from jingu.training.run import ResumeOptions, Run, lock_run, open_run, write_run_files
+from jingu.training.session import train_run
+from jingu.training.task import TaskFactory
+from jingu.training.trace import Trace
+
+
+def train(
+    config: RunConfig,
+    processes: int | None = None,
+    trace: Path | None = None,
+    devices: str | None = None,
+    allow: Sequence[str] | None = None,
+    fresh_optimizer: bool = False,
+    weights_only_from: str | None = None,
+) -> int:
+    """Train the run, on `processes` local ranks or on the ranks that a launcher started.
+
+    Args:
+        trace: folder for fingerprints of every module's output in the first step.
+        devices: CUDA devices to start ranks on, as `select_gpus` reads them.
+        allow: keys and sections of the configuration that may have changed since the run began.
+        fresh_optimizer: resume with the weights of the checkpoint and a new optimizer.
+        weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
+
+    Returns:
+        The exit code: 0 if the run is complete; 130 if a person stopped it, and 75 if a scheduler did, both with the
+        state saved.
+
+    Raises:
+        JinguError: the configuration, the data or the run's folder do not allow the run to start or to resume.
+    """
+    if weights_only_from is not None:
+        initialize = config.initialize.model_copy(update={"from_": weights_only_from})
+        config = config.model_copy(update={"initialize": initialize})
+    keys = list(all_keys())
+    for key in allow or ():
+        if key not in keys:
+            match = closest_match(key, keys)
+            fix = f"Did you mean {match}?" if match else None
+            raise JinguError(f"{key} is not a setting.", where="--allow", fix=fix)
+    options = ResumeOptions(tuple(allow or ()), fresh_optimizer)
+    gpus = None
+    if devices is not None:
+        gpus = _select_gpus(config, devices, processes)
+        processes = len(gpus)
+    if processes is not None and (processes > 1 or gpus) and not is_launched():
+        return _launch_ranks(config, processes, trace, options, gpus)
+    threads = None if config.device.threads == "auto" else config.device.threads
+    with (
+        join_process_group(config.device.type, threads) as ranks,
+        catch_stop_signals(announce=ranks.is_first) as request,
+    ):
+        return train_on_rank(config, ranks, request, trace, options)
+
+
+def train_on_rank(
+    config: RunConfig,
+    ranks: RankInfo,
+    request: StopRequest,
+    trace: Path | None = None,
+    resume_options: ResumeOptions | None = None,
+    task_factory: TaskFactory = PRETRAINING,
+) -> int:
+    """Train the run as one rank of an existing process group. Returns the exit code of `train`."""
+    stop = CollectiveStop(request, ranks.world)
+    with ExitStack() as stack:
+        # After a failure a collective may still be in flight, and the group must not be left before it ends.
+        stack.callback(stop.settle, timedelta(seconds=5))
+        stack.enter_context(report_first_failure(ranks))
+        run, plan = open_run_with_plan(config, ranks.world, resume_options, task_factory)
+        # Only the first rank writes into the run's folder; the others must learn whether it could.
+        error: Exception | None = None
+        try:
+            if ranks.is_first:
+                stack.enter_context(lock_run(run))
+                write_run_files(run)
+        except Exception as caught:
+            error = caught
+        if not all_ranks_agree(error is None):
+            raise error or SystemExit(2)
+        stack.enter_context(log_to_folder(run.folder / "log", ranks))
+        for note in ranks.notes:
+            log_info(note)
+        if run.changes:
+            log_info(f"Changed since the run was last started: {'; '.join(run.changes)}.")
+        on_model = None
+        if trace is not None:
+            tracer = Trace(trace, ranks.rank, plan.rows_per_rank)
+            stack.callback(tracer.write)
+            on_model = tracer.attach
+        is_complete = train_run(run, plan, ranks, stop, task_factory, on_model)
+        return 0 if is_complete else stop.code
+
+
+def open_run_with_plan(
+    config: RunConfig, world: int, resume_options: ResumeOptions | None = None, task_factory: TaskFactory = PRETRAINING
+) -> tuple[Run, BatchPlan]:
+    """Open the run, and divide its batch over `world` ranks.
+
+    Raises:
+        JinguError: ranks, model and batch do not fit together.
+    """
+    run = open_run(config, resume_options)
+    _, plan = plan_layout(config, world, run.spec, task_factory.rows_per_group(config))
+    return run, plan
+
+
+def _select_gpus(config: RunConfig, devices: str, processes: int | None) -> list[int]:
+    gpus = select_gpus(devices, 0 if config.device.type == "cpu" else torch.cuda.device_count())
+    if processes not in (None, len(gpus)):
+        raise JinguError(
+            f"--devices {devices} is {pluralize(len(gpus), 'card')}, a rank each, and --processes says {processes}.",
+            fix="Leave out --processes.",
+        )
+    if is_launched():
+        raise JinguError(
+            "--devices applies to ranks that jingu starts, and these were started by torchrun.",
+            fix="Set CUDA_VISIBLE_DEVICES for torchrun.",
+        )
+    return gpus
+
+
+def _launch_ranks(
+    config: RunConfig, processes: int, trace: Path | None, resume_options: ResumeOptions, gpus: list[int] | None
+) -> int:
+    """Start the ranks, after all that can be checked once was checked here."""
+    open_run_with_plan(config, processes, resume_options)
+    arguments = ["--trace", str(trace)] if trace else []
+    for key in resume_options.allow:
+        arguments += ["--allow", key]
+    if resume_options.fresh_optimizer:
+        arguments.append("--fresh-optimizer")
+    with tempfile.TemporaryDirectory(prefix="jingu-") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_yaml(config), encoding="utf-8")
+        return launch_local_ranks(processes, ["train", str(file), *arguments], gpus=gpus)

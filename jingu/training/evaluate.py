@@ -1,0 +1,93 @@
+"""Loss on the validation split, in nats per token and in bits per byte, and samples of what the model writes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from jingu.config.sections.data import PrefixLmSettings
+from jingu.data.objective import SpanCorruption
+from jingu.infer.engine import Engine
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.request import Request
+from jingu.infer.sampling import SamplingParams
+from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.zero import eval_mode
+from jingu.runtime.device import force_eager
+from jingu.training.batch_transforms import to_device
+from jingu.training.run import Run
+from jingu.training.step import sum_losses, sum_over_ranks
+from jingu.training.task import Task
+from jingu.training.validation import ValidationRows
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Loss of a model on validation rows. Bits per byte compare across tokenizers, and with compressors.
+
+    Attributes:
+        bits_per_byte: None for span corruption, where the model reads most of the text instead of predicting it.
+        tokens: tokens of the loss; for span corruption, sentinels and EOS are among them.
+    """
+
+    loss: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int | None
+
+
+def evaluate(
+    model: ParallelModel,
+    task: Task,
+    rows: ValidationRows,
+    byte_lengths: np.ndarray,
+    num_rows: int,
+    micro_batch_size: int,
+) -> EvaluationResult:
+    """Evaluate the first `num_rows` validation rows, divided over the data-parallel ranks.
+
+    Args:
+        byte_lengths: bytes of each token of the vocabulary.
+    """
+    mesh = model.sharding.mesh
+    device = torch.device(mesh.device_type)
+    lengths = torch.from_numpy(byte_lengths.astype(np.int64))
+    loss_1 = torch.zeros(1, dtype=torch.float64, device=device)
+    counts_2 = torch.zeros(2, dtype=torch.float64, device=device)  # tokens, bytes
+    with eval_mode(model), force_eager():
+        # Every rank runs the same number of forward passes, since each gathers sharded parameters: a rank that has no
+        # rows left runs on padding.
+        for start in range(0, num_rows, micro_batch_size * num_data_ranks(mesh)):
+            first = start + data_rank(mesh) * micro_batch_size
+            batch = rows.batch(first, micro_batch_size, end=num_rows)
+            labels = batch.labels[batch.labels >= 0]
+            loss_1 += task.loss(model, to_device(batch, device))
+            counts_2[0] += labels.numel()
+            counts_2[1] += lengths[labels].sum()
+    loss = float(sum_losses(loss_1, mesh).item())
+    # Ranks that share a row have pluralize it as often as there are such ranks.
+    tokens, size = (sum_over_ranks(counts_2) / num_row_replicas(mesh)).tolist()
+    tokens = max(tokens, 1.0)
+    size = max(size, 1.0)
+    if isinstance(rows.objective, SpanCorruption):
+        return EvaluationResult(loss / tokens, None, int(tokens), None)
+    return EvaluationResult(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
+
+
+def generate_samples(run: Run, model: ParallelModel) -> list[tuple[str, str]]:
+    """Return (prompt, continuation) for each sample prompt. Every rank must call it, since it gathers parameters."""
+    settings = run.config.evaluation
+    prefix_lm = isinstance(run.config.data.objective, PrefixLmSettings)
+    engine = Engine(InferenceModel(model, model.spec, run.tokenizer, is_prefix_lm=prefix_lm))
+    requests = [
+        Request(
+            engine.model.encode(prompt), SamplingParams(temperature=0.7, top_p=0.9, seed=seed), settings.max_new_tokens
+        )
+        for seed, prompt in enumerate(settings.sample_prompts, start=run.config.seed)
+    ]
+    with eval_mode(model):
+        return list(zip(settings.sample_prompts, engine.generate(requests), strict=True))

@@ -1,0 +1,109 @@
+"""metrics.jsonl: one JSON object per line and logged step, the source of every plot."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jingu.errors import pluralize
+from jingu.runtime.files import write_text_atomically
+from jingu.runtime.log import log_warning
+from jingu.training.run import run_write_error
+
+
+class MetricsFile:
+    """Appends lines. A resumed run first drops the lines of steps that it will repeat.
+
+    Args:
+        resume_step: the last step whose lines stay; None for a new run.
+        is_evaluated: whether an evaluation of that step stays, too.
+        tensorboard: folder for the same numbers as TensorBoard events.
+
+    Raises:
+        JinguError: the file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, *, resume_step: int | None, is_evaluated: bool = True, tensorboard: Path | None = None
+    ) -> None:
+        self._path = path
+        try:
+            if path.exists():
+                _drop_lines_after(path, resume_step, is_evaluated)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise run_write_error(error, path) from error
+        self._buffer = b""
+        self._has_warned = False
+        self._writer: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # TensorBoard hides events from the purged step on, which the run will repeat.
+            purge_step = None if resume_step is None else resume_step + 1
+            self._writer = SummaryWriter(str(tensorboard), purge_step=purge_step)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line. What the disk does not accept is buffered until the next line, with one warning."""
+        record = {"type": kind, "step": step, **{key: _to_json(value) for key, value in values.items()}}
+        self._buffer += json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        self._flush()
+        if self._writer is None:
+            return
+        for key, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(f"{kind}/{key}", value, step)
+            elif kind == "sample" and key == "text":
+                self._writer.add_text(str(values.get("prompt")), value, step)
+
+    def _flush(self) -> None:
+        try:
+            while self._buffer:
+                written = self._file.write(self._buffer)
+                self._buffer = self._buffer[written:]
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                log_warning(
+                    f"{run_write_error(error, self._path)} Training continues, and the lines are kept in memory."
+                )
+            self._has_warned = True
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._flush()
+        if self._buffer:
+            lines = self._buffer.count(b"\n")
+            log_warning(f"{self._path}: the disk is full; {pluralize(lines, 'line')} lost.")
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _drop_lines_after(path: Path, step: int | None, is_evaluated: bool) -> None:
+    lines = []
+    # The last line of a killed run may end within a character. splitlines() would also split at U+2028.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        last_step = step
+        if step is not None and not is_evaluated and record.get("type") in ("evaluation", "sample"):
+            last_step = step - 1
+        if last_step is not None and record.get("step", 0) <= last_step:
+            lines.append(line)
+    write_text_atomically(path, "".join(f"{line}\n" for line in lines))
+
+
+def _to_json(value: Any) -> Any:
+    """Return a non-finite number by its name, since JSON has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

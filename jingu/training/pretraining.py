@@ -1,0 +1,128 @@
+"""Pretraining and supervised fine-tuning: next-token prediction over the rows of a data set."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.config.schema import RunConfig
+from jingu.data.batch import IGNORE_INDEX, Batch
+from jingu.data.batch_prefetch import BatchPrefetcher
+from jingu.data.objective import batch_function
+from jingu.errors import pluralize
+from jingu.model.experts import RoutingStats, auxiliary_losses
+from jingu.model.spec import Experts, Lora, ModelSpec
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.tensor import VocabShard
+from jingu.parallel.token_sharding import TokenSharding
+from jingu.runtime.log import log_info
+from jingu.training.batch_transforms import add_dropout_seeds, add_embedding_noise, model_inputs, prepend_virtual_tokens
+from jingu.training.evaluate import evaluate, generate_samples
+from jingu.training.loss import ChunkLoss, chunk_loss, linear_cross_entropy
+from jingu.training.run import Run
+from jingu.training.task import Evaluation, TaskFactory
+
+
+class Pretraining:
+    """The task of predicting the next token; with an encoder, the text that the objective removed from its input.
+
+    Args:
+        source: rows of the global batch of each step.
+        mesh: mesh that the model is laid out over.
+        run: run to evaluate; None: `evaluate` is never called.
+        compile: whether to compile the loss.
+    """
+
+    def __init__(
+        self,
+        source: BatchPrefetcher,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        config: RunConfig,
+        run: Run | None = None,
+        *,
+        compile: bool = False,
+    ) -> None:
+        self._source = source
+        self._spec = spec
+        self._config = config
+        self._run = run
+        self._tokens = TokenSharding(mesh)
+        self._vocab = VocabShard.of(mesh, spec.vocab_size)
+
+        def build_chunk_loss(smoothing: float = 0.0, z: float = 0.0) -> ChunkLoss:
+            shard = self._vocab if mesh["tensor"].size() > 1 else None
+            function: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z, shard=shard)
+            # The last chunk of a batch has any number of rows: that dim becomes dynamic when a second number comes.
+            return torch.compile(function) if compile else function
+
+        # An evaluation leaves out what only training adds to the loss.
+        self._train_loss = build_chunk_loss(config.train.label_smoothing, config.train.z_loss_coef)
+        self._eval_loss = build_chunk_loss()
+
+    @classmethod
+    def from_run(cls, run: Run, mesh: DeviceMesh, compile: bool) -> Pretraining:
+        """Create the task of a run. Its batches depend on the step alone, so they are prefetched."""
+        source = BatchPrefetcher(batch_function(run.source, run.objective), pin_memory=mesh.device_type == "cuda")
+        return cls(source, run.spec, mesh, run.config, run, compile=compile)
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        config = self._config
+        batch = self._source.batch(step, first, count)
+        first_row = step * config.batch.global_batch_size + first
+        if isinstance(self._spec.adapter, Lora) and self._spec.adapter.dropout > 0:
+            batch = add_dropout_seeds(batch, config.seed, first_row)
+        if config.train.neftune_alpha:
+            batch = add_embedding_noise(batch, config.seed, first_row, config.train.neftune_alpha)
+        if config.data.has_single_row_sequences:
+            # One document a row, and padding only after it, without labels: plain causal attention is enough.
+            batch = replace(batch, documents=None)
+        return prepend_virtual_tokens(batch, self._spec)
+
+    def denominator(self, batch: Batch) -> float:
+        return float((batch.labels >= 0).sum())
+
+    def loss_terms(self, model: ParallelModel) -> dict[str, float]:
+        experts = model.spec.feed_forward
+        if not isinstance(experts, Experts):
+            return {"loss": 1.0}
+        return {"loss": 1.0, "balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+            # The model calls this while the head's weight is gathered.
+            labels_BT = self._tokens.shard_context(batch.labels, fill=IGNORE_INDEX)
+            factors_BT = None if batch.weights is None else self._tokens.shard_context(batch.weights)
+            chunk = self._train_loss if torch.is_grad_enabled() else self._eval_loss
+            return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, chunk, self._vocab.most, factors_BT)
+
+        def auxiliary(routings: list[RoutingStats]) -> Tensor:
+            assert isinstance(model.spec.feed_forward, Experts)
+            return auxiliary_losses(routings, model.spec.feed_forward, (batch.labels >= 0).sum(1))
+
+        total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
+        return total
+
+    def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
+        """Measure the loss on the validation split, and let the model continue the sample prompts."""
+        assert self._run is not None
+        rows, settings = self._run.validation, self._config.evaluation
+        metrics = {}
+        if rows is not None:
+            limit = settings.num_sequences
+            if final and settings.num_sequences_at_end:
+                limit = settings.num_sequences_at_end
+            if limit == "all":
+                log_info(f"Evaluating on the whole validation split, {pluralize(len(rows), 'sequence')}.")
+            num_rows = len(rows) if limit == "all" else min(limit, len(rows))
+            byte_lengths = self._run.tokenizer.byte_lengths()
+            metrics = asdict(evaluate(model, self, rows, byte_lengths, num_rows, micro_batch_size))
+        return Evaluation(metrics, generate_samples(self._run, model))
+
+
+PRETRAINING = TaskFactory(Pretraining.from_run)

@@ -1,0 +1,250 @@
+"""Open a run, check that it can start, and write its folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from jingu.checkpoint.manifest import CheckpointError
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
+from jingu.checkpoint.save_folder import read_state
+from jingu.config.compare import breaking_changes, changed_settings
+from jingu.config.load import dump_yaml, load_stored_config
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import ENCODER_OBJECTIVES
+from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.objective import Objective, build_objective
+from jingu.data.open_sources import open_sources
+from jingu.errors import JinguError
+from jingu.infer.inference_model import encode_prompt
+from jingu.infer.request import max_new_tokens
+from jingu.model.decoder import parameter_shapes
+from jingu.model.spec import ModelSpec
+from jingu.runtime import files
+from jingu.runtime.files import create_folder_atomically, write_text_atomically
+from jingu.text.tokenizer import Tokenizer
+from jingu.training.optimizer import check_param_groups, check_state_dtype
+from jingu.training.run_spec import apply_tuning, build_run_spec
+from jingu.training.validation import ValidationRows, open_validation
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What may differ when a run resumes from its checkpoint.
+
+    Attributes:
+        allow: keys and sections of the configuration that may have changed though they make it another run.
+        fresh_optimizer: whether to load the weights alone and reset the optimizer.
+    """
+
+    allow: tuple[str, ...] = ()
+    fresh_optimizer: bool = False
+
+    @property
+    def allows_other_samples(self) -> bool:
+        """Whether settings that decide about samples may have changed."""
+        return bool({"data", "seed", "batch"} & {key.partition(".")[0] for key in self.allow})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that training reads, opened and checked. Opening a run writes nothing.
+
+    Attributes:
+        objective: how rows of text become inputs and labels; None: every token predicts the next one.
+        changes: settings that have changed since the last start of the run.
+    """
+
+    config: RunConfig
+    folder: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    source: MixtureDataset
+    validation: ValidationRows | None
+    objective: Objective | None
+    resume_options: ResumeOptions
+    changes: list[str] = field(default_factory=list)
+
+    @property
+    def checkpoints(self) -> CheckpointPath:
+        return checkpoints_path(self.folder, self.config)
+
+    @property
+    def data_checksums(self) -> list[str]:
+        """Checksums of the shards of the training data, source by source."""
+        splits = [source.dataset.manifest.train for source in self.source.sources]
+        return [shard.bin_xxh3 for split in splits for shard in (*split.shards, *split.sidecars)]
+
+
+def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> Run:
+    """Open tokenizer and data sets, build the spec, and check that they fit each other and the run's folder.
+
+    Raises:
+        JinguError: something is missing, or two things do not belong together.
+    """
+    folder = Path(config.runs_dir) / config.name
+    resume_options = resume_options or ResumeOptions()
+    # A run that has started before may not become another run.
+    changes = _check_changes(folder, config, resume_options.allow)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    source = open_sources(config, tokenizer)
+    spec = apply_tuning(build_run_spec(config, folder, tokenizer), config)
+    # Settings that depend on the model.
+    check_param_groups(config.optimizer, parameter_shapes(spec).keys())
+    check_state_dtype(config)
+    _check_train_settings(config, spec)
+    _check_sample_prompts(config, spec, tokenizer)
+    objective = _build_objective(config, spec, source, tokenizer)
+    paths = [source.dataset.path for source in source.sources]
+    validation = open_validation(config, spec, paths, objective)
+    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes)
+    _check_checkpoints(run)
+    return run
+
+
+def _build_objective(
+    config: RunConfig, spec: ModelSpec, source: MixtureDataset, tokenizer: Tokenizer
+) -> Objective | None:
+    """Build the objective. Raise JinguError if it is one for an encoder and the model has none, or the reverse."""
+    settings = config.data.objective
+    needs_encoder = isinstance(settings, ENCODER_OBJECTIVES)
+    has_encoder = spec.num_encoder_layers is not None
+    if needs_encoder and not has_encoder:
+        raise JinguError(
+            f"the objective {settings.type} needs an encoder, and {spec.family} has none.",
+            where="data.objective.type",
+            fix="Set it to causal, or choose a model.family with an encoder (t5).",
+        )
+    if has_encoder and not needs_encoder:
+        raise JinguError(
+            f"{spec.family} has an encoder, for which the objective {settings.type} has no input.",
+            where="data.objective.type",
+            fix="Set it to span_corruption, or choose a model.family without an encoder (llama).",
+        )
+    return build_objective(config, source, tokenizer)
+
+
+def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> list[str]:
+    """Return the settings that have changed since the last start of the run.
+
+    Raises:
+        JinguError: a setting has changed that makes it another run, and `allow` does not name it.
+    """
+    stored = folder / "config.yaml"
+    if not stored.exists():
+        return []
+    previous = load_stored_config(stored)
+    breaking = breaking_changes(previous, config, allow)
+    if breaking:
+        options = " ".join(f"--allow {change.partition(':')[0]}" for change in breaking)
+        raise JinguError(
+            f"this run was started with another configuration: {'; '.join(breaking)}.",
+            where=folder,
+            fix="To resume it would mix two runs. Choose another name (name=...), delete the folder to start over, or, "
+            f"if the change is intended, resume with {options}.",
+        )
+    return list(changed_settings(previous, config).values())
+
+
+def _check_train_settings(config: RunConfig, spec: ModelSpec) -> None:
+    if config.train.neftune_alpha and spec.num_encoder_layers is not None:
+        raise JinguError(
+            f"embedding noise supports only decoders, and {spec.family} has an encoder.",
+            where="train.neftune_alpha",
+            fix="Set it to 0.",
+        )
+    if config.train.tensorboard and find_spec("tensorboard") is None:
+        raise JinguError(
+            "train.tensorboard is on, but the tensorboard package is not installed.",
+            fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
+        )
+
+
+def _check_sample_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    settings = config.evaluation
+    if not settings.every:
+        return
+    for number, prompt in enumerate(settings.sample_prompts):
+        size = len(encode_prompt(spec, tokenizer, prompt)) or 1
+        if settings.max_new_tokens > max_new_tokens(spec, size):
+            raise JinguError(
+                f"the prompt has {size} tokens and {settings.max_new_tokens} more (evaluation.max_new_tokens) follow, "
+                f"but the model's context is {spec.max_position_embeddings} tokens.",
+                where=f"evaluation.sample_prompts[{number}]",
+                fix="Shorten the prompt, lower evaluation.max_new_tokens, or raise model.max_position_embeddings.",
+            )
+
+
+def _check_checkpoints(run: Run) -> None:
+    """Raise JinguError if the run may not resume from its newest checkpoint, or was trained on another data set."""
+    steps = complete_steps(run.checkpoints)
+    if steps and run.config.checkpoint.resume == "never":
+        raise JinguError(
+            f"the run has a checkpoint at step {steps[-1]}, and checkpoint.resume is never.",
+            where=run.folder,
+            fix="Set checkpoint.resume=auto to resume from it, or choose another name (name=...).",
+        )
+    for step in reversed(steps):
+        try:
+            state = read_state(step_folder(run.checkpoints, step))
+        except CheckpointError:
+            continue  # a damaged checkpoint is skipped when the run resumes
+        if state["data"] != run.data_checksums and not run.resume_options.allows_other_samples:
+            paths = ", ".join(str(source.dataset.path) for source in run.source.sources)
+            raise JinguError(
+                f"the run was trained until step {step} on another data set than the one in {paths}.",
+                where=run.folder,
+                fix="Restore that data set, start a new run (name=...), or resume on this one with --allow data.",
+            )
+        return
+
+
+@contextmanager
+def lock_run(run: Run) -> Iterator[None]:
+    """Create the run's folder, and keep other processes from training the same run while inside.
+
+    Raises:
+        JinguError: the folder cannot be created, or another process trains the run.
+    """
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(run.checkpoints, Path):
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise run_write_error(error, run.folder) from error
+    fix = "Wait for it, stop it, or choose another name (name=...)."
+    with files.lock_folder(run.folder, "another process is training this run now.", fix):
+        yield
+
+
+def write_run_files(run: Run) -> None:
+    """Write configuration, spec and tokenizer into the run's folder.
+
+    Raises:
+        JinguError: the folder cannot be written.
+    """
+    try:
+        write_text_atomically(run.folder / "config.yaml", dump_yaml(run.config))
+        write_text_atomically(run.folder / "model.json", run.spec.to_json())
+        _copy_tokenizer(run)
+    except OSError as error:
+        raise run_write_error(error, run.folder) from error
+
+
+def _copy_tokenizer(run: Run) -> None:
+    folder = run.folder / "tokenizer"
+    if folder.exists() and Tokenizer.load(folder).fingerprint() == run.tokenizer.fingerprint():
+        return
+    with create_folder_atomically(folder) as partial:
+        run.tokenizer.save(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_write_error(error: OSError, where: Path) -> JinguError:
+    """Return the error for a file of the run that cannot be written."""
+    return files.write_error(error, Path(error.filename or where), "choose another folder for runs (runs_dir=...)")

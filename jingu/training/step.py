@@ -1,0 +1,134 @@
+"""One optimizer step: forward and backward of the micro-batches, reduce, clip, update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.compat.torch import foreach_mul_
+from jingu.config.batch_plan import BatchPlan
+from jingu.parallel.mesh import data_rank, num_ranks, num_row_replicas
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import local_tensor
+from jingu.training.batch_transforms import to_device
+from jingu.training.task import Task
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Results of a step: scalars on the device, equal on all ranks. To read one waits for the device.
+
+    Attributes:
+        loss: mean loss over the units of the global batch, fp64.
+        grad_norm: global norm of the gradient before clipping.
+        metrics: means of the other loss terms, by name.
+        skipped: whether the gradient overflowed and the weights stayed as they were (with a loss scale only).
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    metrics: dict[str, Tensor]
+    skipped: bool
+
+
+def train_step(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    plan: BatchPlan,
+    *,
+    step: int,
+    max_grad_norm: float | None,
+    loss_scale: float | None = None,
+) -> StepResult:
+    """Take one optimizer step.
+
+    The gradient is that of the summed loss, divided by the *global* number of units (tokens, sequences or pairs), so
+    that it depends on neither micro-batches nor ranks nor padding. The division comes once, at the end and in the
+    dtype of the master weights: what flows backward in a narrow dtype is then neither tiny nor rounded for it.
+
+    Args:
+        step: number of the step, pluralize from 0.
+        loss_scale: factor on the summed loss while it flows backward (fp16). A step whose gradient overflows is
+            skipped, on all ranks alike, since all compute the same norm. The host has to wait for that norm.
+    """
+    mesh = model.sharding.mesh
+    device = torch.device(mesh.device_type)
+    scale = 1.0 if loss_scale is None else loss_scale
+
+    # 1. Get this rank's rows of the global batch, one micro-batch after another.
+    first = data_rank(mesh) * plan.rows_per_rank
+    batches = [
+        task.batch(step, first + start, plan.micro_batch_size)
+        for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
+    ]
+
+    # 2. Sum the denominators over all ranks. Ranks that share a row count it once each.
+    units = torch.tensor(float(sum(task.denominator(batch) for batch in batches)), dtype=torch.float64, device=device)
+    inverse_units = 1.0 / (sum_over_ranks(units) / num_row_replicas(mesh)).clamp_min(1.0)
+
+    # 3. Forward and backward: gradients of the summed loss accumulate in the parameters.
+    terms = task.loss_terms(model)
+    weight_n = torch.tensor(list(terms.values()), dtype=torch.float64, device=device)
+    batches = [to_device(batch, device) for batch in batches]
+    total_n = model.train_micro_batches(batches, task.loss, weight_n * scale)
+
+    # 4. Divide the gradient by the denominator and the loss scale, and clip it.
+    norm = scale_gradients(model, inverse_units / scale, max_grad_norm)
+
+    # 5. Update the weights, unless an fp16 gradient has overflowed.
+    skipped = loss_scale is not None and not bool(norm.isfinite())
+    if not skipped:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.synchronize_tied_weights()
+
+    # 6. Average the loss terms over the global batch.
+    means = dict(zip(terms, sum_losses(total_n, mesh) * inverse_units, strict=True))
+    return StepResult(means.pop("loss"), norm, means, skipped)
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """All-reduce a tensor over all ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def sum_losses(losses_n: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All-reduce sums of losses over all ranks, in place. The ranks of `tensor` and `pipeline` hold equal values, of
+    which one counts."""
+    return sum_over_ranks(losses_n) / num_ranks(mesh, "tensor", "pipeline")
+
+
+def scale_gradients(model: ParallelModel, factor: Tensor, max_norm: float | None) -> Tensor:
+    """Multiply the gradients by `factor`, and clip their global norm to `max_norm`, in one multiplication.
+
+    Returns:
+        The global norm before clipping, fp64.
+    """
+    model.sharding.sum_replicated_gradients(model)
+    norm = _global_norm(model) * factor
+    if max_norm is not None:
+        factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)
+    gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    if gradients:  # a stage of a pipeline may train nothing
+        # Offloaded gradients lie in main memory, and the factor goes there.
+        foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
+
+
+def _global_norm(model: ParallelModel) -> Tensor:
+    """Return the norm of all gradients, in which each number counts once, however many ranks hold it."""
+    gradients: dict[int, list[Tensor]] = {}  # by the number of ranks that hold a copy
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            copies = model.sharding.parts[name].copies
+            gradients.setdefault(copies, []).append(local_tensor(parameter.grad))
+    squares = [nn.utils.get_total_norm(tensors).double().square() / copies for copies, tensors in gradients.items()]
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    return sum_over_ranks(sum(squares, total)).sqrt()

@@ -1,0 +1,73 @@
+"""Task: what the training loop optimizes. Pretraining, fine-tuning and alignment are tasks; the loop knows none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.config.schema import RunConfig
+from jingu.data.batch import Batch
+from jingu.parallel.pipeline import ParallelModel
+from jingu.training.run import Run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of one evaluation of a model by its task.
+
+    Attributes:
+        metrics: values by name, `loss` among them; empty without a validation split.
+        samples: pairs (prompt, continuation).
+    """
+
+    metrics: dict[str, float | None]
+    samples: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Task(Protocol):
+    """Batches, their loss, and an evaluation. Every rank has one and calls its methods in the same order."""
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        """Return rows [first, first + count) of the global batch of a step, on the CPU.
+
+        A task whose rows depend on nothing but these numbers may prefetch them in a thread.
+        """
+
+    def denominator(self, batch: Batch) -> float:
+        """Return the number of units in a batch that the loss is averaged over: tokens, sequences or pairs."""
+
+    def loss_terms(self, model: ParallelModel) -> dict[str, float]:
+        """Return the coefficient of each value of `loss`, by name and in its order; 0 for what is only a metric. The
+        first is named `loss`."""
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """Return the loss summed over the units of a batch; or [n], where other sums follow it.
+
+        Args:
+            model: the whole model, or one stage of a pipeline, which is called in the same way.
+        """
+
+    def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
+        """Evaluate the model.
+
+        Args:
+            micro_batch_size: rows of a forward pass on one rank.
+            final: whether the run ends with this evaluation.
+        """
+
+
+@dataclass(frozen=True)
+class TaskFactory:
+    """How the task of a run is made. `jingu train` uses that of pretraining; other rooms inject their own.
+
+    Attributes:
+        create: from the run, the mesh that its model is laid out over, and whether to compile the loss.
+        rows_per_group: neighboring rows that must be in one micro-batch, such as the two answers of a preference pair.
+    """
+
+    create: Callable[[Run, DeviceMesh, bool], Task]
+    rows_per_group: Callable[[RunConfig], int] = lambda config: 1

@@ -1,0 +1,181 @@
+"""The loop against one written by hand around the same model: torch's loss, clipping and AdamW on whole batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from jingu.errors import JinguError
+from jingu.model.decoder import Decoder, parameter_shapes
+from jingu.model.weight_init import init_weights
+from jingu.runtime.device import is_out_of_memory
+from jingu.training import loop, pretraining, trainer
+from jingu.training.run import Run, open_run
+from jingu.training.schedule import learning_rate
+
+STEPS = 7
+
+
+def bare_loop(run: Run) -> tuple[Decoder, list[float], list[float]]:
+    """The trained model, and loss and gradient norm of each step."""
+    config = run.config
+    model = Decoder(run.spec).double()
+    init_weights(model, run.spec, config.seed)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = run.source.batch(step, 0, config.batch.global_batch_size)
+        logits = model.logits(model(batch.tokens))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.schedule, config.optimizer.lr, step, STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses, norms
+
+
+@pytest.mark.parametrize("family", [{}, {"model.family": "gpt2", "model.num_kv_heads": None}], ids=["llama", "gpt2"])
+def test_equals_a_bare_loop(family, tiny_run, train_on, done):
+    changes = {**family, "train.steps": STEPS, "evaluation.every": 100, "evaluation.num_sequences": "all"}
+    config = tiny_run(changes)
+    train_on(1, config)
+    run = open_run(config)
+    model, losses, norms = bare_loop(run)
+    assert done(config).column("loss") == pytest.approx(losses, rel=1e-10)
+    assert done(config).column("grad_norm") == pytest.approx(norms, rel=1e-10)
+    assert max(norms) > 1.0
+    tensors = done(config).tensors()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(tensors[f"model/{name}"], parameter.detach(), rtol=1e-9, atol=1e-12)
+    (measured,) = done(config).lines("evaluation")
+    assert measured["step"] == STEPS
+    for name, value in held_out(model, run).items():
+        assert measured[name] == pytest.approx(value, rel=1e-10), name
+
+
+def held_out(model: Decoder, run: Run) -> dict[str, Any]:
+    """Each held-out token predicted once, window by window, each after the token before it."""
+    assert run.validation is not None
+    text = run.validation.dataset
+    ids = [run.tokenizer.eos_token_id, *text.gather(torch.tensor([0]).numpy(), text.tokens)[0].tolist()]
+    length, total = run.config.batch.sequence_length, 0.0
+    for start in range(0, len(ids) - 1, length):
+        window = torch.tensor(ids[start : start + length + 1])
+        with torch.no_grad():
+            logits = model.logits(model(window[None, :-1]))
+        total += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
+    size = sum(shard.text_bytes for shard in text.manifest.validation.shards)
+    tokens = len(ids) - 1
+    return {"loss": total / tokens, "bits_per_byte": total / math.log(2) / size, "tokens": tokens, "bytes": size}
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_line(tiny_run, train_on, done):
+    each, some = (tiny_run({"train.steps": 7, "train.log_every": every}, name=str(every)) for every in (1, 3))
+    train_on(1, each, some)
+    losses = done(each).column("loss")
+    means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
+    assert done(some).column("step") == [3, 6, 7]
+    assert done(some).column("loss") == pytest.approx(means, rel=1e-12)
+    assert done(some).column("grad_norm") == [done(each).column("grad_norm")[step - 1] for step in (3, 6, 7)]
+    assert done(some).column("tokens") == [3 * 8 * 33, 6 * 8 * 33, 7 * 8 * 33]
+
+
+def test_the_lines_of_the_metrics_file(tiny_run, train_on, done):
+    evaluation = {"evaluation.every": 1, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 3}
+    config = tiny_run({"train.steps": 2, **evaluation})
+    train_on(1, config)
+    kinds = [line["type"] for line in done(config).lines()]
+    assert kinds == ["start", "train", "evaluation", "sample", "train", "evaluation", "sample"]
+    (start,) = done(config).lines("start")
+    expected = {"step": 0, "ranks": 1, "device": "cpu", "precision": "fp64", "compile": False, "resumed_from": None}
+    assert {key: start[key] for key in expected} == expected
+    stored = done(config).tensors()
+    parameters = sum(tensor.numel() for name, tensor in stored.items() if name.startswith("model/"))
+    assert (start["parameters"], start["tokens_per_step"]) == (parameters, 8 * 33)
+    assert all(line["memory_bytes"] > 0 and line["tokens_per_second"] > 0 for line in done(config).lines("train"))
+
+
+def test_a_non_finite_loss_is_logged(tiny_run, train_on, done, capsys):
+    """Training continues: earlier checkpoints stay, and the user decides."""
+    config = tiny_run({"train.steps": 3, "optimizer.lr": 1e300, "train.max_grad_norm": None, "schedule.warmup": 0})
+    train_on(1, config)
+    assert done(config).column("loss")[-1] == "nan"
+    assert "The loss is nan at step " in capsys.readouterr().err
+
+
+def test_a_non_finite_loss_is_logged_once(tiny_run, train_on, monkeypatch, capsys):
+    """And once more when it is finite again."""
+    values, step = iter([1.0, math.nan, math.inf, 2.0, 3.0, math.nan]), loop.train_step
+    monkeypatch.setattr(
+        loop, "train_step", lambda *a, **k: replace(step(*a, **k), loss=torch.tensor(next(values)).double())
+    )
+    train_on(1, tiny_run({"train.steps": 6, "train.log_every": 1, "evaluation.every": 0}))
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("The loss is")]
+    assert [line.partition(":")[0] for line in told] == [
+        "The loss is nan at step 2", "The loss is finite again at step 4.", "The loss is nan at step 6",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sequences", [2, "all"])
+def test_a_long_evaluation_is_announced(sequences, tiny_run, train_on, monkeypatch, capsys):
+    said: list[str] = []
+    measure = pretraining.evaluate
+    monkeypatch.setattr(
+        pretraining, "evaluate", lambda *a, **k: said.append(capsys.readouterr().err) or measure(*a, **k)
+    )
+    changes = {"train.steps": 1, "evaluation.every": 1, "evaluation.num_sequences": sequences}
+    train_on(1, tiny_run({**changes, "evaluation.num_sequences_at_end": sequences}))
+    (before,) = said
+    assert ("Evaluating on the whole validation split, " in before) == (sequences == "all")
+
+
+def test_the_end_of_a_run_is_logged(tiny_run, done, capsys, peak):
+    from jingu.training.commands import train
+
+    config = tiny_run({"train.steps": 2, "evaluation.every": 2, "evaluation.num_sequences": 2})
+    assert train(config) == 0
+    loss, bits = (done(config).column(name, "evaluation")[-1] for name in ("loss", "bits_per_byte"))
+    said = capsys.readouterr().err
+    assert ", 39.3k parameters, " in said and " 528 in all (" in said
+    checkpoint = done(config).checkpoint()
+    assert (
+        f"Complete: 2 steps, validation loss {loss:.4f}, bits per byte {bits:.4f}. The checkpoint is {checkpoint}.\n"
+        in said
+    )
+
+
+def test_the_share_of_the_peak_is_at_most_one():
+    from jingu.training.throughput import ThroughputMeter
+
+    meter = ThroughputMeter(2.0, iter([10.0, 30.0, 30.0]).__next__)
+    assert [meter.peak_share(rate) for rate in (2.5, 10.0, 7.5, 30.0, 15.0)] == [0.5, 2 / 3, 0.5, 1.0, 0.5]
+
+
+def test_a_model_larger_than_memory_is_refused_before_allocation(tiny_run, train_on, done, monkeypatch):
+    """Weights, gradients and two moments in fp64, and a counter of steps for each parameter."""
+    config = tiny_run({"train.steps": 1})
+    numbers = sum(shape.numel() for shape in parameter_shapes(open_run(config).spec).values())
+    monkeypatch.setattr(trainer, "total_memory", lambda device: 4 * 8 * numbers - 1)
+    with pytest.raises(JinguError, match=r"^model: weights, gradients and optimizer state of one rank take "):
+        train_on(1, config)
+    monkeypatch.setattr(trainer, "total_memory", lambda device: 4 * 8 * numbers + 1000)
+    train_on(1, config)
+    assert done(config).column("step") == [1]
+
+
+def test_out_of_memory_is_told_apart_from_other_errors():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes differ"))

@@ -1,0 +1,109 @@
+"""`jingu config show`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.config.load import load_config
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import BatchSettings, PrecisionSettings, TrainSettings, WsdSettings
+from jingu.errors import JinguError
+from jingu.model.decoder import parameter_shapes
+from jingu.model.resolve import spec_from_settings
+from jingu.parallel.stages import plan_layout
+from jingu.training.plan import estimate_memory, show_config
+
+
+def test_config_show_prints_a_valid_file_and_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RunConfig(
+        name="shown",
+        batch=BatchSettings(sequence_length=100, global_batch_size=24, micro_batch_size=3),
+        schedule=WsdSettings(warmup=7, decay=0.25),
+        train=TrainSettings(steps=200),
+        precision=PrecisionSettings(type="bf16"),
+    )
+    show_config(config, 4)
+    text = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(text)
+    assert load_config(tmp_path / "shown.yaml") == config
+    followed, _, memory = text.split("\n\n")[-1].rpartition("#   memory of a rank       ")
+    assert memory.endswith(
+        "optimizer state + 26.3 gathered weights; and what activations and one chunk of the loss take\n"
+    )
+    assert followed == (
+        "# What follows, on 4 ranks:\n"
+        "#   model                  llama, 13.8M parameters\n"
+        "#   layout                 4 = 4 shard (ZeRO 1)\n"
+        "#   tokens a step          2,400 = 24 × 100\n"
+        "#   tokens of the run      480,000 = 200 steps × 2,400\n"
+        "#   sequences a rank       6 = 24 / 4\n"
+        "#   micro batches a step   2 = 6 / 3 (batch.micro_batch_size)\n"
+        "#   tokens a forward pass  300\n"
+        "#   warm-up                7 steps\n"
+        "#   decay                  50 steps = 0.25 × 200\n"
+    )
+    show_config(config)
+    assert "# What follows, on 1 rank:\n" in capsys.readouterr().out
+    show_config(config.model_copy(update={"parallel": ParallelSettings(pipeline=2)}), 4)
+    assert "#   stages                 2 of 3, 3 blocks (1f1b)\n" in capsys.readouterr().out
+
+
+def test_config_show_refuses_a_batch_that_cannot_be_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JinguError, match="take 30 or 35"):
+        show_config(RunConfig(), 5)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "expected"),
+    [
+        (1, {}, (4.0, 4.0, 8.0, 0.0)),
+        (2, {"zero_stage": 0}, (4.0, 4.0, 8.0, 2.0)),
+        (2, {"zero_stage": 1}, (2.0, 4.0, 4.0, 2.0)),
+        (2, {"zero_stage": 2}, (2.0, 2.0, 4.0, 2.0)),
+        (2, {"zero_stage": 3}, (2.0, 2.0, 4.0, 2.0)),
+    ],
+)
+def test_estimated_memory_equals_a_count_by_hand(
+    ranks: int, parallel: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    """Bytes a number of the model, all of which two ranks can halve: fp32 but for what is gathered."""
+    model = {
+        "family": "gpt2",
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "max_position_embeddings": 8,
+        "vocab_size": 32,
+    }
+    batch = {"sequence_length": 8, "global_batch_size": 8, "micro_batch_size": 1}
+    config = RunConfig.model_validate(
+        {"model": model, "batch": batch, "parallel": parallel, "precision": {"type": "bf16"}}
+    )
+    spec = spec_from_settings(config.model, 32, 8)
+    numbers = [shape.numel() for shape in parameter_shapes(spec).values()]
+    of_block = sum(shape.numel() for name, shape in parameter_shapes(spec).items() if name.startswith("blocks.0."))
+    found = estimate_memory(config, spec, ranks, *plan_layout(config, ranks, spec))
+    steps = 4 * len(numbers)  # AdamW counts them for each parameter
+    assert found["optimizer state"] - steps == expected[2] * sum(numbers)
+    assert (found["weights"], found["gradients"]) == (expected[0] * sum(numbers), expected[1] * sum(numbers))
+    gathered = sum(numbers) - (2 * of_block if parallel.get("zero_stage") == 3 else 0)  # two blocks of four at a time
+    assert found.get("gathered weights", 0) == expected[3] * gathered
+
+
+def test_recomputed_blocks_keep_their_inputs() -> None:
+    settings: dict[str, Any] = {
+        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6},
+        "batch": {"sequence_length": 10, "global_batch_size": 8, "micro_batch_size": 2},
+        "train": {"activation_checkpointing": {"type": "full"}},
+        "parallel": {"pipeline": 2},
+        "precision": {"type": "fp32"},
+    }
+    config = RunConfig.model_validate(settings)
+    spec = spec_from_settings(config.model, 64, 10)
+    found = [
+        estimate_memory(config, spec, 2, *plan_layout(config, 2, spec), place)["inputs of blocks"] for place in (0, 1)
+    ]
+    assert found == [2 * under_way * (2 * 10 * 48 * 4) for under_way in (2, 1)]
