@@ -101,7 +101,8 @@ def test_verbs_read_the_run(old_files: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"step-00000004 .* complete", capsys.readouterr().out)
     assert main(["checkpoint", "verify", str(RUN)]) == 0
     assert "step-00000004: good" in capsys.readouterr().out
-    assert main(["generate", str(RUN), "The model", "--max-tokens", "12"]) == 0
+    # In fp64 no CPU rounds differently enough to choose another token.
+    assert main(["generate", str(RUN), "The model", "--max-tokens", "12", "--precision", "fp64"]) == 0
     assert capsys.readouterr().out == "The model" + "\ufffd" * 7 + "99999\n"
     assert main(["report", str(RUN)]) == 0
     assert (RUN / "report.html").stat().st_size > 10_000

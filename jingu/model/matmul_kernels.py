@@ -71,8 +71,8 @@ def linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias`, rounded once to the dtype of `x`; wider weights and biases are rounded to it first.
 
-    Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for very few
-    rows add up in another order than those for more, so rows are filled up to a multiple of STEADY_ROWS.
+    Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for few rows sum
+    in another order than those for more, so rows are padded to a multiple of BATCH_INVARIANT_ROWS.
     """
     if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight):
         return weight.times(x, bias)
