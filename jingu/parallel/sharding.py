@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,11 @@ class ParameterSharding:
     mesh: DeviceMesh
     dims: tuple[int | None, ...]
     zero_axis: int = 1
+
+    @classmethod
+    def undivided(cls, shape: torch.Size) -> ParameterSharding:
+        """Return the sharding of a parameter that one rank holds whole, without a mesh."""
+        return cls(shape, cast(DeviceMesh, None), ())
 
     @property
     def order(self) -> list[int]:
@@ -188,10 +194,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def all_reduce_shards(tensors: Sequence[tuple[ParameterSharding | None, Tensor]]) -> None:
+def all_reduce_shards(tensors: Sequence[tuple[ParameterSharding, Tensor]]) -> None:
     """Add up tensors over the ranks that hold the whole of a parameter between them, in place; all that go the same
     way at once."""
-    _all_reduce([(part, part.order, tensor) for part, tensor in tensors if part is not None])
+    _all_reduce([(part, part.order, tensor) for part, tensor in tensors])
 
 
 def _all_reduce(tensors: Sequence[tuple[ParameterSharding, Sequence[int], Tensor]]) -> None:

@@ -138,9 +138,7 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
     lr = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
     set_learning_rate(trainer.optimizer, lr)
     precision = config.precision
-    loss_scale = None
-    if isinstance(precision, FP16Settings):
-        loss_scale = progress.loss_scale.for_sum(trainer.plan.tokens_per_step)
+    is_fp16 = isinstance(precision, FP16Settings)
     result = train_step(
         trainer.model,
         trainer.optimizer,
@@ -148,7 +146,7 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
         trainer.plan,
         step=progress.step,
         max_grad_norm=config.train.max_grad_norm,
-        loss_scale=loss_scale,
+        loss_scale=progress.loss_scale.value if is_fp16 else None,
     )
     if isinstance(precision, FP16Settings):
         progress.loss_scale.update(precision, finite=not result.skipped)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from math import prod, sqrt
 from typing import Any
 
@@ -44,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Base of all optimizers. The state is created at once, so that it can be saved and loaded by name at any time.
 
     Args:
-        shardings: how each parameter is divided; a parameter without one is whole.
+        shardings: how each parameter is divided.
         zeros_like: allocates state of the size of its parameter.
     """
 
@@ -84,8 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape of the whole parameter."""
-        sharding = self.shardings.get(parameter)
-        return parameter.shape if sharding is None else sharding.shape
+        return self.shardings[parameter].shape
 
 
 class AdamW(ShardedOptimizer):
@@ -126,7 +126,6 @@ class AdamW8bit(AdamW):
         import_bitsandbytes()
         super().__init__(*arguments)
         self._steps: dict[nn.Parameter, int] = {}
-        self._codebooks: dict[torch.device, list[Tensor]] = {}
 
     def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
         """Return the state of a parameter.
@@ -152,13 +151,13 @@ class AdamW8bit(AdamW):
         return {"step": step_counter(parameter), **moments}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
-        quantized = [parameter for parameter in params if "exp_avg_scale" in self.state[parameter]]
         super().update([parameter for parameter in params if "exp_avg_scale" not in self.state[parameter]], group)
-        for parameter in quantized:
-            self._update_quantized(parameter, group)
+        for parameter in params:
+            if "exp_avg_scale" in self.state[parameter]:
+                self._update_quantized(parameter, group)
 
     def _update_quantized(self, parameter: nn.Parameter, group: ParamGroup) -> None:
-        from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise
 
         state = self.state[parameter]
         weight = local_tensor(parameter)
@@ -169,11 +168,6 @@ class AdamW8bit(AdamW):
         state["step"] += 1
         if not weight.numel():
             return
-        if weight.device not in self._codebooks:
-            # Signed codes for the first moment, unsigned ones for the second.
-            codebooks = [create_dynamic_map(signed=signed).to(weight.device) for signed in (True, False)]
-            self._codebooks[weight.device] = codebooks
-        signed_codes, unsigned_codes = self._codebooks[weight.device]
         optimizer_update_8bit_blockwise(
             "adam",
             local_gradient(parameter),
@@ -187,12 +181,20 @@ class AdamW8bit(AdamW):
             eps=self.settings.eps,
             step=self._steps[parameter],
             lr=group["lr"],
-            qmap1=signed_codes,
-            qmap2=unsigned_codes,
+            qmap1=_codebook(weight.device, signed=True),
+            qmap2=_codebook(weight.device, signed=False),
             absmax1=state["exp_avg_scale"].view(-1),
             absmax2=state["exp_avg_sq_scale"].view(-1),
             weight_decay=group["weight_decay"],
         )
+
+
+@cache
+def _codebook(device: torch.device, *, signed: bool) -> Tensor:
+    """Return the codes of 8-bit moments: signed for the first moment, unsigned for the second."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map(signed=signed).to(device)
 
 
 class Lion(ShardedOptimizer):
@@ -229,7 +231,7 @@ class Adafactor(ShardedOptimizer):
         return {"step": step_counter(parameter), "row_var": row_var, "col_var": col_var}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
-        shardings = [self.shardings.get(parameter) for parameter in params]
+        shardings = [self.shardings[parameter] for parameter in params]
         # 1. Sum squares of weights and gradients over the ranks that share a parameter.
         sums = [self._sums(parameter) for parameter in params]
         all_reduce_shards([(sharding, x) for sharding, xs in zip(shardings, sums, strict=True) for x in xs])
@@ -254,9 +256,7 @@ class Adafactor(ShardedOptimizer):
         shape = self.shape(parameter)
         rows = rows.unsqueeze(-1).expand(shape)
         columns = columns.unsqueeze(-2).expand(shape)
-        sharding = self.shardings.get(parameter)
-        if sharding is None:
-            return rows, columns
+        sharding = self.shardings[parameter]
         return sharding.cut(rows), sharding.cut(columns)
 
     def _sums(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -318,11 +318,7 @@ class Muon(AdamW):
             momentum = local_tensor(self.state[parameter]["exp_avg"])
             momentum.lerp_(gradient, 1.0 - self.settings.momentum)
             direction = gradient.lerp(momentum, self.settings.momentum)  # Nesterov
-            sharding = self.shardings.get(parameter)
-            if sharding is None:
-                direction = orthogonalize(direction)
-            else:
-                direction = _orthogonalize_shared(direction, sharding, number)
+            direction = _orthogonalize_shared(direction, self.shardings[parameter], number)
             *_, rows, columns = self.shape(parameter)
             weight = local_tensor(parameter)
             weight.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -333,10 +329,7 @@ def _orthogonalize_shared(shard: Tensor, sharding: ParameterSharding, number: in
     """Orthogonalize a matrix that ranks share. One of them computes it, and each gets its part."""
     whole = sharding.whole(shard)
     # Ranks take turns, matrix by matrix.
-    if sharding.has_turn(number):
-        whole = orthogonalize(whole)
-    else:
-        whole.zero_()
+    whole = orthogonalize(whole) if sharding.has_turn(number) else whole.zero_()
     all_reduce_shards([(sharding, whole)])
     return sharding.cut(whole)
 
@@ -385,9 +378,10 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
         disk: storage of the state; the optimizer then steps layer by layer.
     """
     params = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    shardings = {}
     if isinstance(model, ParallelModel):
         shardings = {parameter: model.sharding.parts[name] for name, parameter in params.items()}
+    else:
+        shardings = {parameter: ParameterSharding.undivided(parameter.shape) for parameter in params.values()}
     groups: dict[tuple[Any, ...], ParamGroup] = {}
     for name, parameter in params.items():
         lr_multiplier, weight_decay = _group_settings(settings, name, parameter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +59,6 @@ class LossScale:
         self.overflows += 1
         if self.overflows >= settings.hysteresis:
             self.value = max(self.value / 2, settings.min_loss_scale)
-
-    def for_sum(self, tokens: int) -> float:
-        """Return the factor on a loss that is summed over `tokens`: that on their mean, divided by a power of two near
-        `tokens`, which rounds nothing."""
-        return self.value / 2 ** math.floor(math.log2(tokens))
 
 
 def initial_loss_scale(settings: PrecisionSettings) -> LossScale:

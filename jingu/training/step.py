@@ -52,13 +52,12 @@ def train_step(
     dtype of the master weights: what flows backward in a narrow dtype is then neither tiny nor rounded for it.
 
     Args:
-        step: number of the step, pluralize from 0.
-        loss_scale: factor on the summed loss while it flows backward (fp16). A step whose gradient overflows is
+        step: number of the step, counted from 0.
+        loss_scale: factor on the mean loss while it flows backward (fp16). A step whose gradient overflows is
             skipped, on all ranks alike, since all compute the same norm. The host has to wait for that norm.
     """
     mesh = model.sharding.mesh
     device = torch.device(mesh.device_type)
-    scale = 1.0 if loss_scale is None else loss_scale
 
     # 1. Get this rank's rows of the global batch, one micro-batch after another.
     first = data_rank(mesh) * plan.rows_per_rank
@@ -69,7 +68,12 @@ def train_step(
 
     # 2. Sum the denominators over all ranks. Ranks that share a row count it once each.
     units = torch.tensor(float(sum(task.denominator(batch) for batch in batches)), dtype=torch.float64, device=device)
-    inverse_units = 1.0 / (sum_over_ranks(units) / num_row_replicas(mesh)).clamp_min(1.0)
+    units = (sum_over_ranks(units) / num_row_replicas(mesh)).clamp_min(1.0)
+    scale = torch.ones_like(units)
+    if loss_scale is not None:
+        # The scale of the sum is that of the mean, divided by a power of two near the denominator, which rounds
+        # nothing: 2 ** floor(log2(units)).
+        scale = torch.ldexp(scale * loss_scale, 1 - torch.frexp(units).exponent)
 
     # 3. Forward and backward: gradients of the summed loss accumulate in the parameters.
     terms = task.loss_terms(model)
@@ -78,7 +82,7 @@ def train_step(
     total_n = model.train_micro_batches(batches, task.loss, weight_n * scale)
 
     # 4. Divide the gradient by the denominator and the loss scale, and clip it.
-    norm = scale_gradients(model, inverse_units / scale, max_grad_norm)
+    norm = scale_gradients(model, 1.0 / (units * scale), max_grad_norm)
 
     # 5. Update the weights, unless an fp16 gradient has overflowed.
     skipped = loss_scale is not None and not bool(norm.isfinite())
@@ -88,7 +92,7 @@ def train_step(
     model.synchronize_tied_weights()
 
     # 6. Average the loss terms over the global batch.
-    means = dict(zip(terms, sum_losses(total_n, mesh) * inverse_units, strict=True))
+    means = dict(zip(terms, sum_losses(total_n, mesh) / units, strict=True))
     return StepResult(means.pop("loss"), norm, means, skipped)
 
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
 from jingu.errors import JinguError
+from jingu.parallel.pipeline import ParallelModel
 from jingu.runtime.ranks import join_process_group
 from jingu.runtime.signals import StopRequest
 from jingu.training.commands import train_on_rank
@@ -52,6 +53,23 @@ def test_an_injected_task_decides_denominator_groups_and_evaluation(tiny_run, tr
     }  # fmt: skip
     assert [(line["prompt"], line["text"]) for line in done(sequences).lines("sample")] == [("prompt", "answer")]
     assert "step 1: validation loss 1.5000, accuracy 0.7500\n" in capsys.readouterr().err
+
+
+def test_the_loss_scale_follows_the_denominator_of_the_task(tiny_run, monkeypatch):
+    """The loss of fp16 is scaled for the mean over the task's units, and not over tokens."""
+    factors, honest = [], ParallelModel.train_micro_batches
+
+    def noting(self: ParallelModel, batches: Any, loss: Any, weight_n: Any) -> Any:
+        factors.append(float(weight_n[0]))
+        return honest(self, batches, loss, weight_n)
+
+    monkeypatch.setattr(ParallelModel, "train_micro_batches", noting)
+    precision = {"type": "fp16", "initial_loss_scale": 1024.0}
+    config = tiny_run({"train.steps": 1, "precision": precision, "batch.micro_batch_size": "auto"})
+    with join_process_group("cpu", 1) as ranks:
+        assert train_on_rank(config, ranks, StopRequest(), task_factory=FACTORY) == 0
+    # The mean of 8 sequences: their sum is scaled by an eighth.
+    assert factors == [1024.0 / 8]
 
 
 def test_rows_of_a_group_must_fit_into_one_micro_batch(tiny_run):
