@@ -40,8 +40,8 @@ GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64}
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 
 # On CPUs, the kernels for few rows sum in another order than those for more. From these numbers on, and in multiples of
-# them, a row's result does not depend on how many rows there are. Plain matrices: MKL has kernels of their own for up to
-# 8 rows with AVX-512, and for up to 3 with AVX2.
+# them, a row's result does not depend on how many rows there are. Plain matrices: MKL has kernels of their own for up
+# to 8 rows with AVX-512, and for up to 3 with AVX2.
 BATCH_INVARIANT_ROWS = 16
 # Matrices in oneDNN's order: only a single row is summed differently.
 PREPACKED_ROWS = 2
