@@ -164,14 +164,15 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
     keywords = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
     if keywords:  # the fields of InferenceOptions
         del parameters[keywords[0]]
-        # Fields of the settings that the command hands on; an option of chat that is not given may be None.
+        # Fields of the settings that the command hands on; a sampling option that is not given may be None.
         if name == "serve":
             internal = ("keys", "origins", "hosts", "patience", "body_bytes")
             bundled = {**inspect.signature(ServeSettings).parameters, "max_batch": MAX_BATCH}
             parameters |= {field: bundled[field] for field in bundled if field not in internal}
-        if name == "chat":
+        if name in ("chat", "generate"):
             sampling = dict(inspect.signature(SamplingParams).parameters)
-            sampling["temperature"] = sampling["temperature"].replace(default=0.7)
+            if name == "chat":
+                sampling["temperature"] = sampling["temperature"].replace(default=0.7)
             for field in sampling.keys() & options.keys():
                 unset = options[field] is None
                 parameters[field] = sampling[field].replace(default=None) if unset else sampling[field]

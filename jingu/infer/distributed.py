@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from jingu.errors import JinguError
-from jingu.infer.engine import BaseEngine, Engine, EngineStats
+from jingu.infer.engine import Engine
 from jingu.infer.request import Event, Request
 from jingu.runtime.log import report_first_failure
 from jingu.runtime.ranks import RankInfo, is_launched, join_process_group
@@ -31,61 +31,44 @@ _REQUEST = TypeAdapter(Request)
 _IDLE_TIMEOUT = timedelta(days=3650)
 
 
-class DistributedEngine(BaseEngine):
+class DistributedEngine(Engine):
     """The first rank's engine, which makes the others follow; these call `run_follower`. All ranks create it together.
+
+    Args:
+        engine: the first rank's; its state becomes that of this engine.
 
     Raises:
         JinguError: the ranks have room for different numbers of KV blocks.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.model = engine.model
-        self.settings = engine.settings
-        self._engine = engine
+        vars(self).update(vars(engine))
         self._channel = _CommandChannel(engine)
         self._commands: list[tuple[str, Any]] = []
         self._failed = False
 
     def submit(self, request: Request) -> int:
-        """See `BaseEngine`. Requests that the engine refuses are not broadcast."""
-        request_id = self._engine.submit(request)
+        """See `Engine`. Requests that it refuses are not broadcast."""
+        request_id = super().submit(request)
         self._commands.append(("submit", _REQUEST.dump_python(request)))
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """See `BaseEngine`."""
-        self._engine.cancel(request_id)
+        """See `Engine`."""
+        super().cancel(request_id)
         self._commands.append(("cancel", request_id))
 
     def step(self) -> list[Event]:
-        """See `BaseEngine`; on all ranks. After a step that failed the ranks may differ, and no other is possible."""
+        """See `Engine`; on all ranks. After a step that failed the ranks may differ, and no other is possible."""
         if self._failed:
             raise RuntimeError("a step failed, and the ranks are out of step")
-        commands = self._commands
+        # Until this step has succeeded, it may have failed.
+        self._failed = True
+        self._channel.broadcast(self._commands)
         self._commands = []
-        try:
-            self._channel.broadcast(commands)
-            return self._engine.step()
-        except BaseException:
-            self._failed = True
-            raise
-
-    def defer(self, events: list[Event]) -> None:
-        """See `BaseEngine`."""
-        self._engine.defer(events)
-
-    def is_finished(self, request_id: int) -> bool:
-        """See `BaseEngine`."""
-        return self._engine.is_finished(request_id)
-
-    @property
-    def busy(self) -> bool:
-        """See `BaseEngine`."""
-        return self._engine.busy
-
-    def stats(self) -> EngineStats:
-        """See `BaseEngine`."""
-        return self._engine.stats()
+        events = super().step()
+        self._failed = False
+        return events
 
     def close(self) -> None:
         """Let the other ranks return; after a failed step they do so by themselves."""
@@ -152,7 +135,7 @@ def inference_ranks(device: str) -> Iterator[RankInfo | None]:
 
 
 @contextmanager
-def distributed_engine(engine: Engine, ranks: RankInfo | None) -> Iterator[BaseEngine | None]:
+def distributed_engine(engine: Engine, ranks: RankInfo | None) -> Iterator[Engine | None]:
     """Yield the engine to call, on the first rank. On the others, follow it and then yield None."""
     if ranks is None:
         yield engine

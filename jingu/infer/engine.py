@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import abc
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -129,45 +128,45 @@ class EngineStats:
         return self.step_seconds - self.forward_seconds
 
 
-class BaseEngine(ABC):
-    """What the engine of one process and that of several have in common.
+class Engine:
+    """The engine of one process, or of one of the ranks that share a model.
 
-    Attributes:
+    Args:
         model: that generates.
-        settings: of the engine.
+        settings: None: the default ones.
+        draft_model: proposes draft tokens.
+        graphs: captures and replays steps as CUDA graphs.
+
+    Raises:
+        JinguError: the model does not support the draft model, CUDA graphs or the attention backend.
     """
 
-    model: InferenceModel
-    settings: EngineSettings
+    def __init__(
+        self,
+        model: InferenceModel,
+        settings: EngineSettings | None = None,
+        draft_model: InferenceModel | None = None,
+        graphs: CudaGraphRunner | None = None,
+    ) -> None:
+        self.model = model
+        self.settings = settings or EngineSettings()
+        num_blocks = self.settings.num_blocks(model)
+        block_size = self.settings.block_size
+        chunk_size = self.settings.prefill_chunk_size
+        self._blocks = BlockManager(num_blocks, block_size)
+        self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
+        self._scheduler = Scheduler(self._blocks, self._runner.cache, self.settings.max_num_seqs, chunk_size)
+        self._num_draft_tokens = self.settings.draft_tokens(draft_model)
+        self._speculator: Speculator = NgramSpeculator()
+        if draft_model is not None:
+            self._speculator = DraftModelSpeculator(draft_model, model, num_blocks, block_size, chunk_size)
+        self._grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, model.eos_token_ids[0])
+        self._groups: dict[int, SequenceGroup] = {}
+        self._events: list[Event] = []
+        self._next_request_id = 0
+        self._stats = EngineStats(total_blocks=self._blocks.num_usable)
 
-    @abstractmethod
-    def submit(self, request: Request) -> int:
-        """Accept a request and return its id. Raise JinguError if it can never be served."""
-
-    @abstractmethod
-    def cancel(self, request_id: int) -> None:
-        """End a request. The next step yields an event for each of its unfinished choices. Unknown ids are ignored."""
-
-    @abstractmethod
-    def step(self) -> list[Event]:
-        """Compute the next tokens of the sequences that the scheduler selects; return all new events."""
-
-    @abstractmethod
-    def defer(self, events: list[Event]) -> None:
-        """Return events with the next step."""
-
-    @abstractmethod
-    def is_finished(self, request_id: int) -> bool:
-        """Return whether a request has no more events, except those of the present step."""
-
-    @property
-    @abstractmethod
-    def busy(self) -> bool:
-        """Whether a step has anything to compute or to return."""
-
-    @abstractmethod
-    def stats(self) -> EngineStats:
-        """Return what the engine is doing, and totals since its start."""
+    # Whole answers
 
     def generate(self, requests: abc.Sequence[Request]) -> list[str]:
         """Serve requests together; return the text of each one's first choice."""
@@ -236,50 +235,11 @@ class BaseEngine(ABC):
         """Take steps until these requests are finished; return their events, and leave others for the next step."""
         events: list[Event] = []
         others: list[Event] = []
-        unfinished = set(request_ids)
-        while unfinished and self.busy:
+        while any(request_id in self._groups for request_id in request_ids):
             for event in self.step():
                 (events if event.request_id in request_ids else others).append(event)
-            unfinished = {request_id for request_id in unfinished if not self.is_finished(request_id)}
-        self.defer(others)
+        self._events = others + self._events
         return events
-
-
-class Engine(BaseEngine):
-    """The engine of one process.
-
-    Args:
-        draft_model: proposes draft tokens.
-        graphs: captures and replays steps as CUDA graphs.
-
-    Raises:
-        JinguError: the model does not support the draft model, CUDA graphs or the attention backend.
-    """
-
-    def __init__(
-        self,
-        model: InferenceModel,
-        settings: EngineSettings | None = None,
-        draft_model: InferenceModel | None = None,
-        graphs: CudaGraphRunner | None = None,
-    ) -> None:
-        self.model = model
-        self.settings = settings or EngineSettings()
-        num_blocks = self.settings.num_blocks(model)
-        block_size = self.settings.block_size
-        chunk_size = self.settings.prefill_chunk_size
-        self._blocks = BlockManager(num_blocks, block_size)
-        self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
-        self._scheduler = Scheduler(self._blocks, self._runner.cache, self.settings.max_num_seqs, chunk_size)
-        self._num_draft_tokens = self.settings.draft_tokens(draft_model)
-        self._speculator: Speculator = NgramSpeculator()
-        if draft_model is not None:
-            self._speculator = DraftModelSpeculator(draft_model, model, num_blocks, block_size, chunk_size)
-        self._grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, model.eos_token_ids[0])
-        self._groups: dict[int, SequenceGroup] = {}
-        self._events: list[Event] = []
-        self._next_request_id = 0
-        self._stats = EngineStats(total_blocks=self._blocks.num_usable)
 
     # Requests
 
@@ -362,18 +322,10 @@ class Engine(BaseEngine):
             self._events.append(group.event(choice, None, "cancelled"))
         self._scheduler.remove_group(group)
 
-    def defer(self, events: list[Event]) -> None:
-        """Return events with the next step."""
-        self._events = events + self._events
-
     @property
     def busy(self) -> bool:
         """Whether a step has anything to compute or to return."""
         return bool(self._scheduler.running or self._scheduler.waiting or self._events)
-
-    def is_finished(self, request_id: int) -> bool:
-        """Return whether a request has no more events, except those of the present step."""
-        return request_id not in self._groups
 
     # A step
 

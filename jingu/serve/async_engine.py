@@ -20,7 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 from jingu.errors import JinguError
-from jingu.infer.engine import BaseEngine
+from jingu.infer.engine import Engine
 from jingu.infer.request import Event, FinishReason, Request, Token
 from jingu.serve.http_errors import ApiError
 
@@ -198,7 +198,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, engine: BaseEngine, max_requests: int, timeout: float, on_end: Callable[[RequestHandle], None]
+        self, engine: Engine, max_requests: int, timeout: float, on_end: Callable[[RequestHandle], None]
     ) -> None:
         self.engine = engine
         self.max_requests = max_requests

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from jingu.chat.chat_format import ChatFormat
 from jingu.compat.uvicorn import HttpProtocol, bound_address, open_connections
 from jingu.errors import JinguError
-from jingu.infer.engine import BaseEngine
+from jingu.infer.engine import Engine
 from jingu.runtime.signals import handle_signals
 from jingu.serve.app import create_app
 from jingu.serve.async_engine import AsyncEngine
@@ -210,7 +210,7 @@ class Server(uvicorn.Server):
 
 
 def build_server(
-    engine: BaseEngine,
+    engine: Engine,
     settings: ServeSettings,
     name: str,
     chat_format: ChatFormat | None,
@@ -224,7 +224,7 @@ def build_server(
 
 
 def run_server(
-    engine: BaseEngine, settings: ServeSettings, name: str, chat_format: ChatFormat | None, listener: socket.socket
+    engine: Engine, settings: ServeSettings, name: str, chat_format: ChatFormat | None, listener: socket.socket
 ) -> None:
     """Serve until a signal asks to stop. Raises RuntimeError if the engine fails and cannot continue."""
 

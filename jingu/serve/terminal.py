@@ -17,7 +17,7 @@ from jingu.chat.chat_format import ChatFormat
 from jingu.chat.messages import ConversationError, Message
 from jingu.errors import JinguError, pluralize
 from jingu.infer.engine import Engine
-from jingu.infer.generate import InferenceOptions, print_stream
+from jingu.infer.generate import print_stream, split_options
 from jingu.infer.request import Request, max_new_tokens
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.files import read_error, write_error, write_text_atomically
@@ -52,13 +52,9 @@ def chat(
     Raises:
         JinguError: the model, the settings or, unless at a terminal, a message cannot be used.
     """
-    settings = {name: options.pop(name) for name in _SETTINGS if name in options}
-    # An option that was not given is None.
-    params = {"temperature": 0.7} | {name: value for name, value in settings.items() if value is not None}
-    sampling = SamplingParams(**params)
-    inference = InferenceOptions(**options)
+    sampling, inference = split_options(**{"temperature": 0.7, **options})
     chat_model, chat_format = load_chat_model(lambda: inference.load(model), model, template)
-    session = ChatSession(inference.make_engine(chat_model, max_batch=1), chat_format, sampling, max_tokens)
+    session = ChatSession(inference.make_engine(chat_model, 1), chat_format, sampling, max_tokens)
     if system:
         session.system(system)
     at_terminal = sys.stdin.isatty()

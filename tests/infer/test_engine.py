@@ -200,10 +200,10 @@ def test_verb_prints_prompt_and_continuation(
     printed = capsys.readouterr()
     (text,) = Engine(tiny).generate([Request(tiny.encode("the end"), SamplingParams(), 9)])
     assert printed.out == f"the end{text}\n"
-    assert "tokens" in printed.err and "guesses" not in printed.err
+    assert "tokens" in printed.err and "draft" not in printed.err
     generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", draft_model=tmp_path / "out")
     again = capsys.readouterr()
-    assert again.out == printed.out and "6 of 6 guesses were right" in again.err
+    assert again.out == printed.out and "6 of 6 draft tokens were accepted" in again.err
     generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", beams=3)
     searched = Request(tiny.encode("the end"), SamplingParams(), 9, num_beams=3)
     assert capsys.readouterr().out == f"the end{Engine(tiny).generate([searched])[0]}\n"
