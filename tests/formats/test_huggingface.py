@@ -359,7 +359,7 @@ def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:
 def test_shapes_the_architecture_has_not_are_refused(tokenizer_path: Path, tmp_path: Path) -> None:
     model = made_model("gpt2")
     grouped = replace_fields(model.spec, attention=model.spec.attention.model_copy(update={"num_kv_heads": 1}))
-    with pytest.raises(JinguError, match="GPT2LMHeadModel has no way to say this model's attention"):
+    with pytest.raises(JinguError, match="GPT2LMHeadModel cannot express this model's attention"):
         export_hf(grouped, model.state_dict().__getitem__, tokenizer_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

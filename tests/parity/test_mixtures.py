@@ -20,7 +20,7 @@ from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder
 from jingu.model.experts import auxiliary_losses
-from jingu.model.families.mixtral import MIXTRAL, QWEN3_MOE
+from jingu.model.families.llama import MIXTRAL, QWEN3_MOE
 from jingu.model.spec import Experts, RandomProjectionRouter, replace_fields
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer

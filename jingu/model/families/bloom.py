@@ -1,13 +1,13 @@
 """BLOOM (Scao et al., 2022): layer norm also after the embedding, ALiBi, plain feed-forward, biases, tied head.
 
-Hugging Face keeps q, k and v in one matrix, head by head.
+In Hugging Face's files one matrix holds q, k and v, head by head.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from jingu.model.families.family import Family, config_key, constant_keys, preset, supported_options
+from jingu.model.families.family import Family, config_key, constant_keys, supported_options
 from jingu.model.families.name_map import Transform, name_rules
 from jingu.model.spec import AlibiPositions, AttentionSpec, LayerNorm, ModelSpec, PlainFeedForward
 
@@ -16,7 +16,7 @@ _KEYS = (
     config_key("vocab_size", "vocab_size"),
     config_key("hidden_size", "hidden_size", "n_embed"),
     config_key("num_layers", "n_layer", "num_hidden_layers"),
-    # ALiBi sets no end; this is what they were trained with.
+    # ALiBi has no limit; the models were trained with this length.
     config_key("max_position_embeddings", "seq_length", default=2048),
     config_key("attention.num_heads", "n_head", "num_attention_heads"),
     config_key("norm.eps", "layer_norm_epsilon", default=1e-5),
@@ -66,15 +66,4 @@ BLOOM = Family(
     keys=_KEYS,
     rules=(*name_rules(_NAMES), *name_rules(_INTERLEAVED_NAMES, Transform(_to_jingu, _to_hf))),
     base="transformer.",
-    presets={
-        name: preset(_TEMPLATE, layers, width, heads, 4 * width)
-        for name, layers, width, heads in (
-            ("bloom-560m", 24, 1024, 16),
-            ("bloom-1b1", 24, 1536, 16),
-            ("bloom-1b7", 24, 2048, 16),
-            ("bloom-3b", 30, 2560, 32),
-            ("bloom-7b1", 30, 4096, 32),
-            ("bloom", 70, 14336, 112),
-        )
-    },
 )

@@ -1,5 +1,8 @@
-"""ChatGLM2 and 3 (Zeng et al., 2024): rotary positions that turn neighbours in half of each head, two groups of keys
-and values, biases on q, k and v, and these and the gated feed-forward packed into one matrix each."""
+"""ChatGLM2 and ChatGLM3 (Zeng et al., 2024).
+
+Interleaved rotary positions in half of each head, two key-value heads, biases on q, k and v. One matrix holds q, k and
+v, another one gate and up.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from jingu.model.families.family import (
     config_key,
     constant_keys,
     field_value,
-    preset,
     supported_options,
 )
 from jingu.model.families.name_map import name_rules
@@ -20,7 +22,7 @@ from jingu.model.spec import AttentionSpec, GatedFeedForward, ModelSpec, RmsNorm
 
 
 def _feed_forward_size(width: int) -> int:
-    """107/32 of the width, as in the 6B model; a multiple of 64."""
+    """Return 107/32 of the hidden size, as in the 6B model, rounded up to a multiple of 64."""
     return -(-107 * width // (32 * 64)) * 64
 
 
@@ -92,6 +94,5 @@ CHATGLM3 = Family(
     rules=name_rules(_NAMES),
     base="transformer.",
     ignored=(".rotary_pos_emb.inv_freq",),
-    presets={"chatglm3-6b": preset(_TEMPLATE, 28, 4096, 32, 13696, num_kv_heads=2)},
     replaces_code=True,
 )

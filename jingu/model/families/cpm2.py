@@ -1,9 +1,8 @@
-"""CPM-2 (Zhang et al., 2021): Chinese and English, in the shape of T5 version 1.1; and its mixture of 32 experts in
-every block, one a token, chosen by a frozen random projection.
+"""CPM-2 (Zhang et al., 2021): T5 version 1.1 for Chinese and English. Its mixture-of-experts model has 32 experts in
+every block; a frozen random projection chooses one of them for each token.
 
-The names of tensors are those of the code that its makers publish, with the parts of a tensor that they keep on
-several ranks put together. Their experts have a norm each; here they share the block's. What a config says of experts
-is the spec's component as it is.
+The names of tensors are those of the authors' code, whose shards of a tensor on several ranks are joined. There each
+expert has a norm of its own; here all share the block's. The key `experts` of a config is the spec's component.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 from jingu.config.legacy import migrate_spec
 from jingu.model.families.family import ConfigKeys, Family, config_key, constant_keys
 from jingu.model.families.name_map import NameRule, name_rules
-from jingu.model.families.t5 import CONTEXT, SHARED_KEYS, V1_1, v1_1_presets
-from jingu.model.spec import Experts, RandomProjectionRouter, replace_fields
+from jingu.model.families.t5 import CONTEXT, SHARED_KEYS, V1_1
+from jingu.model.spec import Experts, replace_fields
 
 _KEYS = (
     *SHARED_KEYS,
@@ -21,7 +20,7 @@ _KEYS = (
         lambda config: migrate_spec({"feed_forward": config["experts"]}) if config.get("experts") else {},
         lambda spec: {"experts": spec.feed_forward.model_dump() if isinstance(spec.feed_forward, Experts) else None},
     ),
-    # Their own configuration names relu, and their code does not ask it.
+    # The authors' configuration says relu, but their code ignores it.
     constant_keys(feed_forward_proj="gated-gelu"),
 )
 _INNER, _PARTS = "dense_relu_dense.{wi_0,wi_1,wo}", "feed_forward.{gate,up,down}"
@@ -51,25 +50,11 @@ _ROUTERS = (
     NameRule("decoder.blocks.*.ff.expert_centroids", ("blocks.*.feed_forward.router.weight",)),
 )
 _TEMPLATE = replace_fields(V1_1, family="cpm2", vocab_size=26240)
-_11B = v1_1_presets(_TEMPLATE)["xxl"]
 
 CPM2 = Family(
     architectures=("EncDecModel",),
     template=_TEMPLATE,
     keys=_KEYS,
     rules=(*name_rules(_NAMES), *_ROUTERS),
-    presets={
-        "cpm2-11b": _11B,
-        "cpm2-moe-198b": replace_fields(
-            _11B,
-            feed_forward=Experts(
-                num_experts=32,
-                num_experts_per_token=1,
-                intermediate_size=10240,
-                activation="gelu_tanh",
-                router=RandomProjectionRouter(),
-            ),
-        ),
-    },
     replaces_code=True,
 )

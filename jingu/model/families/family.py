@@ -1,9 +1,12 @@
-"""What a family is: everything that tells one Hugging Face architecture from another, in one object."""
+"""A model family: everything in which one Hugging Face architecture differs from another, in one object."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError
@@ -11,17 +14,17 @@ from jingu.model.families.name_map import NameRule
 from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, replace_fields
 
 HFConfig = Mapping[str, Any]
-# Values of a spec by their places in it, such as `attention.num_heads`.
+# Values of a spec by their paths in it, such as `attention.num_heads`.
 SpecValues = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of a `config.json`, and what they say of a spec, in both directions.
+    """Keys of a `config.json` and the fields of a spec that they describe, in both directions.
 
     Attributes:
-        read: the values that they give; raises JinguError on an option that would change the numbers.
-        write: the keys of a spec.
+        read: returns the fields; raises JinguError for an option that would change the numbers.
+        write: returns the keys for a spec.
     """
 
     read: Callable[[HFConfig], SpecValues] = lambda config: {}
@@ -29,8 +32,20 @@ class ConfigKeys:
 
 
 def four_times_hidden_size(width: int) -> int:
-    """The usual size of a plain feed-forward."""
+    """Return the usual intermediate size of a plain feed-forward."""
     return 4 * width
+
+
+@cache
+def _published_models() -> Mapping[str, Mapping[str, SpecValues]]:
+    """Return the fields of the models in presets.toml, by family and name."""
+    fields: dict[str, dict[str, SpecValues]] = {}
+    text = Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
+    for series in tomllib.loads(text).values():
+        models = series.pop("models")
+        family = fields.setdefault(series.pop("family"), {})
+        family |= {name: {**series, **values} for name, values in models.items()}
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +53,21 @@ class Family:
     """A family of models.
 
     Attributes:
-        architectures: Hugging Face class names that load it; the first one is written on export.
-        template: a spec that holds the family's habits; dimensions are replaced.
-        keys: of `config.json`, without the special token ids.
-        rules: the name map.
-        presets: models that were published, by name.
-        feed_forward_size: the family's rule, from the width.
-        model_type: Hugging Face's name of the family, where it is another.
-        base: prefix of their names that some checkpoints leave out.
-        ignored: ends of their names that hold no parameters (masks, tables).
-        replaces_code: whether the family stands in for code that comes with the models (`auto_map`) and is never run.
+        architectures: names of its classes in Hugging Face configs; the first one is written on export.
+        template: a spec with the family's defaults.
+        keys: keys of `config.json`, except for the special token ids.
+        rules: the map of tensor names.
+        feed_forward_size: computes the default intermediate size from the hidden size.
+        model_type: Hugging Face's name of the family, if it differs.
+        base: prefix of tensor names that some checkpoints omit.
+        ignored: suffixes of names of tensors that are no parameters (masks, tables).
+        replaces_code: whether the family replaces code that comes with the models (`auto_map`), which is never run.
     """
 
     architectures: tuple[str, ...]
     template: ModelSpec
     keys: tuple[ConfigKeys, ...]
     rules: tuple[NameRule, ...]
-    presets: Mapping[str, ModelSpec]
     feed_forward_size: Callable[[int], int] = four_times_hidden_size
     model_type: str | None = None
     base: str = ""
@@ -63,52 +76,65 @@ class Family:
 
     @property
     def name(self) -> str:
-        """As in `model.family`."""
+        """The name, as in `model.family`."""
         return self.template.family
+
+    @cached_property
+    def presets(self) -> Mapping[str, ModelSpec]:
+        """Published models, by name."""
+        models = _published_models().get(self.name, {})
+        return {name: self._build_spec(values) for name, values in models.items()}
 
     @property
     def experts(self) -> Experts | None:
-        """The family's mixture of experts: its habit, or that of one of its presets."""
+        """The family's mixture of experts: that of its template, or of one of its presets."""
         parts = (spec.feed_forward for spec in (self.template, *self.presets.values()))
         return next((part for part in parts if isinstance(part, Experts)), None)
 
     def spec_from_hf(self, config: HFConfig) -> ModelSpec:
-        """The spec of a `config.json`. Raises JinguError on an option that would change the numbers."""
+        """Return the spec of a `config.json`. Raises JinguError for an option that would change the numbers."""
         if config.get("quantization_config") is not None:
             raise unsupported_option("quantization_config", config["quantization_config"], "expected None")
         values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
-        follow = {
+        return self._build_spec(values)
+
+    def _build_spec(self, values: SpecValues) -> ModelSpec:
+        """Return the template with these values, and with those that follow from them by default."""
+        derived = {
+            "num_encoder_layers": self.template.num_encoder_layers and values["num_layers"],
             "attention.num_kv_heads": values["attention.num_heads"],
             "attention.head_dim": values["hidden_size"] // values["attention.num_heads"],
             "feed_forward.intermediate_size": self.feed_forward_size(values["hidden_size"]),
         }
-        return replace_fields(self.template, **{**follow, **values})
+        missing = {path: value for path, value in derived.items() if path not in values}
+        return replace_fields(self.template, **values, **missing)
 
     def hf_config(self, spec: ModelSpec) -> dict[str, Any]:
-        """`config.json` of a spec. Raises JinguError where it cannot say all that the spec does."""
+        """Return the `config.json` of a spec. Raises JinguError if it cannot express the spec."""
         config: dict[str, Any] = {"model_type": self.model_type or self.name}
         for keys in self.keys:
             config |= keys.write(spec)
-        said = flatten_fields(self.spec_from_hf(config))
-        lost = [place for place, value in flatten_fields(spec).items() if said.get(place) != value]
+        # Read back what is written: every field must survive.
+        read_back = flatten_fields(self.spec_from_hf(config))
+        lost = [path for path, value in flatten_fields(spec).items() if read_back.get(path) != value]
         if lost:
             raise JinguError(
-                f"Hugging Face's {self.architectures[0]} has no way to say this model's {', '.join(lost)}.",
+                f"Hugging Face's {self.architectures[0]} cannot express this model's {', '.join(lost)}.",
                 where="model",
-                fix="Leave out of the run's file what is not a habit of the family, or choose another family. As a run "
-                "the model is used all the same.",
+                fix="Remove settings that the family does not have from the run's file, or choose another family. "
+                "Every command accepts the run itself.",
             )
         return config
 
 
-# In place of a key's default: there must be one; or the value follows from others, as `spec_from_hf` knows.
+# Instead of a key's default: the key is required; or its value follows from others (`Family._build_spec`).
 REQUIRED, DERIVED = object(), object()
 
 
 def config_key(place: str, *names: str, default: Any = REQUIRED) -> ConfigKeys:
-    """One key, of several names for it the first that a config has; the first of all is written."""
+    """Return one key. The first of its names that a config has is read; the first of all names is written."""
 
     def read(config: HFConfig) -> SpecValues:
         value = next((config[name] for name in names if config.get(name) is not None), default)
@@ -122,17 +148,18 @@ def config_key(place: str, *names: str, default: Any = REQUIRED) -> ConfigKeys:
 
 
 def field_value(spec: ModelSpec, place: str) -> Any:
-    """The value at a place; None where there is no such."""
+    """Return the value of a field by its path; None if there is none."""
     return flatten_fields(spec).get(place)
 
 
 def constant_keys(**values: Any) -> ConfigKeys:
-    """Keys that are the same for all models of a family, and are not read."""
+    """Return keys that are the same for all models of a family, and are not read."""
     return ConfigKeys(write=lambda spec: values)
 
 
 def supported_options(**values: Sequence[Any]) -> ConfigKeys:
-    """Options that would change the numbers: each must be absent or have one of the values. The first is written."""
+    """Return options that must be absent or have one of these values, as others change the numbers. The first value is
+    written."""
 
     def read(config: HFConfig) -> SpecValues:
         for name, choices in values.items():
@@ -153,12 +180,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# The other way; of several names for one function, that which every release of transformers knows.
+# The inverse: of several names of one function, the one that every release of transformers knows.
 HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 
 
 def activation_key(name: str, default: str) -> ConfigKeys:
-    """The key that names the activation."""
+    """Return the key that names the activation."""
     return ConfigKeys(
         lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)},
         lambda spec: {name: HF_ACTIVATIONS[spec.feed_forward.activation]},
@@ -166,40 +193,16 @@ def activation_key(name: str, default: str) -> ConfigKeys:
 
 
 def parse_activation(key: str, name: str) -> Activation:
-    """The activation that a config's key names."""
+    """Return the activation that a config's key names. Raises JinguError if it is unknown."""
     if name not in ACTIVATIONS:
         raise unsupported_option(key, name, f"known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def unsupported_option(key: str, value: Any, detail: str) -> JinguError:
-    """The error for an option jingu does not compute."""
+    """Return the error for an option that jingu does not support."""
     return JinguError(
         f"the model sets {key} to {value!r}, which is not supported ({detail}).",
         where="config.json",
         fix="Without this option its numbers would be wrong, so it is not loaded.",
     )
-
-
-def preset(
-    template: ModelSpec,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    intermediate_size: int,
-    *,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    **changes: Any,
-) -> ModelSpec:
-    """A published model: the family's habits at these dimensions."""
-    sizes = {
-        "num_layers": num_layers,
-        "num_encoder_layers": template.num_encoder_layers and num_layers,
-        "hidden_size": hidden_size,
-        "attention.num_heads": num_heads,
-        "attention.num_kv_heads": num_kv_heads or num_heads,
-        "attention.head_dim": head_dim or hidden_size // num_heads,
-        "feed_forward.intermediate_size": intermediate_size,
-    }
-    return replace_fields(template, **sizes, **changes)

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): layer norm, learned positions, plain feed-forward, biases, tied head.
 
-Hugging Face keeps its matrices input-first (Conv1D), and q, k, v in one.
+In Hugging Face's files matrices are transposed ([inputs, outputs], Conv1D), and one matrix holds q, k and v.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from jingu.model.families.family import (
     activation_key,
     config_key,
     constant_keys,
-    preset,
     supported_options,
 )
 from jingu.model.families.name_map import TRANSPOSE, name_rules
@@ -67,10 +66,4 @@ GPT2 = Family(
     rules=(*name_rules(_NAMES), *name_rules(_CONV_NAMES, TRANSPOSE)),
     base="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
-    presets={
-        "gpt2": preset(_TEMPLATE, 12, 768, 12, 3072),
-        "gpt2-medium": preset(_TEMPLATE, 24, 1024, 16, 4096),
-        "gpt2-large": preset(_TEMPLATE, 36, 1280, 20, 5120),
-        "gpt2-xl": preset(_TEMPLATE, 48, 1600, 25, 6400),
-    },
 )

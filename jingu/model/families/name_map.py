@@ -1,8 +1,9 @@
-"""Name maps: how a family's checkpoint names and arranges the decoder's parameters, used in both directions.
+"""Name maps: the names and the layout of a family's parameters in Hugging Face's files, used in both directions.
 
-A map pairs modules of theirs with modules of ours. `*` stands for the number of the block; where theirs has a second
-one, it is that of an expert: they keep a matrix for each, and ours, of one dim more, holds them all. `{a,b}` stands
-for several modules. They are paired one by one; or, where theirs is one, it holds ours, stacked along dim 0.
+A map pairs modules of Hugging Face's with modules of jingu's. `*` stands for the number of the block. A second `*` in
+Hugging Face's name is the number of an expert: it has a tensor for each expert, and jingu has one tensor for all, with
+one more dim. `{a,b}` stands for several modules, which are paired one by one; or, if there is only one module of
+Hugging Face's, it holds all of jingu's, stacked along dim 0.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ TRANSPOSE = Transform(lambda tensor, spec: tensor.t(), lambda tensor, spec: tens
 
 @dataclass(frozen=True)
 class NameRule:
-    """One tensor of theirs, and those of ours that it holds, stacked, after the transform.
+    """One tensor of Hugging Face's, and the parameters of jingu's that it holds, stacked, after the transform.
 
     Attributes:
-        when: of which specs; others keep ours under another name, by another rule.
+        when: whether the rule applies to a spec; other specs have these parameters under other names.
     """
 
     hf_name: str
@@ -47,12 +48,12 @@ class NameRule:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A rule at one block of a model.
+    """A rule applied to one block of a model.
 
     Attributes:
-        hf_name: the name of their tensor.
-        jingu_shapes: names of ours, and the shape of each; of experts, that of one.
-        expert: which slice of ours theirs is; None: all of it.
+        hf_name: name of Hugging Face's tensor.
+        jingu_shapes: names and shapes of jingu's parameters; with experts, the shape of one expert's matrix.
+        expert: which slice of jingu's parameter the tensor is; None: all of it.
     """
 
     hf_name: str
@@ -63,11 +64,11 @@ class TensorMapping:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of their tensor."""
+        """The shape of Hugging Face's tensor."""
         return self._joined([torch.empty(shape, device="meta") for shape in self.jingu_shapes.values()]).shape
 
     def to_jingu(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Our tensors out of theirs, as views where that is possible; of an expert, its slice."""
+        """Return jingu's parameters (of an expert: its slice), as views of Hugging Face's tensor if possible."""
         whole = self.transform.to_jingu(tensor, self.spec)
         pieces = (
             [whole] if len(self.jingu_shapes) == 1 else whole.split([shape[0] for shape in self.jingu_shapes.values()])
@@ -75,7 +76,7 @@ class TensorMapping:
         return dict(zip(self.jingu_shapes, pieces, strict=True))
 
     def to_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Their tensor out of ours, which are whole."""
+        """Return Hugging Face's tensor, given jingu's whole parameters."""
         return self._joined(tensors if self.expert is None else [whole[self.expert] for whole in tensors])
 
     def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -85,7 +86,7 @@ class TensorMapping:
 def name_rules(
     names: Mapping[str, str], transform: Transform = IDENTITY, when: Callable[[ModelSpec], bool] = lambda spec: True
 ) -> tuple[NameRule, ...]:
-    """The rules of a map from their modules to ours, for weights and biases."""
+    """Return the rules of a map from Hugging Face's modules to jingu's, for weights and biases."""
     rules: list[NameRule] = []
     for hf_name, jingu_name in names.items():
         one, several = _spelled(hf_name), _spelled(jingu_name)
@@ -99,7 +100,7 @@ def name_rules(
 
 
 def _spelled(names: str) -> list[str]:
-    """`a.{b,c}` → `a.b` and `a.c`."""
+    """Expand `a.{b,c}` to `a.b` and `a.c`."""
     before, *choice = re.split(r"[{}]", names)
     return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]
 
@@ -107,13 +108,13 @@ def _spelled(names: str) -> list[str]:
 def expand_rules(
     rules: Sequence[NameRule], spec: ModelSpec, parameters: Mapping[str, torch.Size]
 ) -> list[TensorMapping]:
-    """The rules that apply to a spec, spelled out for every block, in the order of the model.
+    """Return the rules that apply to a spec, expanded for every block, in the order of the model.
 
-    A rule applies when the model has its parameters (`parameters`: name → shape), and they hold experts where the rule
-    has some; a tied head, say, is not there.
+    A rule applies if the model has its parameters (`parameters` maps names to shapes), with experts if the rule has
+    them. A tied head, for example, is not a parameter.
 
     Raises:
-        LookupError: a parameter that no rule names, or a rule of which only a part applies (a fault of the family).
+        LookupError: not every parameter belongs to exactly one rule (a bug in the family).
     """
     mappings: list[TensorMapping] = []
     layers = range(max(spec.num_layers, spec.num_encoder_layers or 0))
@@ -135,8 +136,11 @@ def expand_rules(
 
 
 def read_parameter(name: str, holders: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The tensor `name` of ours out of all of theirs that hold it (`holders`), of which one is in memory at a time;
-    and those that came with it."""
+    """Return the parameter `name`, and others that its tensors hold; one tensor is in memory at a time.
+
+    Args:
+        holders: all tensors of Hugging Face's that hold the parameter.
+    """
     first = holders[0].to_jingu(read(holders[0].hf_name))
     if holders[0].expert is None:
         return first

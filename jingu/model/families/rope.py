@@ -1,4 +1,4 @@
-"""Rotary positions in a Hugging Face config: `rope_theta`, `rope_scaling` up to release 4, `rope_parameters` since."""
+"""Rotary positions in a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` since release 5."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     values = {
         **rope,
-        # A dynamic base grows from the context of the config; transformers looks at no other.
+        # transformers ignores original_max_position_embeddings if the base is dynamic.
         "original_max_position_embeddings": (original if kind != "dynamic" else None) or context,
     }
     if kind == "yarn":
@@ -55,17 +55,17 @@ def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[
 
 
 def _attention_factor(factor: float, rope: HFConfig) -> float:
-    """0.1·ln(factor) + 1 (Peng et al., 2023), or the quotient of two such."""
+    """Return 0.1·ln(factor) + 1 (Peng et al., 2023), or the quotient of two such values."""
 
-    def grown(weight: float) -> float:
+    def scale(weight: float) -> float:
         return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
 
     top, bottom = rope.get("mscale"), rope.get("mscale_all_dim")
-    return grown(top) / grown(bottom) if top and bottom else grown(1.0)
+    return scale(top) / scale(bottom) if top and bottom else scale(1.0)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Both spellings."""
+    """Return the keys of all releases."""
     position, context = spec.position, spec.max_position_embeddings
     assert isinstance(position, RotaryPositions)
     scaling = {} if position.scaling is None else position.scaling.model_dump()
@@ -83,5 +83,5 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-# Positions, and the context that they reach.
+# Positions, and the context length, which depends on their scaling.
 ROPE = ConfigKeys(_read, _write)

@@ -1,9 +1,13 @@
-"""T5 (Raffel et al., 2020): an encoder-decoder with biases of relative positions, attention that is not scaled, RMS
-norm and no biases. Version 1.0 has a plain feed-forward and ties the head, scaled, to the embedding; version 1.1 has a
-gated one and a head of its own, and so have those after it, which share what is here."""
+"""T5 (Raffel et al., 2020): an encoder-decoder with relative position biases, unscaled attention scores, RMS norm and
+no biases in linear layers.
+
+Version 1.0 has a plain feed-forward, and a scaled head that is tied to the embedding. Version 1.1 has a gated
+feed-forward and an untied head. mT5 (Xue et al., 2021) is version 1.1 with a vocabulary for many languages.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jingu.model.families.family import (
@@ -15,7 +19,6 @@ from jingu.model.families.family import (
     config_key,
     constant_keys,
     parse_activation,
-    preset,
 )
 from jingu.model.families.name_map import name_rules
 from jingu.model.spec import (
@@ -28,10 +31,10 @@ from jingu.model.spec import (
     replace_fields,
 )
 
-# Tokens of a source or a target in the published models' training; positions as such have no limit.
+# Tokens of a source or a target when the published models were trained; relative positions have no limit.
 CONTEXT = 512
 
-# Of T5 and those after it.
+# Keys of T5 and of the models derived from it.
 SHARED_KEYS = (
     config_key("vocab_size", "vocab_size"),
     config_key("hidden_size", "d_model"),
@@ -49,12 +52,12 @@ SHARED_KEYS = (
 )
 
 
-def feed_forward_key(usual: str) -> ConfigKeys:
-    """The key that names kind and activation; `usual` where a config has none."""
+def _feed_forward_key(default: str) -> ConfigKeys:
+    """Return the key that names type and activation of the feed-forward."""
 
-    # The gated kind has always called the approximation of gelu by gelu's name.
+    # `gated-gelu` has always meant the tanh approximation of gelu.
     def read(config: HFConfig) -> SpecValues:
-        name: str = config.get("feed_forward_proj") or usual
+        name: str = config.get("feed_forward_proj") or default
         gated, function = name.startswith("gated-"), name.removeprefix("gated-")
         activation = "gelu_tanh" if name == "gated-gelu" else parse_activation("feed_forward_proj", function)
         return {"feed_forward.type": "gated" if gated else "plain", "feed_forward.activation": activation}
@@ -68,7 +71,8 @@ def feed_forward_key(usual: str) -> ConfigKeys:
 
 
 def _tied(config: HFConfig) -> SpecValues:
-    # Release 5 of transformers calls every head tied that it saves; whether it is scaled tells the versions apart.
+    # Release 5 of transformers writes tie_word_embeddings=true for every model; whether the head is scaled tells the
+    # versions apart.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True) is not False)
     return dict.fromkeys(("tie_word_embeddings", "scale_lm_head"), bool(scaled))
 
@@ -120,23 +124,12 @@ V1_1 = replace_fields(
 )
 
 
-def v1_1_presets(template: ModelSpec) -> dict[str, ModelSpec]:
-    """The sizes of version 1.1: layers, width, heads, feed-forward."""
-    return {
-        "small": preset(template, 8, 512, 6, 1024, head_dim=64),
-        "base": preset(template, 12, 768, 12, 2048),
-        "large": preset(template, 24, 1024, 16, 2816),
-        "xl": preset(template, 24, 2048, 32, 5120),
-        "xxl": preset(template, 24, 4096, 64, 10240),
-    }
-
-
 T5 = Family(
     architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     template=V1_0,
     keys=(
         *SHARED_KEYS,
-        feed_forward_key("relu"),
+        _feed_forward_key("relu"),
         config_key("max_position_embeddings", "n_positions", default=CONTEXT),
         ConfigKeys(_tied),
     ),
@@ -146,13 +139,17 @@ T5 = Family(
         *name_rules(_GATED_NAMES, when=_gated),
     ),
     ignored=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
-    # Flan-T5 has the dimensions of version 1.1.
-    presets={
-        "t5-small": preset(V1_0, 6, 512, 8, 2048),
-        "t5-base": preset(V1_0, 12, 768, 12, 3072),
-        "t5-large": preset(V1_0, 24, 1024, 16, 4096),
-        "t5-3b": preset(V1_0, 24, 1024, 32, 16384, head_dim=128),
-        "t5-11b": preset(V1_0, 24, 1024, 128, 65536, head_dim=128),
-        **{f"t5-v1.1-{size}": spec for size, spec in v1_1_presets(V1_1).items()},
-    },
+)
+
+_MT5 = replace_fields(V1_1, family="mt5", vocab_size=250112, max_position_embeddings=1024)
+
+MT5 = replace(
+    T5,
+    architectures=("MT5ForConditionalGeneration",),
+    template=_MT5,
+    keys=(
+        *SHARED_KEYS,
+        _feed_forward_key("gated-gelu"),
+        config_key("max_position_embeddings", "n_positions", default=1024),
+    ),
 )
