@@ -138,8 +138,8 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     from jingu.runtime.ranks import join_process_group
     from jingu.training.precision import choose_precision
     from jingu.training.pretraining import Pretraining
+    from jingu.training.session import build_model_and_optimizer
     from jingu.training.step import train_step
-    from jingu.training.trainer import build_model_and_optimizer
 
     length = config.batch.sequence_length
     group = join_process_group("cpu", THREADS)

@@ -39,9 +39,9 @@ class Series:
     colour: int = 0
 
     @property
-    def last(self) -> float:
-        """The last drawable value; NaN if there is none."""
-        return next((value for _, value in reversed(self.points) if is_drawable(value)), math.nan)
+    def drawable(self) -> list[Point]:
+        """The points whose values are drawable."""
+        return [point for point in self.points if is_drawable(point[1])]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 def choose_scale(chart: Chart) -> tuple[Scale, list[float]]:
     """Return the scale of a chart and the ticks of its y axis. It is logarithmic if peaks would flatten the rest."""
     last_step = max(1, *(step for series in chart.series for step, _ in series.points))
-    values = [value for series in chart.series for _, value in series.points if is_drawable(value)]
+    values = [value for series in chart.series for _, value in series.drawable]
     values += [value for _, value in chart.levels]
     low, high = min(values), max(values)
     if low > 0 and high > chart.logarithmic_beyond * median(values):
@@ -144,7 +144,7 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = ()) -> str:
     Without any drawable value it is a sentence.
     """
     figure = load_template("chart.html")
-    if all(math.isnan(series.last) for series in chart.series):
+    if not any(series.drawable for series in chart.series):
         return figure.render(chart=chart, scale=None)
     scale, ticks = choose_scale(chart)
     shown = [replace(series, points=downsample(series.points)) for series in chart.series]
@@ -155,7 +155,6 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = ()) -> str:
         steps=[tick for tick in round_ticks(0, scale.last_step) if tick <= scale.last_step and tick == int(tick)],
         resumes=[step for step in resumes if step <= scale.last_step],
         curves=[_curve(series, scale) for series in shown],
-        described=_described(chart),
         gaps=sorted({step for series in chart.series for step, value in series.points if not is_drawable(value)}),
         data=_for_script(shown, scale),
         **_SIZES,
@@ -179,27 +178,9 @@ def _curve(series: Series, scale: Scale) -> tuple[Series, Markup, list[tuple[flo
     return series, Markup("".join(path)), dots if few else []
 
 
-def _described(chart: Chart) -> str:
-    sentences = []
-    for series in chart.series:
-        points = [point for point in series.points if is_drawable(point[1])]
-        if points:
-            (first, start), (last, end) = points[0], points[-1]
-            low, high = min(map(get_value, points)), max(map(get_value, points))
-            sentences.append(
-                f"{series.label}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}, "
-                f"between {format_number(low)} and {format_number(high)} ({chart.unit})."
-            )
-    sentences += [f"{label}: {format_number(value)}." for label, value in chart.levels]
-    return " ".join(sentences)
-
-
 def _for_script(shown: list[Series], scale: Scale) -> str:
     """Return the JSON with which the page's script shows the values under the pointer."""
-    points = [
-        [[step, format_number(value), scale.y_of(value)] for step, value in series.points if is_drawable(value)]
-        for series in shown
-    ]
+    points = [[[step, format_number(value), scale.y_of(value)] for step, value in series.drawable] for series in shown]
     frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": scale.last_step}
     curves = {"series": points, "colours": [series.colour for series in shown]}
     return json.dumps(frame | curves, separators=(",", ":"))

@@ -12,8 +12,7 @@ from typing import TypeVar
 from markupsafe import Markup
 
 from jingu import __version__
-from jingu.errors import pluralize
-from jingu.formatting import MISSING, format_duration, format_number, format_rounded, memory_unit
+from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
 from jingu.report.record import Row, RunRecord, get_number
 from jingu.report.template import load_template, read_resource
@@ -29,6 +28,9 @@ MAX_SAMPLE_CHARS = 4000  # characters
 def render_page(record: RunRecord) -> str:
     """Return the HTML file. All text of the run is escaped, because a model's output is not trusted."""
     script = read_resource("page.js")
+    train = record.train.values()
+    memory = max(_finite(train, "memory_bytes"), default=math.nan)
+    memory_size, memory_name = memory_unit(memory)
     return load_template("page.html").render(
         record=record,
         version=__version__,
@@ -36,16 +38,22 @@ def render_page(record: RunRecord) -> str:
         script=Markup(script),
         # The content security policy allows only this script, whatever slips through the escaping.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        started=str(record.starts[0].get("time", ""))[:16].replace("T", " ") if record.starts else "",
-        summary=summarize(record),
-        tiles=_tiles(record),
+        start=record.starts[-1] if record.starts else {},
+        last=_last(record.train),
+        evaluation=_last(record.evaluations),
+        rate=median(_finite(train, "tokens_per_second") or [math.nan]),
+        share=median(_finite(train, "peak_share") or [math.nan]),
+        memory=memory,
+        memory_size=memory_size,
+        memory_name=memory_name,
+        counts_bytes=_counts_bytes(record),
+        best=_best(record),
         resumes=", ".join(f"{step:,}" for step in _spread(record.resumes, 12)),
         charts=Markup("".join(draw_chart(chart, record.resumes) for chart in _charts(record))),
-        compared=_compared(record),
+        coders=_coders(record),
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
-        count=pluralize,
-        figures=_figures(record),
+        table_steps=_table_steps(record),
     )
 
 
@@ -59,51 +67,6 @@ def _finite(rows: Iterable[Row], key: str) -> list[float]:
 
 def _last(rows: dict[int, Row]) -> Row:
     return rows[max(rows)] if rows else {}
-
-
-def summarize(record: RunRecord) -> str:
-    """Return the run in one sentence."""
-    start = record.starts[-1] if record.starts else {}
-    parameters, ranks = get_number(start, "parameters"), get_number(start, "ranks")
-    model = record.family or "A model"
-    if parameters > 0:
-        model = f"{format_rounded(parameters)}-parameter {record.family or 'model'}"
-    if not record.train:
-        return f"{model}: no step has been logged yet."
-    last = _last(record.train)
-    sentence = f"{model}, {pluralize(max(record.train), 'step')}"
-    if get_number(last, "tokens") > 0:
-        sentence += f", {format_rounded(get_number(last, 'tokens'))} tokens"
-    if get_number(last, "seconds") > 0:
-        sentence += f" in {format_duration(get_number(last, 'seconds'))}"
-    if 0 < ranks < math.inf:
-        sentence += f" on {pluralize(int(ranks), 'rank')} ({start.get('device', '?')}, {start.get('precision', '?')})"
-    bits = get_number(_last(record.evaluations), "bits_per_byte")
-    return sentence + (f": {format_number(bits)} bits per byte on validation text." if math.isfinite(bits) else ".")
-
-
-def _tiles(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return name, value and note of each tile."""
-    last, evaluation = _last(record.train), _last(record.evaluations)
-    rates, shares = _finite(record.train.values(), "tokens_per_second"), _finite(record.train.values(), "peak_share")
-    memory = max(_finite(record.train.values(), "memory_bytes"), default=math.nan)
-    size, unit = memory_unit(memory)
-    peak = get_number(record.starts[-1] if record.starts else None, "peak_flops")
-    beside = f"validation {format_number(get_number(evaluation, 'loss'))}" if evaluation else "on training text"
-    share = f"{median(shares):.0%}" if shares else MISSING
-    return [
-        ("Final loss", format_number(get_number(last, "loss")), beside),
-        *[("Bits per byte", format_number(get_number(evaluation, "bits_per_byte")), _best(record))]
-        * _counts_bytes(record),
-        ("Tokens a second", format_rounded(median(rates)) if rates else MISSING, "median"),
-        ("Share of peak", share, f"of {_flops(peak)}" if peak > 0 else "of the machine's arithmetic"),
-        ("Peak memory", f"{format_number(memory / size)} {unit}" if math.isfinite(memory) else MISSING, "of one rank"),
-        (
-            "Training time",
-            format_duration(get_number(last, "seconds")),
-            pluralize(max(record.train, default=0), "step"),
-        ),
-    ]
 
 
 def _counts_bytes(record: RunRecord) -> bool:
@@ -123,14 +86,9 @@ def _best(record: RunRecord) -> str:
     return "validation, the best" if step == max(groups[-1]) else f"best {format_number(best)}, step {step:,}"
 
 
-def _flops(value: float) -> str:
-    size, name = next((pair for pair in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if value >= pair[0]), (1e6, "M"))
-    return f"{value / size:.3g} {name}FLOP/s"
-
-
 def _charts(record: RunRecord) -> list[Chart]:
     train = record.train
-    size, unit = memory_unit(max(_finite(train.values(), "memory_bytes"), default=0.0))
+    size, unit = memory_unit(max(_finite(train.values(), "memory_bytes"), default=math.nan))
     memory = [(step, value / size) for step, value in _points(train, "memory_bytes")]
     levels = [(name, get_number(row, "bits_per_byte")) for name, row in record.baselines.items()]
     levels = [(name, value) for name, value in levels if is_drawable(value)]
@@ -169,20 +127,6 @@ def _tokens_read(rows: dict[int, Row]) -> str:
     return f"{format_rounded(get_number(_last(rows), 'tokens'))} tokens"
 
 
-def _compared(record: RunRecord) -> list[tuple[str, str, str, str, bool]]:
-    """Return name, bits per byte, share of a byte, width of the bar, and whether it is this model, of each coder."""
-    values = [(get_number(row, "bits_per_byte"), name, False) for name, row in record.baselines.items()]
-    values.append((get_number(_last(record.evaluations), "bits_per_byte"), "this model", True))
-    values = [value for value in values if math.isfinite(value[0]) and value[0] >= 0]
-    if not record.baselines or not values:
-        return []
-    most = max(values)[0] or 1.0
-    return [
-        (name, format_number(bits), f"{bits / 8:.1%}", f"{bits / most * 100:.1f}", own)
-        for bits, name, own in sorted(values, key=lambda value: -value[0])
-    ]
-
-
 def _spread(items: list[Item], most: int) -> list[Item]:
     """Return at most `most` items, evenly spaced, with the first and the last."""
     if len(items) <= most:
@@ -207,31 +151,17 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_SAMPLE_CHARS else text[:MAX_SAMPLE_CHARS] + " …"
 
 
-def _figures(record: RunRecord) -> list[list[str]]:
-    """Return the numbers of the charts as a table, at steps spread over the run (those of evaluations, if enough)."""
-    every = sorted(record.train.keys() | record.evaluations.keys())
-    if not every:
-        return []
-    measured = sorted(record.evaluations)
-    steps = _spread(measured if len(measured) >= 5 else every, MAX_TABLE_ROWS)
-    size, unit = memory_unit(max(_finite(record.train.values(), "memory_bytes"), default=0.0))
+def _table_steps(record: RunRecord) -> list[int]:
+    """Return the steps of the table of figures: evaluations, and steps spread over the run, its ends among them."""
+    steps = sorted(record.train.keys() | record.evaluations.keys())
+    evaluations = _spread(sorted(record.evaluations), MAX_TABLE_ROWS)
+    others = _spread(steps, max(2, MAX_TABLE_ROWS - len(evaluations)))
+    return sorted({*evaluations, *others})
 
-    def cells(step: int) -> dict[str, str]:
-        train = record.train.get(step)
-        evaluation = record.evaluations.get(step)
-        return {
-            "step": f"{step:,}",
-            "tokens": format_rounded(get_number(train, "tokens")),
-            "time": format_duration(get_number(train, "seconds")),
-            "loss": format_number(get_number(train, "loss")),
-            "validation tokens": format_rounded(get_number(evaluation, "tokens")),
-            "validation loss": format_number(get_number(evaluation, "loss")),
-            "bits per byte": format_number(get_number(evaluation, "bits_per_byte")),
-            "learning rate": format_number(get_number(train, "lr")),
-            "gradient norm": format_number(get_number(train, "grad_norm")),
-            "tokens/s": format_number(get_number(train, "tokens_per_second")),
-            f"memory, {unit}": format_number(get_number(train, "memory_bytes") / size),
-        }
 
-    rows = [cells(step) for step in sorted({every[0], *steps, every[-1]})]
-    return [list(rows[0]), *(list(row.values()) for row in rows)]
+def _coders(record: RunRecord) -> list[tuple[float, str, bool]]:
+    """Return bits per byte, name, and whether it is this model, of each coder; none if there are no baselines."""
+    values = [(get_number(row, "bits_per_byte"), name, False) for name, row in record.baselines.items()]
+    values.append((get_number(_last(record.evaluations), "bits_per_byte"), "this model", True))
+    values = [value for value in values if math.isfinite(value[0]) and value[0] >= 0]
+    return sorted(values, key=lambda value: -value[0]) if record.baselines else []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from math import isfinite
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from jingu.formatting import format_number, format_short, show_control_characters
+from jingu.errors import pluralize
+from jingu.formatting import format_duration, format_number, format_rounded, format_short, show_control_characters
+from jingu.report.record import get_number
 
 
 @cache
@@ -19,7 +22,8 @@ def load_template(name: str) -> Template:
         return value if isinstance(value, Markup) else show_control_characters(value)
 
     environment = Environment(autoescape=True, finalize=shown, trim_blocks=True, undefined=StrictUndefined)
-    environment.globals |= {"plain": format_number, "short": format_short}
+    environment.globals |= {"plain": format_number, "short": format_short, "rounded": format_rounded}
+    environment.globals |= {"duration": format_duration, "count": pluralize, "number": get_number, "finite": isfinite}
     return environment.from_string(read_resource(name))
 
 

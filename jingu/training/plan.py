@@ -16,7 +16,7 @@ from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.train import resolve_steps
 from jingu.errors import pluralize
-from jingu.formatting import format_rounded
+from jingu.formatting import format_rounded, memory_unit
 from jingu.model.decoder import iterate_blocks, parameter_shapes
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec
@@ -28,8 +28,8 @@ from jingu.parallel.stages import plan_layout, split_blocks
 from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.precision import choose_precision
-from jingu.training.run_spec import apply_tuning, build_run_spec
-from jingu.training.trainer import train_state_bytes, training_layout
+from jingu.training.run import apply_tuning, build_run_spec
+from jingu.training.session import train_state_bytes, training_layout
 
 
 def show_config(config: RunConfig, processes: int | None = None) -> None:
@@ -97,7 +97,7 @@ def _format_memory(config: RunConfig, spec: ModelSpec, world: int, sizes: AxisSi
     estimates = [estimate_memory(config, spec, world, sizes, plan, rank) for rank in range(sizes.pipeline)]
     largest = max(estimates, key=lambda estimate: sum(estimate.values()))
     total = sum(largest.values())
-    unit, unit_name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
+    unit, unit_name = memory_unit(total)
     parts = " + ".join(f"{size / unit:,.1f} {purpose}" for purpose, size in largest.items() if size)
     place = {"none": "", "host": ", some of it in main memory", "disk": ", some of it on disk"}
     rest = "one block" if config.train.activation_checkpointing.type == "full" else "activations"

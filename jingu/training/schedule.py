@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import math
 
-from jingu.config.sections.train import (
-    ConstantSettings,
-    ExponentialSettings,
-    InverseSqrtSettings,
-    LinearSettings,
-    Schedule,
-    WsdSettings,
-    resolve_steps,
-)
+from jingu.config.sections import train as settings
 
 
-def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> float:
+def learning_rate(schedule: settings.Schedule, peak: float, step: int, steps: int) -> float:
     """Return the learning rate of a step (counted from 0) of a run of `steps`.
 
     Warm-up is linear and reaches the peak at its last step. The decay covers the rest, and arrives at its lowest value
     at the run's last step. After warm-up, the rate never falls below `schedule.min_lr`.
     """
-    warmup = resolve_steps(schedule.warmup, steps)
+    warmup = settings.resolve_steps(schedule.warmup, steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step + 1 - warmup) / max(1, steps - warmup)  # in (0, 1]
     return max(schedule.min_lr, _decay(schedule, peak, step, steps, warmup, min(progress, 1.0)))
 
 
-def _decay(schedule: Schedule, peak: float, step: int, steps: int, warmup: int, progress: float) -> float:
+def _decay(schedule: settings.Schedule, peak: float, step: int, steps: int, warmup: int, progress: float) -> float:
     range_ = peak - min(schedule.min_lr, peak)
-    if isinstance(schedule, ConstantSettings):
+    if isinstance(schedule, settings.ConstantSettings):
         return peak
-    if isinstance(schedule, LinearSettings):
+    if isinstance(schedule, settings.LinearSettings):
         return peak - range_ * progress
-    if isinstance(schedule, InverseSqrtSettings):
+    if isinstance(schedule, settings.InverseSqrtSettings):
         return peak * math.sqrt(max(1, warmup) / (step + 1))
-    if isinstance(schedule, ExponentialSettings):
+    if isinstance(schedule, settings.ExponentialSettings):
         return peak * schedule.decay**progress
-    if isinstance(schedule, WsdSettings):
+    if isinstance(schedule, settings.WsdSettings):
         # Warmup-stable-decay: constant, then linear over the last steps.
-        decay_steps = resolve_steps(schedule.decay, steps)
+        decay_steps = settings.resolve_steps(schedule.decay, steps)
         remaining = (steps - step - 1) / max(1, decay_steps)
         return peak - range_ * (1.0 - min(1.0, remaining))
     return peak - range_ * 0.5 * (1.0 - math.cos(math.pi * progress))

@@ -20,7 +20,7 @@ from typing import get_args
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.save_folder import tensor_names
 from jingu.checkpoint.store import CheckpointReader
-from jingu.config.load import dump_yaml, load_config
+from jingu.config.load import config_from_tree, dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, pluralize
@@ -171,7 +171,7 @@ class LayoutRunner:
     def __init__(self, folder: Path, config: RunConfig, steps: int) -> None:
         self.folder = folder
         # The run may exist already, in another layout: verification has a folder of its own.
-        self.config = self._override(config, [f"runs_dir={folder}", "evaluation.every=0", "checkpoint.resume=auto"])
+        self.config = _override(config, [f"runs_dir={folder}", "evaluation.every=0", "checkpoint.resume=auto"])
         self.spec = open_run(self.config).spec
         self.steps = steps
         self._runs: dict[tuple[str, int, str], Path] = {}
@@ -182,7 +182,7 @@ class LayoutRunner:
         Raises:
             JinguError: the overrides are wrong, or do not fit the model, the batch or the ranks.
         """
-        config = self._override(self.config, overrides)
+        config = _override(self.config, overrides)
         if ranks is None:
             sizes = config.parallel.model_dump(include=set(AXES)).values()
             ranks = math.prod(size for size in sizes if size != "auto")
@@ -207,7 +207,7 @@ class LayoutRunner:
         key = (layout.config.model_dump_json(), layout.ranks, precision)
         if key not in self._runs:
             name = f"run-{len(self._runs)}"
-            config = self._override(layout.config, short_run_overrides(self.folder, name, self.steps, precision))
+            config = _override(layout.config, short_run_overrides(self.folder, name, self.steps, precision))
             config_file = self.folder / f"{name}.yaml"
             config_file.write_text(dump_yaml(config), encoding="utf-8")
             output = self.folder / f"{name}.txt"
@@ -218,10 +218,9 @@ class LayoutRunner:
             self._runs[key] = self.folder / name
         return self._runs[key]
 
-    def _override(self, config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-        file = self.folder / "config.yaml"
-        file.write_text(dump_yaml(config), encoding="utf-8")
-        return load_config(file, overrides)
+
+def _override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    return config_from_tree(config.model_dump(), overrides)
 
 
 def short_run_overrides(folder: Path, name: str, steps: int, precision: str) -> list[str]:
@@ -338,10 +337,11 @@ def _compare_tensors(kind: str, step: int, folders: Sequence[Path], prefix: str)
     for name in sorted(first_names | second_names):
         differences[name] = math.inf
         if name in first_names & second_names:
-            a, b = first.read(name).double(), second.read(name).double()
+            a = first.read(name).double()
+            b = second.read(name).double()
             if a.shape == b.shape:
-                differences[name] = float((a - b).abs().max().nan_to_num(math.inf)) if a.numel() else 0.0
-                sizes[name] = float(a.abs().max()) if a.numel() else 0.0
+                differences[name] = float((a - b).abs().max().nan_to_num(math.inf))
+                sizes[name] = float(a.abs().max())
     floor = max(SIZE_FLOOR * max(sizes.values(), default=0.0), 1e-300)
     return [
         Comparison(kind, step, name.removeprefix(prefix), difference / max(sizes.get(name, 0.0), floor))

@@ -36,14 +36,14 @@ def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, 
     from jingu.checkpoint import store
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.runtime.ranks import all_ranks_agree
-    from jingu.training import checkpointing, trainer
+    from jingu.training import checkpointing, session
     from jingu.training.precision import choose_precision
     from jingu.training.run import open_run
 
     run, device = open_run(config), torch.device("cpu")
     mesh = build_mesh(resolve_axis_sizes(config.parallel, world, run.spec), device)
     precision = choose_precision(config.precision, device)
-    model, optimizer = trainer.build_model_and_optimizer(run, mesh, precision, compile=False)
+    model, optimizer = session.build_model_and_optimizer(run, mesh, precision, compile=False)
     for source, target in journeys:
         tensors = checkpointing.checkpoint_tensors(model, optimizer)
         with torch.no_grad():

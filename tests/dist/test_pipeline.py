@@ -104,14 +104,14 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
     from jingu.checkpoint import store
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.runtime.ranks import all_ranks_agree
-    from jingu.training import checkpointing, trainer
+    from jingu.training import checkpointing, session
     from jingu.training.precision import choose_precision
     from jingu.training.run import open_run
 
     run, device = open_run(config), torch.device("cpu")
     mesh = build_mesh(resolve_axis_sizes(config.parallel, world, run.spec), device)
     precision = choose_precision(config.precision, device)
-    model, optimizer = trainer.build_model_and_optimizer(run, mesh, precision, compile=False)
+    model, optimizer = session.build_model_and_optimizer(run, mesh, precision, compile=False)
     tensors = checkpointing.checkpoint_tensors(model, optimizer)
     store.load(source, tensors, whole=model.is_whole, agree=all_ranks_agree)
     store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_ranks_agree)

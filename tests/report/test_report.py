@@ -200,6 +200,25 @@ def test_evaluations_that_read_different_amounts_do_not_compare(make_run: MakeRu
     assert "<dd>1.7</dd><dd>best 1.6, step 1,200</dd>" in written(run)[0]
 
 
+@pytest.mark.parametrize("evaluated", [(370,), (130, 370, 890), tuple(range(30, 1200, 30))])
+def test_the_table_of_figures_has_the_evaluations(
+    make_run: MakeRun, realistic: Rows, evaluated: tuple[int, ...]
+) -> None:
+    rows = [row for row in realistic if row["type"] == "train"]
+    rows += [{"type": "evaluation", "step": step, "loss": 2 + step / 1e4, "tokens": 900} for step in evaluated]
+    source, _ = written(make_run(rows))
+    table = {row[0]: row[5] for row in _table(source)}
+    assert {"10", "1,200"} <= set(table) and len(table) <= 22
+    shown = {step: loss for step, loss in table.items() if loss != "–"}
+    assert shown == {f"{step:,}": f"{2 + step / 1e4:.4g}" for step in evaluated if f"{step:,}" in shown}
+    assert len(shown) == min(20, len(evaluated))
+
+
+def _table(source: str) -> list[list[str]]:
+    body = source.split('<table class="figures">')[1].split("</table>")[0]
+    return [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in body.split("<tr>")[2:]]
+
+
 def test_a_single_step(make_run: MakeRun) -> None:
     source, seen = written(make_run([{"type": "train", "step": 1, "loss": 8.25, "lr": 1e-5}]))
     assert "model.json" in seen and "1 step" in seen and "8.25" in seen

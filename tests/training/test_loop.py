@@ -14,7 +14,7 @@ from jingu.errors import JinguError
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.weight_init import init_weights
 from jingu.runtime.device import is_out_of_memory
-from jingu.training import loop, pretraining, trainer
+from jingu.training import loop, pretraining, session
 from jingu.training.run import Run, open_run
 from jingu.training.schedule import learning_rate
 
@@ -166,10 +166,10 @@ def test_a_model_larger_than_memory_is_refused_before_allocation(tiny_run, train
     """Weights, gradients and two moments in fp64, and a counter of steps for each parameter."""
     config = tiny_run({"train.steps": 1})
     numbers = sum(shape.numel() for shape in parameter_shapes(open_run(config).spec).values())
-    monkeypatch.setattr(trainer, "total_memory", lambda device: 4 * 8 * numbers - 1)
+    monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers - 1)
     with pytest.raises(JinguError, match=r"^model: weights, gradients and optimizer state of one rank take "):
         train_on(1, config)
-    monkeypatch.setattr(trainer, "total_memory", lambda device: 4 * 8 * numbers + 1000)
+    monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers + 1000)
     train_on(1, config)
     assert done(config).column("step") == [1]
 
