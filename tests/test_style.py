@@ -86,7 +86,6 @@ JUSTIFIED_GETATTR = {
     ("cli.py", "__notes__"): "only exceptions with notes have it",
     ("compat/torch_distributed.py", "all_gather_single_autograd"): "the name since PyTorch 2.12",
     ("compat/torch_distributed.py", "reduce_scatter_single_autograd"): "the name since PyTorch 2.12",
-    ("config/deepspeed.py", "strerror"): "an OSError has it, a ValueError does not",
     ("model/adapter_layers.py", "dropout_seeds"): "only some modules have it",
     ("model/sharding_table.py", "SHARDING"): "only modules with a sharding table have it",
     ("parallel/stages.py", "weight"): "only some modules have it",

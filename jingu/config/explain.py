@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -33,62 +33,27 @@ Message = tuple[str, str | None]
 """What is wrong, and how to fix it."""
 Mistake = tuple[KeyPath, Message]
 
-# Keys, and what other tools call them.
-_OTHER_NAMES = {
-    "batch.global_batch_size": "batch_size train_batch_size",
-    "batch.micro_batch_size": "accumulation gradient_accumulation gradient_accumulation_steps"
-    " per_device_train_batch_size",
-    "batch.sequence_length": "block_size max_length max_seq_len max_seq_length seq_len seq_length",
-    "checkpoint.every": "save_every save_steps",
-    "data.input": "corpus files",
-    "data.validation_fraction": "test_size valid_fraction",
-    "evaluation.every": "eval_every eval_steps",
-    "model.family": "architecture model_type",
-    "model.intermediate_size": "ffn_hidden_size",
-    "model.max_position_embeddings": "context_length",
-    "model.norm_eps": "rms_norm_eps",
-    "model.num_heads": "attention_heads n_head n_heads num_attention_heads",
-    "model.num_kv_heads": "num_key_value_heads",
-    "model.num_layers": "n_layer n_layers num_hidden_layers",
-    "model.hidden_size": "d_model dim n_embd",
-    "optimizer.beta1": "beta_1",
-    "optimizer.beta2": "beta_2",
-    "optimizer.eps": "epsilon",
-    "optimizer.lr": "learning_rate",
-    "optimizer.weight_decay": "wd",
-    "parallel.context": "context_parallel context_parallel_size cp sequence_parallel",
-    "parallel.expert": "ep expert_model_parallel_size expert_parallel",
-    "parallel.pipeline": "pipeline_model_parallel_size pipeline_parallel pipeline_parallel_size pp",
-    "parallel.replicate": "data_parallel_replicate_degree hybrid_shard",
-    "parallel.shard": "data_parallel_shard_degree fsdp",
-    "parallel.tensor": "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp",
-    "parallel.zero_stage": "zero_optimization",
-    "precision.type": "bf16 dtype fp16",
-    "runs_dir": "output_dir",
-    "schedule": "scheduler",
-    "schedule.type": "lr_scheduler_type",
-    "schedule.warmup": "warmup_ratio warmup_steps",
-    "seed": "random_seed",
-    "tokenizer.special_tokens": "bos_token eos_token",
-    "train.activation_checkpointing": "checkpointing gradient_checkpointing",
-    "train.log_every": "logging_steps",
-    "train.max_grad_norm": "grad_clip gradient_clipping",
-    "train.steps": "epochs iterations max_iters max_steps num_steps total_steps",
+# The names in other tools that resemble none of the keys here.
+KEY_ALIASES = {
+    "batch_size": "batch.global_batch_size",
+    "block_size": "batch.sequence_length",
+    "d_model": "model.hidden_size",
+    "epochs": "train.steps",
+    "gradient_accumulation_steps": "batch.micro_batch_size",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "grad_clip": "train.max_grad_norm",
+    "learning_rate": "optimizer.lr",
+    "max_seq_length": "batch.sequence_length",
+    "n_embd": "model.hidden_size",
+    "n_head": "model.num_heads",
+    "n_layer": "model.num_layers",
+    "num_hidden_layers": "model.num_layers",
+    "num_key_value_heads": "model.num_kv_heads",
+    "output_dir": "runs_dir",
+    "per_device_train_batch_size": "batch.micro_batch_size",
 }
-KEY_ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-"""Keys by the names that other tools have for them."""
-VALUE_ALIASES = {
-    "adam": "adamw",
-    "bfloat16": "bf16",
-    "double": "fp64",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "gpu": "cuda",
-    "half": "fp16",
-}
+VALUE_ALIASES = {"adam": "adamw", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "gpu": "cuda"}
 """Values by the names that other tools have for them."""
-_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false", "true": "true", "false": "false"}
 # Mistakes to report at once. A file with more of them is most likely no configuration at all.
 _MAX_REPORTED = 12
 
@@ -174,7 +139,7 @@ def _check_subsection(
     if value is None:
         del section[key]
     elif not isinstance(value, dict):
-        yield path, _not_a_section(path, field, value, document)
+        yield path, _not_a_section(_dotted(path), field, value)
     elif variant := variants.get("") or variants.get(str(value.get("type", _default_type(field)))):
         yield from _check_section(value, variant, path, document)
     else:
@@ -185,14 +150,10 @@ def _restore_text(value: Any, field: FieldInfo, path: KeyPath, document: Documen
     """Return the value; where text is expected, as it was written instead of as a number."""
 
     def restore(item: Any, item_path: KeyPath) -> Any:
-        origin = document.origins.get(item_path)
-        if isinstance(item, bool | int | float) and origin and origin.written is not None:
-            return origin.written
-        return item
+        written = document.origin(item_path).written
+        return item if written is None or not isinstance(item, bool | int | float) else written
 
-    if isinstance(value, list):
-        if not accepts_text(accepted_item_types(field)):
-            return value
+    if isinstance(value, list) and accepts_text(accepted_item_types(field)):
         return [restore(item, (*path, index)) for index, item in enumerate(value)]
     return restore(value, path) if accepts_text(accepted_types(field)) else value
 
@@ -207,12 +168,12 @@ def _check_value(
         # If an item of a list is wrong, pydantic also reports the list; report only the item.
         items = sorted({part for detail in error.errors() for part in detail["loc"][1:] if isinstance(part, int)})
         if not items:
-            yield path, _wrong_value(_dotted(path), value, accepted_types(field), path, field, document)
+            written = document.origin(path).written
+            yield path, _wrong_value(_dotted(path), value, accepted_types(field), written, field)
         for index in items:
             name = f"item {index + 1} of {_dotted(path)}"
-            item_path = (*path, index)
-            types = accepted_item_types(field)
-            yield item_path, _wrong_value(name, value[index], types, item_path, field, document)
+            written = document.origin((*path, index)).written
+            yield (*path, index), _wrong_value(name, value[index], accepted_item_types(field), written, field)
 
 
 def _default_type(field: FieldInfo) -> str:
@@ -263,8 +224,6 @@ def _key_of_another_type(path: KeyPath, chosen_type: str, owners: list[str], doc
     section, key = _dotted(path[:-1]), path[-1]
     tag = document.origins.get((*path[:-1], "type"))
     fix = f"Remove {key}, or choose {section}.type {join_words(owners)}."
-    if tag and not tag.in_file and document.origin(path).in_file:
-        fix += f" To replace the whole section of the file, write '{section}={{type: {chosen_type}}}'."
     type_note = f"the type here is {chosen_type} ({tag.where if tag else 'the default'})"
     return f"{section}.{key} is a setting of {section}.type {join_words(owners)}, and {type_note}.", fix
 
@@ -276,9 +235,8 @@ def _wrong_type_tag(name: str, tag: Any, tags: list[str]) -> Message:
     return what, f"Did you mean {guess}?" if guess else None
 
 
-def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Document) -> Message:
+def _not_a_section(name: str, field: FieldInfo, value: Any) -> Message:
     """Describe a single value in place of a section: perhaps its `type:`, or a colon without a space after it."""
-    name = _dotted(path)
     variants = section_types(field)
     keys = fields_by_key(next(iter(variants.values())))
     if "" not in variants:
@@ -287,12 +245,8 @@ def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Docume
         tags = [accepted.value for accepted in accepted_types(keys["type"])]
     else:
         tags = []
-    guess = _guess_value(value, tags)
-    is_type = guess is not None or list(keys) == ["type"]
-    if is_type and document.origin(path).in_file:
-        fix = f"Write `{name}:` and, indented on the next line, `type: {guess or join_words(tags)}`."
-    elif is_type:
-        fix = f"Write {name}.type={guess or join_words(tags)}."
+    if guess := _guess_value(value, tags):
+        fix = f"Did you mean {name}.type: {guess}?"
     elif isinstance(value, str) and value.partition(":")[0] in keys:
         fix = f"Put a space after the colon: {value.replace(':', ': ', 1)}."
     else:
@@ -300,49 +254,16 @@ def _not_a_section(path: KeyPath, field: FieldInfo, value: Any, document: Docume
     return f"{name} is a section of settings, not {_describe_value(value)}.", fix
 
 
-def _wrong_value(
-    name: str, value: Any, types: list[AcceptedType], path: KeyPath, field: FieldInfo, document: Document
-) -> Message:
-    """Describe a value of the wrong type, or out of range."""
-    text = document.origin(path).written
+def _wrong_value(name: str, value: Any, types: list[AcceptedType], written: str | None, field: FieldInfo) -> Message:
+    """Describe a value of the wrong type, or out of range; `written` is its text in the file."""
     choices = [format_value(accepted.value) for accepted in types if accepted.value is not None]
-    only_choices = bool(choices) and len(choices) == len(types)
-    shown = text if text is not None and value is not None else _describe_value(value, bare=only_choices)
+    shown = _describe_value(value, bare=bool(choices) and len(choices) == len(types))
+    if written is not None and value is not None:
+        shown = written
     meaning = field_description(field).split(". ")[0].rstrip(".")
-    hints = [_hint(types, value, choices, field), f"Meaning: {meaning}." if meaning else None]
-    return f"{name} takes {describe_types(types)}, {_contrast(shown)}.", " ".join(filter(None, hints)) or None
-
-
-def _hint(types: list[AcceptedType], value: Any, choices: list[str], field: FieldInfo) -> str | None:
-    """Return what to write instead, for the most common slips."""
-    plain_types = [accepted.type for accepted in types]
-    is_number = int in plain_types or float in plain_types
-    if isinstance(value, float) and int in plain_types and value.is_integer():
-        return f"Write {int(value)}."
-    if value is None and plain_types != [str]:
-        default = field.get_default(call_default_factory=True)
-        return None if default is None else f"Leave the key out to take the default, {format_value(default)}."
-    if not isinstance(value, str):
-        return None
-    if value.lower() in _BOOLEANS and bool in plain_types:
-        return f"Write {_BOOLEANS[value.lower()]}."
-    if value.lower() in ("none", "nil") and type(None) in plain_types:
-        return "Write null."
-    digits = value.replace("_", "").replace(",", "").strip()
-    if is_number and _is_number(digits):
-        return "Write it without quotes." if digits == value else f"Write {digits}."
-    if any(get_origin(plain_type) is list for plain_type in plain_types):
-        return f"Write [{value}]."
     guess = _guess_value(value, choices)
-    return f"Did you mean {guess}?" if guess else None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    hints = [f"Did you mean {guess}?" if guess else None, f"Meaning: {meaning}." if meaning else None]
+    return f"{name} takes {describe_types(types)}, {_contrast(shown)}.", " ".join(filter(None, hints)) or None
 
 
 def _describe_value(value: Any, *, bare: bool = False) -> str:

@@ -72,8 +72,7 @@ def _read(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         raise JinguError("there is no such file.", where=path, fix=_suggest_file(path)) from None
     except IsADirectoryError:
-        inner = path / "config.yaml"
-        fix = f"Give the file in it: {inner}." if inner.exists() else _suggest_file(inner)
+        fix = f"Give the file in it: {path / 'config.yaml'}."
         raise JinguError("this is a folder, and a run is a YAML file.", where=path, fix=fix) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -89,19 +88,11 @@ def _read(path: Path) -> str:
 
 
 def _suggest_file(path: Path) -> str:
-    """Return a suggestion for a missing file: a similar name, or the YAML files of its folder."""
-    folder = path.parent
+    """Return a suggestion for a missing file: a similar name in its folder."""
     if "=" in path.name:
         return "The run's file comes first, then the settings to change."
-    if not folder.is_dir():
-        return f"There is no folder {folder} either."
-    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
-    place = "this folder" if folder == Path() else str(folder)
-    if not names:
-        return f"There are no YAML files in {place}."
-    if close := get_close_matches(path.name, names, n=1, cutoff=0.7):
-        return f"Did you mean {folder / close[0]}?"
-    return f"In {place} there {'is' if len(names) == 1 else 'are'} {', '.join(names[:5])}."
+    close = get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.y*ml")], n=1, cutoff=0.7)
+    return f"Did you mean {path.parent / close[0]}?" if close else f"The path is {path.absolute()}."
 
 
 def _apply(override: str, document: Document) -> None:

@@ -45,12 +45,9 @@ _EXPLANATIONS = {
     "expected <block end>, but found '-'": "a list item among keys. Indent it below the key that it belongs to.",
     "expected ',' or ']'": "a list that is never closed, or items without commas. Write [a, b].",
     "expected ',' or '}'": "a { } section that is never closed, or keys without commas. Write {a: 1, b: 2}.",
-    "found character '@' that cannot start": "text that begins with @. Put it in quotes.",
-    "found character '`' that cannot start": "text that begins with a backquote. Put it in quotes.",
-    "found character '%' that cannot start": "text that begins with %. Put it in quotes.",
+    "that cannot start any token": "text that begins with @, % or a backquote. Put it in quotes.",
     "found unknown escape character": "a backslash that means nothing in double quotes. Use single quotes.",
-    "found undefined alias": "text that begins with *. Put it in quotes.",
-    "while scanning an alias": "text that begins with *. Put it in quotes.",
+    "alias": "text that begins with *. Put it in quotes.",
     "while scanning an anchor": "text that begins with &. Put it in quotes.",
 }
 
@@ -60,7 +57,6 @@ class Origin:
     """Where a value comes from: `run.yaml:3` or the text of an override; `written` is the text of a plain scalar."""
 
     where: str
-    in_file: bool = False
     written: str | None = None
 
 
@@ -173,7 +169,7 @@ class _Reader:
             what = "a value marked with & is used again with *."
             return self.problem(node, what, "Write the value out in both places.")
         self.seen.add(id(node))
-        self.document.origins.setdefault(path, Origin(self.where(node), self.lines))
+        self.document.origins.setdefault(path, Origin(self.where(node)))
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -196,7 +192,7 @@ class _Reader:
                 self.problem(key_node, f"{dotted} is given twice{earlier}.", "Keep one of them.")
             else:
                 first[key] = key_node
-                self.document.origins[(*path, key)] = Origin(self.where(key_node), self.lines)
+                self.document.origins[(*path, key)] = Origin(self.where(key_node))
                 value = self.value(value_node, (*path, key))
                 if value is not self.nothing:
                     result[key] = value
