@@ -180,7 +180,7 @@ def _run_products(model: Any, rows: int, passes: int, *, packed: bool) -> float:
     from jingu.model.quantized_weight import PrepackedWeight
 
     weights = [torch.randn(shape).to(torch.bfloat16) for shape in _matrix_shapes(model)]
-    matrices = [PrepackedWeight.of(weight) for weight in weights] if packed else weights
+    matrices = [PrepackedWeight.pack(weight) for weight in weights] if packed else weights
     inputs = {size: torch.randn(rows, size).to(torch.bfloat16) for size in {weight.shape[1] for weight in weights}}
     with torch.inference_mode(not packed), torch.no_grad():
         for number in range(1 + passes):

@@ -174,7 +174,7 @@ class ExpertOffloader:
         )
         for expert in range(number):
             read = self._stored_model.read(name, expert).to(self._device)
-            rounded = PrepackedQuantizedWeight.rounded(read, weight.kind, self._dtype)
+            rounded = PrepackedQuantizedWeight.quantize(read, weight.kind, self._dtype)
             values[expert], scales[expert] = rounded.values, rounded.scales
         self._rounded[name] = values, scales
 
@@ -346,7 +346,7 @@ def _room_for(
     """A rounded matrix of zeros, where it is to be rounded and can be; else one without memory."""
     if kind is None or not can_quantize(*shape, kind):
         return torch.empty(shape, dtype=dtype, device="meta")
-    return PrepackedQuantizedWeight.rounded(torch.zeros(shape, device=device), kind, dtype)
+    return PrepackedQuantizedWeight.quantize(torch.zeros(shape, device=device), kind, dtype)
 
 
 def _rooms(

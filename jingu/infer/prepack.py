@@ -1,5 +1,9 @@
-"""A model made to answer fast. Its matrices lie as CPUs multiply few rows by them fastest: packed ones in the order of
-their kernels, and of the others those with the same input as one, in oneDNN's order."""
+"""Prepack a model's weights for fast inference on CPUs.
+
+oneDNN and the kernels for quantized matrices read weights in layouts of their own. Converting each weight once, instead
+of for every product, nearly halves the time of a step with few tokens. Projections of the same input (query, key and
+value; gate and up) are joined to one matrix, so that one product computes them.
+"""
 
 from __future__ import annotations
 
@@ -19,114 +23,127 @@ from jingu.model.matmul_kernels import matmul_dtype
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight, QuantizedWeight, can_quantize
 from jingu.runtime.device import collapse_to_huge_pages
 
+AnyPrepacked = PrepackedWeight | PrepackedQuantizedWeight
+
 
 def prepack_weights(model: Decoder) -> None:
-    """Arrange a model, or a rank's part of one, in place; from then on it only computes. Matrices of routers stay as
-    they are, and those of experts that are not packed; and what there is no kernel for."""
-    _arrange_matrices(model)
-    for part in model.modules():
-        if isinstance(part, RMSNorm) and part.weight.dtype in (torch.bfloat16, torch.float16):
-            part.wide = part.weight.detach().float()
-        # The search for hooks at every call of a module takes a twentieth of a step with one token.
-        call_forward_directly(part)
+    """Prepack a model, or a rank's part of one, in place. Afterwards it can only be used for inference.
 
-
-def _arrange_matrices(model: Decoder) -> None:
+    Matrices without a kernel stay as they are, as do routers and the unquantized matrices of experts.
+    """
     parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = parameter.dtype
-    if parameter.device.type != "cpu" or dtype == torch.float64:
-        return
-    head: Any = (model.head or model.embedding) if model.is_last else None
-    if head is not None and _takes(head.weight):
-        model.arranged_head = PrepackedQuantizedWeight.of(
-            head.weight.kind, head.weight.values, head.weight.scales, dtype
-        )
-    missing = dtype in (torch.bfloat16, torch.float16) and matmul_dtype(dtype, parameter.device) != dtype
-    ordered = not missing and bool(torch.backends.mkldnn.is_available())
-    for part in list(model.modules()):
-        if isinstance(part, SelfAttention):
-            three = (part.q, part.k, part.v)
-            rows = [_rows(projection) for projection in three]
-            part.qkv = _joined(three, dtype, ordered)
-            part.sizes = [count // part.head_dim for count in rows]  # a rank may have some of the heads
-        elif isinstance(part, FeedForwardLayer) and part.gate is not None:
-            part.gate_up = _joined((part.gate, part.up), dtype, ordered)
-    for part in list(model.modules()):
-        packed = dict(part.named_children()).get("weight")
-        if isinstance(packed, QuantizedWeight) and _takes(packed) and not isinstance(part, Embedding):
-            _replace(part, _of_packed(packed, dtype))
-    if not ordered:
-        return
-    if head is not None and isinstance(head.weight, Tensor):
-        weight = normalize(head.weight) if model.spec.normalize_lm_head else head.weight
-        model.arranged_head = PrepackedWeight.of(weight)
-        if model.head is not None:
-            _forget(model.head)
-    routers = {part.router for part in model.modules() if isinstance(part, MoELayer)}  # multiplied in fp32
-    for part in model.modules():
-        if part in routers:
-            continue
-        if type(part) is Linear and isinstance(part.weight, Tensor) and not part.weight.is_meta:
-            _replace(part, PrepackedWeight.of(part.weight))
-    arranged = [model.arranged_head, *(part.weight for part in model.modules() if isinstance(part, Linear))]
-    collapse_to_huge_pages(
-        weight.block for weight in arranged if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight)
-    )
+    if parameter.device.type == "cpu" and dtype != torch.float64:
+        lacks_units = dtype in (torch.bfloat16, torch.float16) and matmul_dtype(dtype, parameter.device) != dtype
+        use_onednn = not lacks_units and bool(torch.backends.mkldnn.is_available())
+        _join_projections(model, dtype, use_onednn)
+        _prepack_quantized(model, dtype)
+        if use_onednn:
+            _prepack_plain(model)
+    for module in model.modules():
+        if isinstance(module, RMSNorm) and module.weight.dtype in (torch.bfloat16, torch.float16):
+            module.wide_weight = module.weight.detach().float()
+        # The search for hooks at every call of a module takes a twentieth of a step with one token.
+        call_forward_directly(module)
 
 
-def _rows(part: Any) -> int:
-    weight = getattr(part, "weight", ())
-    return len(weight.values if isinstance(weight, QuantizedWeight) else weight)
+def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool) -> None:
+    """Join the matrices of projections that have the same input."""
+    for module in list(model.modules()):
+        if isinstance(module, SelfAttention):
+            projections = (module.q, module.k, module.v)
+            # On a rank of tensor parallelism these are its own heads only.
+            sizes = [_num_rows(projection) // module.head_dim for projection in projections]
+            module.qkv = _join(projections, dtype, use_onednn)
+            module.sizes = sizes
+        elif isinstance(module, FeedForwardLayer) and module.gate is not None:
+            module.gate_up = _join((module.gate, module.up), dtype, use_onednn)
 
 
-def _takes(weight: Any) -> bool:
-    """Whether there are kernels for a packed matrix; of a rank's part of one not always."""
-    if not isinstance(weight, QuantizedWeight):
-        return False
-    outputs, inputs = weight.values.shape[-2:]
-    return can_quantize(outputs, inputs if weight.kind == "int8" else 2 * inputs, weight.kind)
-
-
-def _of_packed(
-    packed: QuantizedWeight, dtype: torch.dtype
-) -> PrepackedQuantizedWeight | tuple[PrepackedQuantizedWeight, ...]:
-    """A matrix, or one for each expert."""
-    if packed.values.dim() == 2:
-        return PrepackedQuantizedWeight.of(packed.kind, packed.values, packed.scales, dtype)
-    pairs = zip(packed.values, packed.scales, strict=True)
-    return tuple(PrepackedQuantizedWeight.of(packed.kind, values, scales, dtype) for values, scales in pairs)
-
-
-def _joined(parts: Sequence[Linear], dtype: torch.dtype, ordered: bool) -> Linear | None:
-    """One matrix of several with the same input, whose own go; None where they are of another kind, or there is no
-    kernel for it."""
+def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool) -> Linear | None:
+    """Return one layer in place of several, whose weights are freed; None if they differ in kind or have no kernel."""
     if any(type(part) is not Linear for part in parts):
         return None
     weights: list[Any] = [part.weight for part in parts]
-    joined: PrepackedWeight | PrepackedQuantizedWeight
-    if all(_takes(weight) and weight.kind == weights[0].kind for weight in weights):
-        values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
-        joined = PrepackedQuantizedWeight.of(weights[0].kind, values, scales, dtype)
-    elif ordered and all(isinstance(weight, Tensor) for weight in weights):
-        joined = PrepackedWeight.of(torch.cat([weight.detach() for weight in weights]))
+    joined: AnyPrepacked
+    if all(_has_kernel(weight) and weight.kind == weights[0].kind for weight in weights):
+        values = torch.cat([weight.values for weight in weights])
+        scales = torch.cat([weight.scales for weight in weights])
+        joined = PrepackedQuantizedWeight.pack(weights[0].kind, values, scales, dtype)
+    elif use_onednn and all(isinstance(weight, Tensor) for weight in weights):
+        joined = PrepackedWeight.pack(torch.cat([weight.detach() for weight in weights]))
     else:
         return None
-    whole = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
+    layer = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
     if parts[0].bias is not None:
-        whole.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
+        layer.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
     for part in parts:
-        _forget(part)
-    _replace(whole, joined)
-    return whole
+        _free_weight(part)
+    _set_weight(layer, joined)
+    return layer
 
 
-def _replace(
-    part: Any, weight: PrepackedWeight | PrepackedQuantizedWeight | tuple[PrepackedQuantizedWeight, ...]
-) -> None:
-    del part.weight
-    part.weight = weight
+def _prepack_quantized(model: Decoder, dtype: torch.dtype) -> None:
+    """Prepack the quantized matrices of linear layers, experts and the head."""
+    head: Any = (model.head or model.embedding) if model.is_last else None
+    if head is not None and _has_kernel(head.weight):
+        model.prepacked_head = _pack_quantized(head.weight, dtype)
+    for module in list(model.modules()):
+        weight = dict(module.named_children()).get("weight")
+        if not isinstance(weight, QuantizedWeight) or not _has_kernel(weight) or isinstance(module, Embedding):
+            continue
+        if module is head:
+            _free_weight(module)
+        elif weight.values.dim() == 2:
+            _set_weight(module, _pack_quantized(weight, dtype))
+        else:
+            pairs = zip(weight.values, weight.scales, strict=True)
+            experts = (PrepackedQuantizedWeight.pack(weight.kind, *pair, dtype) for pair in pairs)
+            _set_weight(module, tuple(experts))
 
 
-def _forget(part: nn.Module) -> None:
-    """Let go of a matrix that another stands for now."""
-    part.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+def _pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PrepackedQuantizedWeight:
+    return PrepackedQuantizedWeight.pack(weight.kind, weight.values, weight.scales, dtype)
+
+
+def _prepack_plain(model: Decoder) -> None:
+    """Prepack the unquantized matrices in oneDNN's layout, on huge pages."""
+    head: Any = (model.head or model.embedding) if model.is_last else None
+    if head is not None and isinstance(head.weight, Tensor) and not head.weight.is_meta:
+        model.prepacked_head = PrepackedWeight.pack(
+            normalize(head.weight) if model.spec.normalize_lm_head else head.weight
+        )
+        if model.head is not None:
+            _free_weight(model.head)
+    # Routers multiply in fp32.
+    routers = {module.router for module in model.modules() if isinstance(module, MoELayer)}
+    for module in model.modules():
+        if type(module) is not Linear or module in routers:
+            continue
+        if isinstance(module.weight, Tensor) and not module.weight.is_meta:
+            _set_weight(module, PrepackedWeight.pack(module.weight))
+    weights = [model.prepacked_head, *(module.weight for module in model.modules() if isinstance(module, Linear))]
+    collapse_to_huge_pages(weight.memory for weight in weights if isinstance(weight, AnyPrepacked))
+
+
+def _has_kernel(weight: Any) -> bool:
+    """Return whether a weight is quantized and its shape, or that of a rank's part of it, has a kernel."""
+    if not isinstance(weight, QuantizedWeight):
+        return False
+    outputs, columns = weight.values.shape[-2:]
+    return can_quantize(outputs, columns if weight.kind == "int8" else 2 * columns, weight.kind)
+
+
+def _num_rows(layer: Any) -> int:
+    weight = getattr(layer, "weight", ())
+    return len(weight.values if isinstance(weight, QuantizedWeight) else weight)
+
+
+def _set_weight(module: Any, weight: AnyPrepacked | tuple[PrepackedQuantizedWeight, ...]) -> None:
+    del module.weight
+    module.weight = weight
+
+
+def _free_weight(module: nn.Module) -> None:
+    """Free the memory of a weight that another one replaces."""
+    module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)

@@ -271,7 +271,7 @@ class Decoder(TransformerStack):
         if is_last and not spec.tie_word_embeddings:
             self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         # The head's weight in the order of a CPU kernel, if the model was prepacked for inference.
-        self.arranged_head: PrepackedWeight | PrepackedQuantizedWeight | None = None
+        self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | None = None
         self.encoder = None
         if encoder_layers:
             self.encoder = TransformerStack(
@@ -336,8 +336,8 @@ class Decoder(TransformerStack):
 
     def head_weight(self) -> Tensor:
         """Return the weight [V, D] of the head: its own, or the embedding's."""
-        if self.arranged_head is not None:
-            return cast(Tensor, self.arranged_head)
+        if self.prepacked_head is not None:
+            return cast(Tensor, self.prepacked_head)
         module = self.head or self.embedding
         assert module is not None
         weight = module.weight

@@ -1,8 +1,8 @@
-"""The small parts: linear map, embedding, norms, feed-forward. Weights are left empty; `initialise` fills them.
+"""Basic layers: linear, embedding, norms, feed-forward. Weights stay empty until `init_weights` or a file fills them.
 
-A weight may be wider than the states: then it is a master weight, and is rounded to their dtype where it is used.
+A weight may have a wider dtype than the hidden states: it is then a master weight, and is rounded where it is used.
 
-Shapes: B rows, T tokens, D width, F feed-forward size.
+Shapes: B rows, T tokens, D hidden size, F intermediate size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors.
+    """An embedding.
 
     Attributes:
         compute: dtype of the result; None: that of the weight.
@@ -57,13 +57,13 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, in fp32 at least and rounded once.
+    """RMSNorm (Zhang and Sennrich, 2019), computed in fp32 at least and rounded once.
 
     Attributes:
-        wide: its weight in the dtype of the norm, where a model is arranged for inference.
+        wide_weight: the weight in the dtype of the computation, if the model is prepacked for inference.
     """
 
-    wide: Tensor | None = None
+    wide_weight: Tensor | None = None
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -76,16 +76,16 @@ class RMSNorm(nn.Module):
             norm = torch.linalg.vector_norm(wide, 2, -1, True)
             epsilon = _constant(self.epsilon, wide.dtype, wide.device)
             scale = torch.addcmul(epsilon, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
-            weight = self.weight.to(x_BTD.dtype) if self.wide is None else self.wide
+            weight = self.weight.to(x_BTD.dtype) if self.wide_weight is None else self.wide_weight
             return (wide * scale).mul_(weight).to(x_BTD.dtype)
-        # Written out: several times faster than torch's own on CPU, and as fast once compiled.
+        # These operations are several times faster than `F.rms_norm` on CPUs, and as fast once compiled.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return (wide * scale * self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
 
 
 class LayerNormLayer(nn.LayerNorm):
-    """Layer norm; torch's own."""
+    """LayerNorm of PyTorch, with a weight that may be wider than the hidden states."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
@@ -106,7 +106,7 @@ def build_norm(spec: Norm, width: int) -> nn.Module:
 
 # Elements of two of the widest registers: kernels go by as many.
 _VECTOR = 64
-# Elements that PyTorch gives a thread at least; and more than which are shared out among all threads by some.
+# PyTorch gives each thread at least _SHARE elements, and uses several threads for more than _SHARED elements.
 _SHARE, _SHARED = 32768, 16384
 
 
@@ -119,16 +119,16 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The non-linearity a spec names, as `steadily`."""
+    """Apply the activation function of a spec; see `apply_batch_invariant`."""
     return apply_batch_invariant(_ACTIVATIONS[activation], x)
 
 
 def apply_batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each element of `x`.
+    """Apply an elementwise function so that an element's result does not depend on its position in the tensor.
 
-    Without gradients, on CPUs, an element's result does not depend on what lies beside it: the last elements of a
-    tensor, and of each thread's share of it, where they do not fill a vector register, are computed by other
-    functions. So rows are filled up, and are as many as all threads have the same number of.
+    This matters without gradients, on CPUs. There, the last elements of a tensor, and of each thread's share of it, are
+    computed by other instructions if they do not fill a vector register. So rows are padded to whole registers, and
+    their number is padded so that all threads have as many.
     """
     size = x.shape[-1]
     if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.numel():

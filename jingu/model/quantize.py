@@ -1,6 +1,8 @@
-"""Which matrices of a model are rounded to 8 or 4 bits: those of attention and feed-forward, and of experts, to what is
-asked for; embedding and head, for generation alone, to 8 in any case. Adapters, norms, biases, positions and routers
-stay as they are, and matrices of shapes that the kernels do not take, too.
+"""Which matrices of a model are quantized.
+
+Matrices of attention, feed-forward layers and experts get the requested format. For inference, embedding and head are
+quantized, too, always to int8. Adapters, norms, biases, positions and routers stay as they are, as do matrices whose
+shapes no kernel supports.
 """
 
 from __future__ import annotations
@@ -17,24 +19,25 @@ from jingu.model.spec import QuantizationFormat
 
 
 def quantize_blocks(model: nn.Module, kind: QuantizationFormat) -> None:
-    """Replace the matrices of a model's blocks by quantized ones, which are not filled."""
+    """Replace the matrices of a model's blocks by quantized ones, whose values are to be filled."""
     for name, module in model.named_modules():
-        within, leaf = "blocks." in name, name.rpartition(".")[2]
-        if within and isinstance(module, Linear | GroupedLinear) and leaf != "router" and ".prompt." not in name:
-            _round(module, kind)
+        in_block = "blocks." in name and ".prompt." not in name
+        is_router = name.rpartition(".")[2] == "router"
+        if in_block and isinstance(module, Linear | GroupedLinear) and not is_router:
+            _quantize_weight(module, kind)
 
 
 def quantize_embedding_and_head(model: Any, dtype: torch.dtype) -> None:
     """Replace embedding and head by int8 matrices; `dtype` is that of the hidden states."""
     unit_rows = model.spec.normalize_lm_head
     if model.head is not None:
-        _round(model.head, "int8", unit_rows=unit_rows)
+        _quantize_weight(model.head, "int8", unit_rows=unit_rows)
     if model.embedding is not None and not (model.spec.tie_word_embeddings and unit_rows):
-        _round(model.embedding, "int8")
+        _quantize_weight(model.embedding, "int8")
         model.embedding.compute = dtype
 
 
-def _round(module: Any, kind: QuantizationFormat, *, unit_rows: bool = False) -> None:
+def _quantize_weight(module: Any, kind: QuantizationFormat, *, unit_rows: bool = False) -> None:
     shape: torch.Size = module.weight.shape
     if can_quantize(shape[-2], shape[-1], kind):
         del module.weight

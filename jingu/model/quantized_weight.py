@@ -1,8 +1,8 @@
-"""Quantized weights: matrices of 8 or 4 bits an element, for inference and as the frozen base of adapters.
+"""Quantized weights: matrices of 8 or 4 bits per element, for inference and as the frozen base of adapters.
 
-int8: each row has a scale. int4: each group of 32 elements of a row has a scale and a middle (as Q4_1 of GGUF). nf4:
-each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by bitsandbytes. What a
-matrix stands for depends on nothing else, neither on the device nor on the dtype that is computed in.
+int8: each row has a scale. int4: each group of 32 elements of a row has a scale and a midpoint (as Q4_1 of GGUF). nf4:
+each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by bitsandbytes. The
+dequantized matrix depends on the stored bits only, neither on the device nor on the dtype of the activations.
 
 Shapes: O outputs, I inputs, E experts, G groups of a row, N rows.
 """
@@ -34,32 +34,32 @@ from jingu.errors import JinguError
 from jingu.model.spec import QuantizationFormat
 
 TensorReader = Callable[[str], Tensor]
-# Elements of a row that are packed together; of int8 what kernels take at once.
+# Elements of a row that share a scale; for int8 the number that kernels process at once.
 GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64}
-# Shares of a group's range that are tried: what lies beyond is cut off, and the rest is finer.
+# Shares of a group's range to try: values beyond it are clipped, and the others are rounded more finely.
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 
-# On CPUs, the kernels for few rows sum in another order than those for more. From these numbers on, and in multiples of
-# them, a row's result does not depend on how many rows there are. Plain matrices: MKL has kernels of their own for up
-# to 8 rows with AVX-512, and for up to 3 with AVX2.
+# On CPUs, the kernels for few rows sum in another order than those for more. In multiples of these numbers, a row's
+# result does not depend on how many rows there are. Plain matrices: MKL has special kernels for up to 8 rows with
+# AVX-512, and for up to 3 with AVX2.
 BATCH_INVARIANT_ROWS = 16
 # Matrices in oneDNN's order: only a single row is summed differently.
 PREPACKED_ROWS = 2
 
 
 class QuantizedWeight(nn.Module):
-    """A quantized matrix [O, I] in the place of a weight, or one for each expert [E, O, I]; it is not trained.
+    """A quantized matrix [O, I], or one for each expert [E, O, I], in place of a module's weight. It is not trained.
 
     Attributes:
-        values: of 8 bits [O, I]; of 4 bits [O, I / 2], the even elements in the low halves.
-        scales: [O, 1] of int8, [O, 2 G] of int4 (scale and middle in turns), both bf16; [O, G] of nf4, fp32. Their
-            bits, as integers: no engine casts these.
+        values: int8 [O, I]; 4 bits [O, I / 2], with the even elements in the low halves of bytes.
+        scales: int8 [O, 1] and int4 [O, 2 G] (scale and midpoint alternate) in bf16; nf4 [O, G] in fp32. They are
+            stored as integers of the same bits, so that casting the model to another dtype leaves them alone.
     """
 
     def __init__(self, kind: QuantizationFormat, shape: Sequence[int], *, unit_rows: bool = False) -> None:
         """
         Args:
-            unit_rows: whether it stands for the rows of the weight divided by their lengths.
+            unit_rows: whether the rows are normalized to length 1 before they are quantized.
         """
         super().__init__()
         self.kind: QuantizationFormat = kind
@@ -88,12 +88,14 @@ class QuantizedWeight(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class PrepackedQuantizedWeight:
-    """A packed matrix [O, I] that is only computed with from now on. On CPUs kernels multiply by it, and a row of the
-    result depends on its row of `x` alone, to the last bit; elsewhere it is made whole for each product.
+    """A quantized matrix [O, I] for inference only.
+
+    CPUs have kernels for it: each row of the result depends on its own row of `x` only, to the last bit. On other
+    devices it is dequantized for each product.
 
     Attributes:
-        values: on CPU in the kernel's order.
-        scales: on CPU in the dtype of what is multiplied; of 4 bits [G, O, 2], with the middles.
+        values: on CPU in the layout of the kernel.
+        scales: on CPU in the dtype of the activations; for 4 bits [G, O, 2], with the midpoints.
     """
 
     kind: QuantizationFormat
@@ -101,19 +103,19 @@ class PrepackedQuantizedWeight:
     scales: Tensor
 
     @staticmethod
-    def rounded(weight_OI: Tensor, kind: QuantizationFormat, dtype: torch.dtype) -> PrepackedQuantizedWeight:
+    def quantize(weight_OI: Tensor, kind: QuantizationFormat, dtype: torch.dtype) -> PrepackedQuantizedWeight:
         """Quantize and prepack a matrix; `dtype` is that of the activations."""
-        return PrepackedQuantizedWeight.of(kind, *quantize(weight_OI, kind), dtype)
+        return PrepackedQuantizedWeight.pack(kind, *quantize(weight_OI, kind), dtype)
 
     @staticmethod
-    def of(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> PrepackedQuantizedWeight:
-        """Prepack a quantized matrix, given as values and scales."""
+    def pack(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> PrepackedQuantizedWeight:
+        """Prepack the values and scales of a quantized matrix; `dtype` is that of the activations."""
         if values.device.type != "cpu":
             return PrepackedQuantizedWeight(kind, values, scales)
         wide = scales.detach().view(torch.bfloat16).to(dtype)
         if kind == "int8":
             return PrepackedQuantizedWeight(kind, values.detach(), wide.squeeze(-1))
-        ordered = pack_int4(_nibbles(values).int())
+        ordered = pack_int4(_unpack_nibbles(values).int())
         return PrepackedQuantizedWeight(kind, ordered, wide.unflatten(-1, (-1, 2)).transpose(0, 1).contiguous())
 
     @property
@@ -122,7 +124,7 @@ class PrepackedQuantizedWeight:
         return self.values.nbytes + self.scales.nbytes
 
     @property
-    def block(self) -> tuple[int, int]:
+    def memory(self) -> tuple[int, int]:
         """Address and size in bytes of the values."""
         return self.values.data_ptr(), self.values.nbytes
 
@@ -141,22 +143,23 @@ class PrepackedQuantizedWeight:
 
 @dataclass(frozen=True, eq=False)
 class PrepackedWeight:
-    """A matrix [O, I] as it is, in the order that oneDNN's kernels for CPUs read at once: nearly twice as fast for few
-    rows, and the result is the same. A row of it depends on its row of `x` alone, to the last bit.
+    """An unquantized matrix [O, I] in the layout of oneDNN's kernels for CPUs: nearly twice as fast for few rows.
+
+    Each row of the result depends on its own row of `x` only, to the last bit.
 
     Attributes:
-        values: oneDNN's own.
+        values: a tensor of oneDNN.
     """
 
     values: Tensor
 
     @staticmethod
-    def of(weight_OI: Tensor) -> PrepackedWeight:
+    def pack(weight_OI: Tensor) -> PrepackedWeight:
         """Prepack a copy of a matrix."""
         return PrepackedWeight(prepack_weight(weight_OI.detach().contiguous(), PREPACKED_ROWS))
 
     @property
-    def block(self) -> tuple[int, int]:
+    def memory(self) -> tuple[int, int]:
         """Address and size in bytes of the matrix."""
         return prepacked_memory(self.values)
 
@@ -170,7 +173,7 @@ class PrepackedWeight:
 
 
 def require_bitsandbytes(what: str, where: str, other: str) -> None:
-    """Raise JinguError if bitsandbytes is not installed, which `what` (the setting `where`) needs."""
+    """Raise JinguError if bitsandbytes is not installed, which the feature `what` (setting `where`) needs."""
     if find_spec("bitsandbytes") is None:
         raise JinguError(
             f"{what} by the bitsandbytes package, which is not installed.",
@@ -182,7 +185,7 @@ def require_bitsandbytes(what: str, where: str, other: str) -> None:
 def import_bitsandbytes() -> None:
     """Import bitsandbytes, and keep it from downloading code.
 
-    On some CPUs it would run code that the package `kernels` downloads, if that is installed. So it is hidden here.
+    On some CPUs it uses the package `kernels`, if that is installed, to download and run code. It is hidden meanwhile.
     """
     if "bitsandbytes" in sys.modules:
         return
@@ -214,7 +217,7 @@ def quantize(weight: Tensor, kind: QuantizationFormat) -> tuple[Tensor, Tensor]:
         values_OI = (wide_OI / scale_O1.float()).round().clamp(-127, 127)
         return values_OI.to(torch.int8), scale_O1.view(torch.int16)
     if kind == "int4":
-        return _groups(wide_OI)
+        return _quantize_int4(wide_OI)
     from bitsandbytes.functional import quantize_4bit
 
     values, state = quantize_4bit(wide_OI.contiguous(), blocksize=GROUP_SIZES[kind], quant_type=kind)
@@ -226,9 +229,9 @@ def dequantize(values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tens
     if kind == "int8":
         return values.float() * scales.view(torch.bfloat16).float()
     if kind == "int4":
-        scale, middle = scales.view(torch.bfloat16).float().unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
-        groups = _nibbles(values).unflatten(-1, (-1, GROUP_SIZES[kind])).float() - 8
-        return (groups * scale + middle).flatten(-2)
+        scale, midpoint = scales.view(torch.bfloat16).float().unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
+        groups = _unpack_nibbles(values).unflatten(-1, (-1, GROUP_SIZES[kind])).float() - 8
+        return (groups * scale + midpoint).flatten(-2)
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     size, absmax = torch.Size((*values.shape[:-1], 2 * values.shape[-1])), scales.view(torch.float32).flatten()
@@ -237,57 +240,60 @@ def dequantize(values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tens
     return whole
 
 
-def _nibbles(values: Tensor) -> Tensor:
+def _unpack_nibbles(values: Tensor) -> Tensor:
     return torch.stack([values & 15, values >> 4], -1).flatten(-2)
 
 
-def _groups(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_int4(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to int4: for each group, choose the range with the smallest squared error."""
     groups_OGI = wide_OI.unflatten(1, (-1, GROUP_SIZES["int4"]))
     # Start with the full range, and keep a smaller one where its error is smaller.
-    best = _rounded(groups_OGI, 1.0)
+    best = _round_groups(groups_OGI, 1.0)
     for shrink in _SHRINKS:
-        candidate = _rounded(groups_OGI, shrink)
+        candidate = _round_groups(groups_OGI, shrink)
         better_OG1 = candidate[0] < best[0]
         best = tuple(torch.where(better_OG1, new, old) for new, old in zip(candidate, best, strict=True))
-    _, scale_OG1, middle_OG1, values_OGI = best
+    _, scale_OG1, midpoint_OG1, values_OGI = best
     # Two values of 4 bits a byte: even elements in the low half.
     values_OI = values_OGI.flatten(1).to(torch.uint8)
-    scales = torch.cat([scale_OG1, middle_OG1], -1).flatten(1).to(torch.bfloat16)
+    scales = torch.cat([scale_OG1, midpoint_OG1], -1).flatten(1).to(torch.bfloat16)
     return values_OI[:, ::2] | values_OI[:, 1::2] << 4, scales.view(torch.int16)
 
 
-def _rounded(groups_OGI: Tensor, shrink: float) -> tuple[Tensor, ...]:
-    """Return the squared error of groups, their scales and middles, and their values, for a range shrunk so far."""
+def _round_groups(groups_OGI: Tensor, shrink: float) -> tuple[Tensor, ...]:
+    """Return the squared error of groups, their scales, midpoints and values, for a range shrunk by a factor."""
     low_OG1, high_OG1 = groups_OGI.aminmax(dim=-1, keepdim=True)
     scale_OG1 = ((high_OG1 - low_OG1) * shrink / 15).clamp_min(1e-12).bfloat16().float()
-    middle_OG1 = ((high_OG1 + low_OG1 + scale_OG1) / 2).bfloat16().float()
-    values_OGI = ((groups_OGI - middle_OG1) / scale_OG1 + 8).round().clamp(0, 15)
-    off_OG1 = ((values_OGI - 8) * scale_OG1 + middle_OG1 - groups_OGI).square().sum(-1, keepdim=True)
-    return off_OG1, scale_OG1, middle_OG1, values_OGI
+    midpoint_OG1 = ((high_OG1 + low_OG1 + scale_OG1) / 2).bfloat16().float()
+    values_OGI = ((groups_OGI - midpoint_OG1) / scale_OG1 + 8).round().clamp(0, 15)
+    error_OG1 = ((values_OGI - 8) * scale_OG1 + midpoint_OG1 - groups_OGI).square().sum(-1, keepdim=True)
+    return error_OG1, scale_OG1, midpoint_OG1, values_OGI
 
 
 def quantizing_reader(parts: Iterable[nn.Module], read: TensorReader) -> TensorReader:
     """Return a reader that also knows the values and scales of quantized matrices.
 
-    A matrix is read and quantized when the first of the two is asked for.
+    A matrix is read and quantized when the first of the two is requested.
     """
-    packed = {
+    quantized = {
         name: module for part in parts for name, module in part.named_modules() if isinstance(module, QuantizedWeight)
     }
-    waiting: dict[str, Tensor] = {}
+    # The other one of the two, until it is requested.
+    pending: dict[str, Tensor] = {}
 
-    def part(name: str) -> Tensor:
-        weight = name.rpartition(".")[0]
-        if weight not in packed:
+    def read_part(name: str) -> Tensor:
+        weight_name = name.rpartition(".")[0]
+        if weight_name not in quantized:
             return read(name)
-        if name not in waiting:
-            whole = read(weight)
-            values, scales = quantize(
-                normalize(whole.float()) if packed[weight].unit_rows else whole, packed[weight].kind
-            )
-            waiting.clear()
-            waiting.update({f"{weight}.values": values, f"{weight}.scales": scales})
-        return waiting.pop(name)
+        if name not in pending:
+            weight = read(weight_name)
+            module = quantized[weight_name]
+            if module.unit_rows:
+                weight = normalize(weight.float())
+            values, scales = quantize(weight, module.kind)
+            pending.clear()
+            pending[f"{weight_name}.values"] = values
+            pending[f"{weight_name}.scales"] = scales
+        return pending.pop(name)
 
-    return part
+    return read_part

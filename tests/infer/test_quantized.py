@@ -64,7 +64,7 @@ def test_kernels_multiply_by_what_was_rounded(
     matrix = torch.randn(outputs, inputs, generator=generator) * 0.1 + 0.02
     matrix[3] = 0.0
     x = torch.randn(2, 7, inputs, generator=generator).to(dtype)
-    mine = PrepackedQuantizedWeight.rounded(matrix, kind, dtype)
+    mine = PrepackedQuantizedWeight.quantize(matrix, kind, dtype)
     bias = torch.randn(outputs, generator=generator)
     found = linear(x, mine, bias)
     whole = plain(matrix, kind)
@@ -88,7 +88,7 @@ def test_kernels_multiply_by_what_was_rounded(
 def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int) -> None:
     """What keeps an answer the same whoever else is in the batch."""
     generator = torch.Generator().manual_seed(2)
-    mine = PrepackedQuantizedWeight.rounded(torch.randn(1536, 576, generator=generator), kind, torch.bfloat16)
+    mine = PrepackedQuantizedWeight.quantize(torch.randn(1536, 576, generator=generator), kind, torch.bfloat16)
     x = torch.randn(130, 576, generator=generator).bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
