@@ -18,7 +18,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from jingu.api import Config, Dataset, JinguError, Model, build_dataset, export, load, train, train_tokenizer
+    from jingu.api import Config, Dataset, Model, build_dataset, export, load, train, train_tokenizer
+    from jingu.errors import JinguError
 
 
 def __getattr__(name: str) -> Any:

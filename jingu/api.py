@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jingu.chat.chat_format import ChatFormat
 from jingu.chat.messages import ConversationError, Message
 from jingu.config.load import config_from_tree, load_config
-from jingu.config.schema import RunConfig as Config
+from jingu.config.schema import RunConfig
 from jingu.config.sections.data import SupervisedSettings
 from jingu.data.array_reader import ReaderType
 from jingu.data.dataset import open_dataset
@@ -32,21 +32,10 @@ from jingu.infer.sampling import SamplingParams
 from jingu.runtime.signals import EXIT_INTERRUPTED
 from jingu.serve.chat_model import load_chat_model
 
-__all__ = [
-    "Config",
-    "Dataset",
-    "JinguError",
-    "Model",
-    "build_dataset",
-    "export",
-    "load",
-    "train",
-    "train_tokenizer",
-]
-
+Config = RunConfig
 AnyPath = str | PathLike[str]
+# A configuration, a mapping with its keys, or the path of a YAML file.
 AnyConfig = Config | Mapping[str, Any] | AnyPath
-"""A configuration, a mapping with its keys, or the path of a YAML file."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -61,6 +50,14 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of `Model.generate`."""
+
+    max_tokens: int | None
+    stop: Sequence[str]
+    adapter: str | None
 
 
 def load(
@@ -111,26 +108,10 @@ class Model:
         self.engine = Engine(inference_model, settings)
 
     @overload
-    def generate(
-        self,
-        prompts: str,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        adapter: str | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> str: ...
+    def generate(self, prompts: str, **options: Unpack[GenerateOptions]) -> str: ...
 
     @overload
-    def generate(
-        self,
-        prompts: list[str],
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        adapter: str | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> list[str]: ...
+    def generate(self, prompts: list[str], **options: Unpack[GenerateOptions]) -> list[str]: ...
 
     def generate(
         self,

@@ -17,14 +17,15 @@ from jingu.command import (
     Argument,
     choice,
     command,
+    converter,
     expand_path,
     flag,
     integer,
     number,
     option,
     parse,
-    part_of,
     path_argument,
+    read_part,
     repeatable_option,
 )
 from jingu.errors import JinguError, join_words
@@ -43,6 +44,7 @@ def _checkpoints(name: str, metavar: str, help_text: str) -> Argument:
 _from_0 = number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = number(lambda value: 0 < value < math.inf, "above 0")
 _probability = number(lambda value: 0 < value <= 1, "above 0, at most 1")
+_PART = converter(read_part, lambda part: 1 <= part[0] <= part[1] <= 99_999, "a part of several, such as 3/8")
 _MODEL = path_argument("model", "MODEL", "a run, a checkpoint of a run, a Hugging Face folder, a GGUF file, or smollm2")
 _CHECKPOINTS = _checkpoints("path", "PATH", "a run, a checkpoint of a run, or a URL of either")
 _PROCESSES = option("--processes", "N", integer(1), "number of ranks on this machine (default: 1)")
@@ -84,7 +86,7 @@ COMMANDS = {
     "data build": command(
         "build the data set from the corpus",
         "data.build:build",
-        option("--part", "I/N", part_of, "build part I of N, each in a job of its own; the last one joins them"),
+        option("--part", "I/N", _PART, "build part I of N, each in a job of its own; the last one joins them"),
         option("--on-error", "WHAT", choice("stop", "skip"), "stop at an error in the corpus, or skip the document"),
         option("--executor", "WHAT", choice("processes", "ray"), "local processes, or a Ray cluster", "processes"),
         run_file=True,

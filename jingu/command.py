@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jingu.errors import JinguError, join_words
 
+T = TypeVar("T")
+# Larger numbers are no seeds, and no sizes of anything.
+MAX_INTEGER = 10**18
+
+# The name of an argument, and argparse's keywords for it. The command's function has a parameter of the same name.
 Argument = tuple[str, dict[str, Any]]
-"""The name of an argument, and argparse's keywords for it. The command's function has a parameter of the same name."""
 
 
 @dataclass(frozen=True)
@@ -80,50 +83,40 @@ def expand_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """Return a converter for whole numbers within limits."""
-    limits = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
+def converter(read: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> Callable[[str], T]:
+    """Return a function that converts the text of an argument; `expected` describes the values that are valid."""
 
-    def convert(text: str) -> int:
-        is_number = text.isascii() and text.isdecimal() and len(text) <= 18
-        if not is_number or not minimum <= int(text) <= (maximum or math.inf):
-            raise argparse.ArgumentTypeError(f"takes a whole number ({limits}), not {text}.")
-        return int(text)
-
-    return convert
-
-
-def number(is_valid: Callable[[float], bool], limits: str) -> Callable[[str], float]:
-    """Return a converter for numbers that are valid; `limits` describes them."""
-
-    def convert(text: str) -> float:
+    def convert(text: str) -> T:
         try:
-            value = float(text)
+            value = read(text)
         except ValueError:
-            value = math.nan
-        if not is_valid(value):
-            raise argparse.ArgumentTypeError(f"takes a number ({limits}), not {text}.")
+            value = None
+        if value is None or not is_valid(value):
+            raise argparse.ArgumentTypeError(f"takes {expected}, not {text}.")
         return value
 
     return convert
 
 
+def integer(minimum: int, maximum: int = MAX_INTEGER) -> Callable[[str], int]:
+    """Return a converter for whole numbers within limits."""
+    limits = f"{minimum} or more" if maximum == MAX_INTEGER else f"{minimum} to {maximum}"
+    return converter(int, lambda value: minimum <= value <= maximum, f"a whole number ({limits})")
+
+
+def number(is_valid: Callable[[float], bool], limits: str) -> Callable[[str], float]:
+    """Return a converter for numbers that are valid; `limits` describes them."""
+    return converter(float, is_valid, f"a number ({limits})")
+
+
 def choice(*choices: str) -> Callable[[str], str]:
     """Return a converter for one of several words."""
-
-    def convert(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"takes {join_words(choices)}, not {text}.")
-        return text
-
-    return convert
+    return converter(str, choices.__contains__, join_words(choices))
 
 
-def part_of(text: str) -> tuple[int, int]:
+def read_part(text: str) -> tuple[int, int]:
     """Convert I/N, part I of N."""
     index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= 99_999):
-        raise argparse.ArgumentTypeError(f"takes a part of several, such as 3/8, not {text}.")
     return int(index), int(count)
 
 

@@ -1,6 +1,7 @@
 """The error that a user can fix. Any other exception is a bug, and shows its traceback."""
 
 from collections.abc import Sequence
+from functools import partial
 
 
 class JinguError(Exception):
@@ -22,16 +23,12 @@ class JinguError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the keyword arguments, which `args` would pass by position."""
-        return _restore, (type(self), self.what, self.where, self.fix)
+        return partial(type(self), self.what, where=self.where, fix=self.fix), ()
 
     def __str__(self) -> str:
         where = f"{self.where}: " if self.where is not None else ""
         fix = f" {self.fix}" if self.fix else ""
         return f"{where}{self.what}{fix}"
-
-
-def _restore(kind: type[JinguError], what: str, where: object | None, fix: str | None) -> JinguError:
-    return kind(what, where=where, fix=fix)
 
 
 def refuse(wrong: bool, name: str, value: object, allowed: str) -> None:

@@ -1,7 +1,7 @@
 """A run's folder, read for its report.
 
 The reader is forgiving: the run may still be writing, or may have been killed in the middle of a line. What it
-had to leave out it says in `ManifestModel.notes`, so that the page can say it too.
+had to leave out it says in `RunRecord.notes`, so that the page can say it too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ Row = dict[str, Any]
 
 @dataclass
 class RunRecord:
-    """What `metrics.jsonl` and its neighbours say of a run; rows by step, the later word winning."""
+    """What `metrics.jsonl` and its neighbours say of a run; rows by step, the later word winning.
+
+    Attributes:
+        config: text of config.yaml.
+        model: text of model.json.
+        notes: what was left out, and why.
+    """
 
     name: str
     starts: list[Row] = field(default_factory=list)
@@ -29,9 +35,7 @@ class RunRecord:
     samples: dict[tuple[int, str], Row] = field(default_factory=dict)
     baselines: dict[str, Row] = field(default_factory=dict)
     config: str = ""
-    """Text of config.yaml."""
     model: str = ""
-    """Text of model.json."""
     family: str = ""
     notes: list[str] = field(default_factory=list)
 

@@ -227,7 +227,7 @@ class Adafactor(ShardedOptimizer):
             return {"step": step_counter(parameter), "variance": self.zeros_like(parameter)}
         shard = local_tensor(parameter)
         row_var = shard.new_zeros(shape[:-1])
-        col_var = shard.new_zeros(_column_shape(shape))
+        col_var = shard.new_zeros((*shape[:-2], shape[-1]))
         return {"step": step_counter(parameter), "row_var": row_var, "col_var": col_var}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
@@ -261,13 +261,13 @@ class Adafactor(ShardedOptimizer):
 
     def _sums(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return this rank's share of the squares of the weights, and of the gradient by row and by column."""
-        shape = self.shape(parameter)
+        state = self.state[parameter]
         gradient = local_gradient(parameter)
         sums = [local_tensor(parameter).square().sum()]
-        if len(shape) == 1:
+        if "variance" in state:
             return sums
-        rows = gradient.new_zeros(shape[:-1])
-        columns = gradient.new_zeros(_column_shape(shape))
+        rows = torch.zeros_like(state["row_var"])
+        columns = torch.zeros_like(state["col_var"])
         if gradient.numel():
             squares = gradient.square()
             local_rows, local_columns = self._expand(parameter, rows, columns)
@@ -362,10 +362,6 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a parameter's gradient."""
     assert parameter.grad is not None
     return local_tensor(parameter.grad)
-
-
-def _column_shape(shape: torch.Size) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1])
 
 
 OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"adamw": AdamW, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
