@@ -165,11 +165,13 @@ def in_steps() -> Callable[..., Any]:
     """Scores [T, V] of a sequence that a cache takes in pieces: `resolve_steps(model, ids_T, sizes, source_BS)`."""
     import torch
 
+    from jingu.infer.attention_backend import GatherBackend
     from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
     from jingu.model.inputs import Inputs
 
     def in_steps(model: Any, ids_T: Any, sizes: list[int], source_BS: Any = None) -> Any:
-        cache, held = PagedKVCache(model.spec, 12, 8, torch.device("cpu")), BlockTable(list(range(2, 12)))
+        cache = PagedKVCache(model.spec, 12, 8, torch.device("cpu"), GatherBackend(model.spec))
+        held = BlockTable(list(range(2, 12)))
         scores, first = [], 0
         for size in sizes:
             begins = source_BS is not None and not first

@@ -60,17 +60,16 @@ class AttentionGroup:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over the KV blocks of one layer."""
+    """Computes attention over the KV blocks of one layer.
+
+    Attributes:
+        relative_bias: biases [N, H] of relative positions, of each bucket and head; None: the model has none.
+    """
+
+    relative_bias: Tensor | None = None
 
     def attend(
-        self,
-        y_BTHK: Tensor,
-        q_BTHK: Tensor,
-        store: Tensor,
-        group: AttentionGroup,
-        scale: float,
-        first_head: int,
-        bias_NH: Tensor | None,
+        self, y_BTHK: Tensor, q_BTHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int
     ) -> None:
         """Write what a group's tokens see into its rows of `y_BTHK`.
 
@@ -79,39 +78,29 @@ class AttentionBackend(Protocol):
             q_BTHK: queries of the whole step.
             store: keys and values of all blocks [P, block size, 2, G, K].
             first_head: index of the first head on this rank among all heads.
-            bias_NH: bias of relative positions, of each bucket and head; None: the model has none.
         """
 
 
-class GatherBackend:
+class GatherBackend(AttentionBackend):
     """Gathers a sequence's blocks and calls scaled dot-product attention with a bias that masks."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
 
     def attend(
-        self,
-        y_BTHK: Tensor,
-        q_BTHK: Tensor,
-        store: Tensor,
-        group: AttentionGroup,
-        scale: float,
-        first_head: int,
-        bias_NH: Tensor | None,
+        self, y_BTHK: Tensor, q_BTHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int
     ) -> None:
         """Write what a group's tokens see; see `AttentionBackend`."""
         if group.bias is None:
             heads = range(first_head, first_head + q_BTHK.shape[2])
-            group.bias = self._bias(group, heads, store, q_BTHK.dtype, bias_NH)
+            group.bias = self._bias(group, heads, store, q_BTHK.dtype)
         # Neighbouring blocks are read where they are.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
         attend_padded(y_BTHK[:, group.rows], q_BTHK[:, group.rows], k_NGSK, v_NGSK, group.bias, scale)
 
-    def _bias(
-        self, group: AttentionGroup, heads: range, store: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
-    ) -> Tensor:
+    def _bias(self, group: AttentionGroup, heads: range, store: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
         kv_heads = store.shape[3]
         keys_S = torch.arange(group.blocks.numel() // group.num_seqs * store.shape[1], device=store.device)
@@ -122,7 +111,7 @@ class GatherBackend:
         if prefix:
             visible |= (positions_NQ1 >= prefix.start) & (positions_NQ1 < prefix.stop) & (keys_S < prefix.stop)
         wide = torch.promote_types(dtype, torch.float32)
-        bias = attention_bias(self._spec, distance, visible, wide, bias_NH)
+        bias = attention_bias(self._spec, distance, visible, wide, self.relative_bias)
         if bias.dim() == 4:  # one for each head of the whole model
             bias = bias.narrow(1, heads.start, len(heads)).unflatten(1, (kv_heads, -1)).transpose(2, 3)
         else:
@@ -130,21 +119,14 @@ class GatherBackend:
         return pad_rows(bias.flatten(2, 3))
 
 
-class FlashBackend:
+class FlashBackend(AttentionBackend):
     """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._window = (-1 if spec.attention.sliding_window is None else spec.attention.sliding_window - 1, 0)
 
     def attend(
-        self,
-        y_BTHK: Tensor,
-        q_BTHK: Tensor,
-        store: Tensor,
-        group: AttentionGroup,
-        scale: float,
-        first_head: int,
-        bias_NH: Tensor | None,
+        self, y_BTHK: Tensor, q_BTHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int
     ) -> None:
         """Write what a group's tokens see; see `AttentionBackend`."""
         block_table = group.blocks.view(group.num_seqs, -1).int()

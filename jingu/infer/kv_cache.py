@@ -13,14 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jingu.infer.attention_backend import (
-    KV_SPAN,
-    QUERY_ROW_MULTIPLE,
-    AttentionBackend,
-    AttentionGroup,
-    GatherBackend,
-    attend_padded,
-)
+from jingu.infer import attention_backend
+from jingu.infer.attention_backend import KV_SPAN, QUERY_ROW_MULTIPLE, AttentionBackend, AttentionGroup
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
 from jingu.model.rotary import RotaryTables, rotary_tables
 from jingu.model.spec import ModelSpec, RotaryPositions
@@ -83,25 +77,19 @@ class PagedKVCache:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        backend: AttentionBackend | None = None,
+        self, spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, backend: AttentionBackend
     ) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.backend = backend or GatherBackend(spec)
+        self.backend = backend
         self.encoding: BlockTable | None = None
         self.groups: list[AttentionGroup] = []
         self.tables: list[list[BlockTable]] = []
         self.num_tokens = 0
         self.slots_T = torch.empty(0, dtype=torch.int64)
         self.slots_slice: slice | None = None
-        self.bias_NH: Tensor | None = None
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
         self._layers = [_LayerKVCache(self, number) for number in range(spec.num_layers)]
@@ -205,7 +193,7 @@ class PagedKVCache:
 
     def begin(self, bias_NH: Tensor | None) -> None:
         """Take the biases of relative positions, before the first layer."""
-        self.bias_NH = bias_NH
+        self.backend.relative_bias = bias_NH
 
     def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
         """Return the tables of a step's positions. Each position's is computed once, for all steps."""
@@ -284,7 +272,7 @@ class _LayerKVCache:
             values.index_copy_(1, cache.slots_T, v_BTGK)
         y_BTHK = torch.zeros_like(q_BTHK)
         for group in cache.groups:
-            cache.backend.attend(y_BTHK, q_BTHK, self.store, group, scale, first_head, cache.bias_NH)
+            cache.backend.attend(y_BTHK, q_BTHK, self.store, group, scale, first_head)
         return y_BTHK if head_dim == y_BTHK.shape[3] else y_BTHK[..., :head_dim]
 
     def tokens(self, rows: int) -> int:
@@ -306,7 +294,7 @@ class _LayerKVCache:
                 first = group.rows.start + number * group.num_tokens
                 rows = slice(first, first + group.num_tokens)
                 k, v = (x.transpose(1, 2) for x in table.cross_kv[self._number])
-                attend_padded(y_BTHK[:, rows], q_BTHK[:, rows], k, v, None, scale)
+                attention_backend.attend_padded(y_BTHK[:, rows], q_BTHK[:, rows], k, v, None, scale)
         return y_BTHK[..., :head_dim]
 
 

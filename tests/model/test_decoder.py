@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
+from jingu.infer.attention_backend import GatherBackend
 from jingu.infer.kv_cache import PagedKVCache
 from jingu.model.decoder import Decoder
 from jingu.model.inputs import Inputs
@@ -127,7 +128,7 @@ def test_a_window_hides_what_is_further_back() -> None:
 
 def test_documents_and_a_cache_are_refused() -> None:
     model = tiny_decoder()
-    cache = PagedKVCache(model.spec, 4, 16, torch.device("cpu"))
+    cache = PagedKVCache(model.spec, 4, 16, torch.device("cpu"), GatherBackend(model.spec))
     with pytest.raises(ValueError, match="documents"):
         model(Inputs(ids(1, 2), documents=torch.zeros(1, 2, dtype=torch.int64), cache=cache))
 
