@@ -1,18 +1,16 @@
-"""Mixtures of experts larger than memory, after InfMoE (Zhang et al., 2021): some experts are resident, the others are
-read from the model's own files when they are needed, and a little before; where they are rounded to few bits, from a
-file that holds them so.
+"""Expert offload: mixtures of experts larger than memory, after InfMoE (Zhang et al., 2021).
 
-What lies resident is a number of slots, each with room for one expert of any layer. Threads fill them while others
-compute. All decisions are taken by the thread that computes; what it says does not depend on them.
+Some experts are resident, in a number of slots, each with room for one expert of any layer. The others are read from
+the model's own files when a layer needs them, or prefetched shortly before; quantized ones are first written to a file.
+Threads fill slots while the model computes. All decisions are made on the thread that computes, and results do not
+depend on them.
 
-Shapes: B rows, T tokens, N = B·T tokens, D width, F inner size of an expert, L layers, E experts, K experts a token,
-M = N·K choices.
+Shapes: B rows, T tokens, N = B·T tokens, D hidden size, L layers, E experts, K experts a token, M = N·K choices.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -25,6 +23,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from pydantic import ByteSize, TypeAdapter
 from torch import Tensor, nn
 
 from jingu.checkpoint.mapped_files import FileReader, FileRegion, file_region
@@ -39,18 +38,17 @@ from jingu.model.spec import Experts, QuantizationFormat
 from jingu.parallel.offload import DiskStorage
 from jingu.runtime.device import make_worker_threads, request_huge_pages
 
+# A layer, in the order of computation, and an expert of it.
 ExpertKey = tuple[int, int]
-"""A layer, in the order of computation, and an expert of it."""
 RouterOutput = tuple[Tensor, Tensor, RoutingStats | None]
 
 OPTION = "--resident-experts"
-
+# Threads that read. With two, more is evicted before it is needed again, and the speed is the same.
 NUM_READERS = 1
-"""Threads that read. With two, more is given away before it is needed again, and the speed is the same."""
+# One slot to compute with, and one to fill meanwhile.
 MIN_SLOTS = 2
-"""One to compute with, one to fill meanwhile."""
+# The probability from which an expert is prefetched.
 PREFETCH_THRESHOLD = 0.97
-"""How likely an expert must be needed next to be read ahead."""
 
 
 @dataclass
@@ -60,11 +58,11 @@ class ExpertOffloadStats:
     Attributes:
         resident_bytes: size of the slots.
         total_bytes: size of all experts.
-        hits: times that a layer needed an expert which was resident, or being read ahead.
-        misses: times that it was not.
-        read_ahead: experts read because they were foreseen.
-        bytes_moved: read into slots, as they are held there.
-        waited_seconds: the computation stood still for them.
+        hits: times that a layer needed an expert which was resident or being prefetched.
+        misses: times that it was neither.
+        prefetched: experts that were prefetched.
+        bytes_read: read into slots, in the format of the slots.
+        wait_seconds: time that the computation waited for experts.
     """
 
     resident_bytes: int
@@ -78,28 +76,44 @@ class ExpertOffloadStats:
     def __str__(self) -> str:
         uses = max(1, self.hits + self.misses)
         return (
-            f"{self.resident_bytes:,} of {self.total_bytes:,} bytes of experts were resident: {self.hits / uses:.0%} "
-            f"of {uses:,} uses found theirs there, {self.bytes_read:,} bytes were read "
-            f"({self.prefetched:,} experts ahead), {self.wait_seconds:.1f} s waited for them"
+            f"{self.resident_bytes:,} of {self.total_bytes:,} bytes of experts were resident; {self.hits / uses:.0%} "
+            f"of {uses:,} uses were hits; {self.bytes_read:,} bytes were read ({self.prefetched:,} experts were "
+            f"prefetched); the model waited {self.wait_seconds:.1f} s for them"
         )
 
 
 class _Slot:
-    """Room for one expert: its matrices."""
+    """Room for one expert: its matrices.
 
-    def __init__(self, parts: dict[str, Tensor | PrepackedQuantizedWeight]) -> None:
-        self.parts = parts
-        self.memory = {
+    Attributes:
+        used: when the device has finished its last computation with these matrices.
+    """
+
+    def __init__(self, weights: dict[str, Tensor | PrepackedQuantizedWeight]) -> None:
+        self.weights = weights
+        self.used: torch.cuda.Event | None = None
+        # Bytes of those that can be read into directly.
+        self.buffers = {
             part: memoryview(weight.flatten().view(torch.uint8).numpy().data)
-            for part, weight in parts.items()
+            for part, weight in weights.items()
             if isinstance(weight, Tensor) and weight.device.type == "cpu"
         }
-        self.used: torch.cuda.Event | None = None
-        """When the device has done what was last asked of these matrices."""
 
 
 class ExpertOffloader:
-    """The experts of a model, a bounded number of them in memory."""
+    """The experts of a model, of which a limited number is in memory.
+
+    Args:
+        resident: how much may be resident: a share of all experts (25%), or bytes (3GB).
+        dtype: that the model computes in.
+        kind: format that the experts are quantized to; None: they are not.
+
+    Attributes:
+        trace: if it is a list, every visit of a layer is appended with the experts that it needs.
+
+    Raises:
+        JinguError: the model has no experts, or there is room for too few.
+    """
 
     def __init__(
         self,
@@ -109,290 +123,286 @@ class ExpertOffloader:
         device: torch.device,
         kind: QuantizationFormat | None = None,
     ) -> None:
-        """
-        Args:
-            resident: how much may be resident: a share of all experts (25%), or bytes (3GB).
-            dtype: that the model computes in.
-            kind: that they are rounded to.
-
-        Raises:
-            JinguError: the model has no experts, or there is room for too few.
-        """
-        mixture = stored_model.spec.feed_forward
-        if not isinstance(mixture, Experts):
+        spec = stored_model.spec
+        experts = spec.feed_forward
+        if not isinstance(experts, Experts):
             raise JinguError("the model has no mixture of experts.", where=OPTION, fix="Leave it out.")
-        layers = stored_model.spec.num_layers + (stored_model.spec.num_encoder_layers or 0)
-        inner = (mixture.intermediate_size, stored_model.spec.hidden_size)
-        matrix = {"gate": inner, "up": inner, "down": (stored_model.spec.hidden_size, mixture.intermediate_size)}
-        self._stored_model, self._dtype, self._device = stored_model, dtype, device
-        self._rounded: dict[str, tuple[Tensor, Tensor]] = {}  # of all experts of a matrix: values and scales
-        self._files = FileReader()
-        self._stretches: dict[
-            ExpertKey, dict[str, FileRegion]
-        ] = {}  # of experts that lie there as they are computed with
+        num_layers = spec.num_layers + (spec.num_encoder_layers or 0)
+        up_shape = (experts.intermediate_size, spec.hidden_size)
+        shapes = {"gate": up_shape, "up": up_shape, "down": up_shape[::-1]}
+        self._stored_model = stored_model
+        self._dtype = dtype
+        self._device = device
+        # Values and scales of all experts of a quantized matrix, on disk.
         self._disk = None if kind is None else DiskStorage(Path(tempfile.gettempdir()), "TMPDIR")
-        one = {part: _room_for(shape, kind, dtype, device) for part, shape in matrix.items()}
-        self._expert_bytes = sum(weight.nbytes for weight in one.values())
-        total = layers * mixture.num_experts * self._expert_bytes
-        number = _slots(resident, total, self._expert_bytes)
-        rooms = {part: _rooms(number, weight, device) for part, weight in one.items()}
-        self._free = [_Slot({part: rooms[part][slot] for part in one}) for slot in range(number)]
-        self._stats = ExpertOffloadStats(len(self._free) * self._expert_bytes, total)
-        self._where: dict[ExpertKey, _Slot] = {}
-        self._coming: dict[ExpertKey, Future[None]] = {}  # of these, what is being read
-        self._settled_LE = np.zeros((layers, mixture.num_experts), dtype=bool)
-        self._foresight = ReuseDistancePredictor(layers, mixture.num_experts, mixture.num_experts_per_token)
-        self._loaders = make_worker_threads(NUM_READERS, "experts")
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._quantized: dict[str, tuple[Tensor, Tensor]] = {}
+        # Where experts lie in files, of those that lie there in the format of the slots.
+        self._files = FileReader()
+        self._regions: dict[ExpertKey, dict[str, FileRegion]] = {}
+        # Slots, as many as there is room for.
+        expert = {part: _template(shape, kind, dtype, device) for part, shape in shapes.items()}
+        self._expert_bytes = sum(weight.nbytes for weight in expert.values())
+        total_bytes = num_layers * experts.num_experts * self._expert_bytes
+        num_slots = _count_slots(resident, total_bytes, self._expert_bytes)
+        weights = {part: _allocate_like(weight, num_slots, device) for part, weight in expert.items()}
+        self._free = [_Slot({part: weights[part][slot] for part in expert}) for slot in range(num_slots)]
+        self._stats = ExpertOffloadStats(num_slots * self._expert_bytes, total_bytes)
+        # Resident experts, and those that are being read; of these, whether they can be computed with.
+        self._slot_of: dict[ExpertKey, _Slot] = {}
+        self._pending: dict[ExpertKey, Future[None]] = {}
+        self._ready_LE = np.zeros((num_layers, experts.num_experts), dtype=bool)
+        self._predictor = ReuseDistancePredictor(num_layers, experts.num_experts, experts.num_experts_per_token)
+        self._readers = make_worker_threads(NUM_READERS, "experts")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blocks: list[tuple[str, Block, MoELayer]] = []
-        self._states: Tensor | None = None
-        self._chosen_NK: IntArray | None = None
+        # Of the block that is being computed: hidden states before its last norm, and the router's choices.
+        self._states_BTD = torch.empty(0)
+        self._chosen_NK: IntArray = np.empty((0, 0), dtype=np.int64)
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
-        """Set to a list, it is told of every visit of a layer: the experts that it needed."""
 
     def take_over(self, model: Decoder) -> None:
-        """Take the experts' matrices away from a model on the meta device, and let it compute with those here."""
+        """Remove the experts' matrices from a model on the meta device, and let it compute with those here."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
-        for number, (_, block) in enumerate(iterate_blocks(model)):
+        for layer, (_, block) in enumerate(iterate_blocks(model)):
             assert isinstance(block, Block) and isinstance(block.feed_forward, MoELayer)
-            mixture = block.feed_forward
-            for part, weight in self._free[0].parts.items():
-                delattr(mixture, part)
+            moe = block.feed_forward
+            for part, weight in self._free[0].weights.items():
+                delattr(moe, part)
                 if isinstance(weight, PrepackedQuantizedWeight):
-                    self._round(f"{names[block]}.feed_forward.{part}.weight", mixture.spec.num_experts, weight)
-            mixture.compute = partial(self._compute, number)  # type: ignore[method-assign]
-            mixture.route = partial(self._route, mixture.route)  # type: ignore[method-assign]
-            block.feed_forward_norm.register_forward_pre_hook(self._remember)
-            self._blocks.append((names[block], block, mixture))
+                    self._quantize(f"{names[block]}.feed_forward.{part}.weight", moe.spec.num_experts, weight)
+            moe.compute = partial(self._compute, layer)  # type: ignore[method-assign]
+            moe.route = partial(self._route, moe.route)  # type: ignore[method-assign]
+            block.feed_forward_norm.register_forward_pre_hook(self._remember_states)
+            self._blocks.append((names[block], block, moe))
 
-    def _round(self, name: str, number: int, weight: PrepackedQuantizedWeight) -> None:
-        """Put onto the disk what experts' matrices are rounded to; `weight` is what one of them needs."""
+    def _quantize(self, name: str, num_experts: int, template: PrepackedQuantizedWeight) -> None:
+        """Write the quantized matrices of all experts to disk; `template` has the shapes of one expert."""
         assert self._disk is not None
         values, scales = (
-            self._disk.zeros_like(part.new_empty((number, *part.shape), device="meta"))
-            for part in (weight.values, weight.scales)
+            self._disk.zeros_like(part.new_empty((num_experts, *part.shape), device="meta"))
+            for part in (template.values, template.scales)
         )
-        for expert in range(number):
-            read = self._stored_model.read(name, expert).to(self._device)
-            rounded = PrepackedQuantizedWeight.quantize(read, weight.kind, self._dtype)
-            values[expert], scales[expert] = rounded.values, rounded.scales
-        self._rounded[name] = values, scales
+        for expert in range(num_experts):
+            weight = self._stored_model.read(name, expert).to(self._device)
+            quantized = PrepackedQuantizedWeight.quantize(weight, template.kind, self._dtype)
+            values[expert] = quantized.values
+            scales[expert] = quantized.scales
+        self._quantized[name] = values, scales
 
     def stats(self) -> ExpertOffloadStats:
-        """What has been needed and read so far."""
+        """Return what has been needed and read so far."""
         return replace(self._stats)
 
     # A visit of a layer
 
-    def _remember(self, _norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Keep the states before a block's last norm: the next layer's router is asked about them."""
-        self._states = inputs[0]
+    def _remember_states(self, _norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the hidden states before a block's last norm, to which the next layer's router is applied early."""
+        self._states_BTD = inputs[0]
 
     def _route(self, original: Callable[[Tensor], RouterOutput], logits_BTE: Tensor) -> RouterOutput:
-        """`MoELayer.route`; what it chose is remembered."""
-        routed = original(logits_BTE)
-        self._chosen_NK = routed[0].flatten(0, -2).cpu().numpy()
-        return routed
+        """Compute `MoELayer.route`, and keep its choices."""
+        output = original(logits_BTE)
+        self._chosen_NK = output[0].flatten(0, -2).cpu().numpy()
+        return output
 
     def _compute(self, layer: int, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """`MoELayer.compute`, expert by expert: those that are here first, the others as they come."""
+        """Compute `MoELayer.compute` expert by expert: first those that are resident, then the others as they come."""
         counts = count_E.tolist()
         ends = list(accumulate(counts))
         needed = {expert for expert, count in enumerate(counts) if count}
         if self.trace is not None:
             self.trace.append((layer, tuple(needed)))
-        assert self._chosen_NK is not None
-        self._foresight.visit(layer, self._chosen_NK)
-        self._settle(layer, set())
-        absent = [expert for expert in needed if (layer, expert) not in self._where]
-        self._stats.hits += len(needed) - len(absent)
-        self._stats.misses += len(absent)
-        ahead = self._foresee(layer + 1)
+        # 1. Learn from what is needed, and count what is missing.
+        self._predictor.visit(layer, self._chosen_NK)
+        self._collect(layer, set())
+        missing = [expert for expert in needed if (layer, expert) not in self._slot_of]
+        self._stats.hits += len(needed) - len(missing)
+        self._stats.misses += len(missing)
+        # 2. Read what is missing and prefetch for the next layer, while resident experts are computed.
+        likely = self._predict(layer + 1)
         y_MD = torch.empty_like(x_MD)
-        self._read(layer, absent, ahead, needed)
+        self._start_reads(layer, missing, likely, needed)
         while needed:
-            expert = self._next(layer, needed)
+            expert = self._next_ready(layer, needed)
             if expert is not None:
                 rows = slice(ends[expert] - counts[expert], ends[expert])
-                y_MD[rows] = self._say(layer, self._where[layer, expert], x_MD[rows])
+                y_MD[rows] = self._compute_expert(layer, self._slot_of[layer, expert], x_MD[rows])
                 needed.remove(expert)
-            self._read(layer, absent, ahead, needed)
+            self._start_reads(layer, missing, likely, needed)
         return y_MD
 
-    def _say(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
-        """What one expert says to its rows."""
-        matrix = {part: partial(_times, weight) for part, weight in slot.parts.items()}
-        y_MD = self._blocks[layer][2].speak(x_MD, matrix["gate"], matrix["up"], matrix["down"])
-        if self._side is not None:
+    def _compute_expert(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
+        """Return the output of one expert for its rows."""
+        matmuls = {part: partial(_matmul, weight) for part, weight in slot.weights.items()}
+        y_MD = self._blocks[layer][2].speak(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
+        if self._stream is not None:
             slot.used = torch.cuda.Event()
             slot.used.record()
         return y_MD
 
-    def _next(self, layer: int, needed: set[int]) -> int | None:
-        """One of these that is here; where none is yet, the first one to come. None: another came, which was read
-        ahead, and its slot can be had."""
-        ready = [expert for expert in needed if self._settled_LE[layer, expert]]
-        if ready:
-            return min(ready)
-        mine = [self._coming[layer, expert] for expert in needed if (layer, expert) in self._coming]
-        start = perf_counter()
-        wait(mine or self._coming.values(), return_when=FIRST_COMPLETED)
-        self._stats.wait_seconds += perf_counter() - start
-        self._settle(layer, needed)
-        return min((expert for expert in needed if self._settled_LE[layer, expert]), default=None)
+    def _next_ready(self, layer: int, needed: set[int]) -> int | None:
+        """Return a needed expert that is ready, waiting for the first one if none is. None: only a prefetched one came,
+        whose slot can be reused."""
+        ready = [expert for expert in needed if self._ready_LE[layer, expert]]
+        if not ready:
+            reads = [self._pending[layer, expert] for expert in needed if (layer, expert) in self._pending]
+            start = perf_counter()
+            wait(reads or self._pending.values(), return_when=FIRST_COMPLETED)
+            self._stats.wait_seconds += perf_counter() - start
+            self._collect(layer, needed)
+            ready = [expert for expert in needed if self._ready_LE[layer, expert]]
+        return min(ready, default=None)
 
     # Slots
 
-    def _read(self, layer: int, absent: list[int], ahead: list[int], needed: set[int]) -> None:
-        """Begin to read what this layer misses, then ahead, as long as a thread is free and a slot can be had.
+    def _start_reads(self, layer: int, missing: list[int], likely: list[int], needed: set[int]) -> None:
+        """Start to read what this layer misses, then what the next one will need, while readers and slots are free.
 
-        No more at a time: what is needed once then goes through the slots of those that have spoken before it, and not
-        through those of others that will be needed soon.
+        No more at a time: what is needed only once then passes through the slots of experts that were computed before
+        it, and does not evict others that will be needed soon.
         """
-        self._settle(layer, needed)
-        while (absent or ahead) and len(self._coming) < NUM_READERS:
-            key = (layer, absent[0]) if absent else (layer + 1, ahead[0])
-            if key not in self._where:
-                slot = self._slot(layer, needed, least=0.0 if absent else 1.5)
+        self._collect(layer, needed)
+        while (missing or likely) and len(self._pending) < NUM_READERS:
+            key = (layer, missing[0]) if missing else (layer + 1, likely[0])
+            if key not in self._slot_of:
+                slot = self._allocate(layer, needed, min_distance=0.0 if missing else 1.5)
                 if slot is None:
                     return
-                self._fill(slot, key)
-                self._stats.prefetched += not absent
-            (absent or ahead).pop(0)
+                self._slot_of[key] = slot
+                self._pending[key] = self._readers.submit(self._read, slot, key)
+                self._stats.bytes_read += self._expert_bytes
+                self._stats.prefetched += not missing
+            (missing or likely).pop(0)
 
-    def _slot(self, layer: int, needed: set[int], least: float = 0.0) -> _Slot | None:
-        """A slot to fill anew: an empty one, or that of the expert which is likely to be needed last; none where that
-        is in no more than `least` visits, or all are in use."""
+    def _allocate(self, layer: int, needed: set[int], min_distance: float) -> _Slot | None:
+        """Return a free slot, or that of the expert which will probably be needed last. None: that one is needed within
+        `min_distance` visits, or all are in use."""
         if not self._free:
-            distance_LE = np.where(self._settled_LE, self._foresight.distance_LE, 0.0)
+            distance_LE = np.where(self._ready_LE, self._predictor.distance_LE, 0.0)
             distance_LE[layer, list(needed)] = 0.0
             last, expert = np.unravel_index(distance_LE.argmax(), distance_LE.shape)
-            if distance_LE[last, expert] <= least:
+            if distance_LE[last, expert] <= min_distance:
                 return None
-            self._vacate((int(last), int(expert)))
+            self._evict((int(last), int(expert)))
         return self._free.pop()
 
-    def _settle(self, layer: int, needed: set[int]) -> None:
-        """See which experts have come. Where one could not be read, raise why if it is needed; else let it be."""
-        for key in [key for key, future in self._coming.items() if future.done()]:
-            wrong = self._coming[key].exception()
-            if wrong is None:
-                del self._coming[key]
-                self._settled_LE[key] = True
+    def _collect(self, layer: int, needed: set[int]) -> None:
+        """Mark experts as ready whose reads have ended. Raise the error of a failed read only if the expert is needed
+        now."""
+        for key in [key for key, future in self._pending.items() if future.done()]:
+            error = self._pending[key].exception()
+            if error is None:
+                del self._pending[key]
+                self._ready_LE[key] = True
                 continue
-            self._vacate(key)
+            self._evict(key)
             if key[0] == layer and key[1] in needed:
-                raise wrong
+                raise error
 
-    def _vacate(self, key: ExpertKey) -> None:
-        self._free.append(self._where.pop(key))
-        self._coming.pop(key, None)
-        self._settled_LE[key] = False
+    def _evict(self, key: ExpertKey) -> None:
+        self._free.append(self._slot_of.pop(key))
+        self._pending.pop(key, None)
+        self._ready_LE[key] = False
 
-    def _fill(self, slot: _Slot, key: ExpertKey) -> None:
-        self._where[key] = slot
-        self._stats.bytes_read += self._expert_bytes
-        self._coming[key] = self._loaders.submit(self._load, slot, key)
-
-    def _load(self, slot: _Slot, key: ExpertKey) -> None:
-        """Read an expert into its slot; on a thread of its own."""
-        if (stretches := self._stretches.get(key)) is not None:
-            self._files.read_into([(stretch, slot.memory[part]) for part, stretch in stretches.items()])
+    def _read(self, slot: _Slot, key: ExpertKey) -> None:
+        """Read an expert into its slot, on a reader's thread."""
+        if (regions := self._regions.get(key)) is not None:
+            self._files.read_into([(region, slot.buffers[part]) for part, region in regions.items()])
             return
-        with torch.no_grad(), nullcontext() if self._side is None else torch.cuda.stream(self._side):
-            if self._side is not None and slot.used is not None:
-                self._side.wait_event(slot.used)
-            stretches = {}
-            for part, weight in slot.parts.items():
-                name = f"{self._blocks[key[0]][0]}.feed_forward.{part}.weight"
+        layer, expert = key
+        regions = {}
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and slot.used is not None:
+                self._stream.wait_event(slot.used)
+            for part, weight in slot.weights.items():
+                name = f"{self._blocks[layer][0]}.feed_forward.{part}.weight"
                 if isinstance(weight, PrepackedQuantizedWeight):
-                    values, scales = self._rounded[name]
-                    weight.values.copy_(values[key[1]])
-                    weight.scales.copy_(scales[key[1]])
+                    values, scales = self._quantized[name]
+                    weight.values.copy_(values[expert])
+                    weight.scales.copy_(scales[expert])
                     continue
-                read = self._stored_model.read(name, key[1])
-                weight.copy_(read)
-                if part in slot.memory and read.dtype == weight.dtype and (stretch := file_region(read)) is not None:
-                    stretches[part] = stretch
-            if self._side is not None:
-                self._side.synchronize()
-        if len(stretches) == len(slot.parts):
-            self._stretches[key] = stretches
+                stored = self._stored_model.read(name, expert)
+                weight.copy_(stored)
+                region = file_region(stored)
+                if part in slot.buffers and stored.dtype == weight.dtype and region is not None:
+                    regions[part] = region
+            if self._stream is not None:
+                self._stream.synchronize()
+        if len(regions) == len(slot.weights):
+            self._regions[key] = regions
 
-    # What comes next
+    # Prediction
 
-    def _foresee(self, layer: int) -> list[int]:
-        """What the next layer is almost sure to need, by what its router says of the present states."""
-        # From an encoder to a decoder nothing can be foreseen.
+    def _predict(self, layer: int) -> list[int]:
+        """Return the experts that a layer will almost certainly need, by its router's opinion of the present states."""
+        # Nothing can be predicted from an encoder for a decoder.
         if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
             return []
-        _, block, mixture = self._blocks[layer]
-        assert self._states is not None and self._chosen_NK is not None
-        states_ND = self._states.flatten(0, 1)[: len(self._chosen_NK)]  # the others only fill up
-        # `forward` itself: a call would have these states remembered as that block's.
+        _, block, moe = self._blocks[layer]
+        states_ND = self._states_BTD.flatten(0, 1)[: len(self._chosen_NK)]  # without padding rows
+        # Call `forward` itself, without the hook that would keep these states as that block's.
         x_ND = block.feed_forward_norm.forward(states_ND)
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = linear(x_ND.to(wide), mixture.router.weight.to(x_ND.dtype))
-        guess_NK = logits_NE.topk(mixture.spec.num_experts_per_token, dim=-1).indices.cpu().numpy()
-        likely_E = self._foresight.foresee(layer, guess_NK)
-        return [
-            expert for expert in (-likely_E).argsort(kind="stable").tolist() if likely_E[expert] >= PREFETCH_THRESHOLD
-        ]
+        logits_NE = linear(x_ND.to(wide), moe.router.weight.to(x_ND.dtype))
+        guess_NK = logits_NE.topk(moe.spec.num_experts_per_token, dim=-1).indices.cpu().numpy()
+        probability_E = self._predictor.predict(layer, guess_NK)
+        order = (-probability_E).argsort(kind="stable").tolist()
+        return [expert for expert in order if probability_E[expert] >= PREFETCH_THRESHOLD]
 
 
-def _room_for(
+def _template(
     shape: tuple[int, int], kind: QuantizationFormat | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor | PrepackedQuantizedWeight:
-    """A rounded matrix of zeros, where it is to be rounded and can be; else one without memory."""
+    """Return a matrix like those of experts: quantized if it can be, else without memory."""
     if kind is None or not can_quantize(*shape, kind):
         return torch.empty(shape, dtype=dtype, device="meta")
     return PrepackedQuantizedWeight.quantize(torch.zeros(shape, device=device), kind, dtype)
 
 
-def _rooms(
-    number: int, weight: Tensor | PrepackedQuantizedWeight, device: torch.device
+def _allocate_like(
+    weight: Tensor | PrepackedQuantizedWeight, count: int, device: torch.device
 ) -> list[Tensor] | list[PrepackedQuantizedWeight]:
-    """Memory for so many matrices like one, in large pages where the system has them."""
+    """Return a number of matrices like one, in large pages where the system has them."""
     if isinstance(weight, PrepackedQuantizedWeight):
-        parts = [_room(number, part, device) for part in (weight.values, weight.scales)]
+        parts = [_allocate_like(part, count, device) for part in (weight.values, weight.scales)]
         return [replace(weight, values=values, scales=scales) for values, scales in zip(*parts, strict=True)]
-    return list(_room(number, weight, device))
-
-
-def _room(number: int, weight: Tensor, device: torch.device) -> Tensor:
-    room = torch.empty((number, *weight.shape), dtype=weight.dtype, device=device)
+    memory = torch.empty((count, *weight.shape), dtype=weight.dtype, device=device)
     if device.type == "cpu":
-        request_huge_pages(room.data_ptr(), room.nbytes)
-    return room
+        request_huge_pages(memory.data_ptr(), memory.nbytes)
+    return list(memory)
 
 
-def _times(weight_OI: Tensor | PrepackedQuantizedWeight, x_MI: Tensor) -> Tensor:
+def _matmul(weight_OI: Tensor | PrepackedQuantizedWeight, x_MI: Tensor) -> Tensor:
     return linear(x_MI, weight_OI)
 
 
-def _slots(resident: str, total: int, expert_bytes: int) -> int:
-    """How many experts there is room for. Raises JinguError where these are too few."""
-    count = min(total, parse_size(resident, total)) // expert_bytes
+def _count_slots(resident: str, total_bytes: int, expert_bytes: int) -> int:
+    """Return how many experts there is room for. Raise JinguError where these are too few."""
+    count = min(total_bytes, parse_size(resident, total_bytes)) // expert_bytes
     if count < MIN_SLOTS:
         least = MIN_SLOTS * expert_bytes
         raise JinguError(
-            f"{resident} of the {total:,} bytes that the experts have is room for {count} of them, and the least "
-            f"is {MIN_SLOTS}.",
+            f"{resident} of the experts' {total_bytes:,} bytes is room for {count} of them; at least {MIN_SLOTS} must "
+            "be resident.",
             where=OPTION,
-            fix=f"Give {least:,} bytes or more, or {math.ceil(1000 * least / total) / 10}%.",
+            fix=f"Give {least:,} bytes or more, or {math.ceil(1000 * least / total_bytes) / 10}%.",
         )
     return count
 
 
 def parse_size(text: str, whole: int) -> int:
-    """Bytes of a share (25%) of the whole, or as said (800MB, 3GB, 1.5GiB, 1000000). Raises JinguError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B|B?)", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise JinguError(f"{text} is no size.", where=OPTION, fix="Give a share, such as 25%, or bytes, such as 3GB.")
-    number, unit = float(match[1]), match[2].upper()
-    if unit == "%":
-        if number > 100:
-            raise JinguError(f"{text} is more than all.", where=OPTION, fix="Give 100% or less.")
-        return int(whole * number / 100)
-    power = "KMGT".find(unit[0]) + 1 if len(unit) > 1 else 0
-    return int(number * (1024 if "I" in unit else 1000) ** power)
+    """Return the bytes of a share of the whole (25%), or of a size (800MB, 3GB, 1.5GiB, 1000000). Raise JinguError."""
+    is_share = text.endswith("%")
+    try:
+        if is_share:
+            size = int(whole * float(text[:-1]) / 100)
+        else:
+            size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValueError:
+        size = 0
+    if size < 1:
+        fix = "Give a share, such as 25%, or bytes, such as 3GB."
+        raise JinguError(f"{text} is not a size.", where=OPTION, fix=fix)
+    if is_share and size > whole:
+        raise JinguError(f"{text} is more than all.", where=OPTION, fix="Give 100% or less.")
+    return size

@@ -185,7 +185,7 @@ def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: 
             mine, theirs = (made.blocks[layer] for made in (model, plain))
             mine.feed_forward_norm(x_BTD)
             assert torch.equal(mine.feed_forward(x_BTD)[0], theirs.feed_forward(x_BTD)[0])
-            assert len(residency._where) + len(residency._free) == slots
+            assert len(residency._slot_of) + len(residency._free) == slots
 
 
 def test_what_passes_through_leaves_others_where_they_are(
@@ -195,13 +195,13 @@ def test_what_passes_through_leaves_others_where_they_are(
     opened = open_model(folders["mixtral"])
     residency = ExpertOffloader(opened, f"{5 * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
     load_model(opened, torch.float32, prepare=residency.take_over)
-    monkeypatch.setattr(residency, "_foresee", lambda layer: [])
+    monkeypatch.setattr(residency, "_predict", lambda layer: [])
     for layer, needed in ((0, [0, 1]), (1, [0]), (2, [0, 1]), (0, [0, 1]), (1, [0, 1, 2, 3, 4])):
         residency._chosen_NK = np.array(needed)[:, None]
         count_E = torch.tensor([int(expert in needed) for expert in range(5)])
         with torch.no_grad():
             residency._compute(layer, torch.zeros(len(needed), 24), count_E)
-    assert len(residency._where) == 5 and any(layer != 1 for layer, _ in residency._where)
+    assert len(residency._slot_of) == 5 and any(layer != 1 for layer, _ in residency._slot_of)
 
 
 @given(
@@ -254,11 +254,11 @@ def test_routers_are_believed_as_far_as_they_were_right() -> None:
     guess_NK = np.array([[3, 5]])
     for number in range(900):
         foresight.visit(0, np.array([[0, 1]]))
-        likely_E = foresight.foresee(1, guess_NK)
+        likely_E = foresight.predict(1, guess_NK)
         foresight.visit(1, np.array([[3, 5 if number % 4 == 0 else 6]]))  # the first guess is right, the second rarely
     assert likely_E[3] == pytest.approx(0.99, abs=1e-6) and likely_E[5] == pytest.approx(0.25, abs=0.01)
     assert likely_E[[0, 1, 2, 4, 6, 7]] == pytest.approx((2 - 0.99 - 0.25) / 6, abs=0.02)
-    assert foresight.foresee(1, np.repeat(guess_NK, 9, 0))[5] == pytest.approx(1 - 0.75**9, abs=0.05)
+    assert foresight.predict(1, np.repeat(guess_NK, 9, 0))[5] == pytest.approx(1 - 0.75**9, abs=0.05)
 
 
 def test_needs_come_in_bursts() -> None:
@@ -277,16 +277,14 @@ def test_sizes() -> None:
         250, 125, 1000, 7, 3000, 1610612736, 2000000,
     ]  # fmt: skip
     for text in ("", "0", "-3", "101%", "much", "25%%", "1e3", "nan"):
-        with pytest.raises(JinguError, match=r"is (no size|more than all)"):
+        with pytest.raises(JinguError, match=r"is (not a size|more than all)"):
             parse_size(text, 1000)
 
 
 def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(JinguError) as error:
         load(folders["mixtral"], "fp32", resident_experts="2880")
-    assert "2880 of the 43,200 bytes that the experts have is room for 1 of them, and the least is 2." in str(
-        error.value
-    )
+    assert "2880 of the experts' 43,200 bytes is room for 1 of them; at least 2 must be resident." in str(error.value)
     assert "Give 5,760 bytes or more, or 13.4%." in str(error.value)
     load(folders["mixtral"], "fp32", resident_experts="13.4%")
     spec = spec_from_settings(ModelSettings(hidden_size=12, num_heads=2, num_layers=1), tokenizer.vocab_size, 64)
@@ -306,4 +304,4 @@ def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr()
     assert told.out == expected and "of 43,200 bytes of experts were resident" in told.err
     assert main([*words, "--resident-experts", "lots"]) == 2
-    assert "--resident-experts: lots is no size." in capsys.readouterr().err
+    assert "--resident-experts: lots is not a size." in capsys.readouterr().err
