@@ -25,12 +25,11 @@ from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError
 from jingu.formats.export import convert
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.inference_model import Device, InferenceModel, Precision
+from jingu.infer.inference_model import Device, InferenceModel, Precision, load_chat_model
 from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score, max_new_tokens
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.signals import EXIT_INTERRUPTED
-from jingu.serve.chat_model import load_chat_model
 
 Config = RunConfig
 AnyPath = str | PathLike[str]

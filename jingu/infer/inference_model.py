@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jingu.chat.chat_format import ChatFormat, find_chat_format
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
@@ -128,13 +129,13 @@ def load(
     name = precision if precision in DTYPES else default_precision
     dtype = DTYPES[name]
     kind = _KINDS.get(precision)
-    residency = (
-        None if resident_experts is None else ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
-    )
+    offloader: ExpertOffloader | None = None
+    if resident_experts is not None:
+        offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
 
     def prepare(model: Decoder) -> None:
-        if residency is not None:
-            residency.take_over(model)
+        if offloader is not None:
+            offloader.take_over(model)
         if kind is not None:
             quantize_blocks(model, kind)
             quantize_embedding_and_head(model, dtype)
@@ -144,27 +145,49 @@ def load(
         model = load_model(stored_model, dtype, place, prepare)
     else:
         model = _load_shared(stored_model, dtype, ranks, pipeline, prepare)
-    beside = attach_lora_adapters(model, lora_weights, dtype)
+    lora_adapters = attach_lora_adapters(model, lora_weights, dtype)
     for stage in model.stages:
         prepack_weights(stage)
     # Prepend BOS only where both the tokenizer and the model's configuration say so.
-    begins = tokenizer.prompt_prefix_ids == [stored_model.special_token_ids.get("bos_token_id")]
-    beginning = tuple(tokenizer.prompt_prefix_ids) if begins else ()
+    has_bos = tokenizer.prompt_prefix_ids == [stored_model.special_token_ids.get("bos_token_id")]
+    start_id = stored_model.decoder_start_token_id
     return InferenceModel(
         model,
         stored_model.spec,
         tokenizer,
         name=model_name(path),
         eos_token_ids=stored_model.eos_token_ids,
-        decoder_start_token_id=-1
-        if stored_model.decoder_start_token_id is None
-        else stored_model.decoder_start_token_id,
-        prompt_prefix_ids=beginning,
+        decoder_start_token_id=-1 if start_id is None else start_id,
+        prompt_prefix_ids=tuple(tokenizer.prompt_prefix_ids) if has_bos else (),
         is_prefix_lm=stored_model.is_prefix_lm,
-        expert_offloader=residency,
-        adapters=beside,
+        expert_offloader=offloader,
+        adapters=lora_adapters,
         world_size=1 if ranks is None else ranks.world,
     )
+
+
+def load_chat_model(
+    load: Callable[[], InferenceModel], path: Path, template: str | None = None
+) -> tuple[InferenceModel, ChatFormat | None]:
+    """Load a model that ends its answers as its chat template does, and return it with its chat format.
+
+    Args:
+        load: loads the model.
+        path: the model's folder or file.
+        template: name or file of a chat template; None: the model's own.
+
+    Raises:
+        JinguError: there is no such template. This is checked before the model is loaded, which takes long.
+    """
+    if template is not None:
+        find_chat_format(path, Tokenizer.load(open_model(path).tokenizer()), template)
+    model = load()
+    chat_format = find_chat_format(path, model.tokenizer, template)
+    if chat_format is None:
+        return model, None
+    # Without duplicates, in order.
+    end_ids = dict.fromkeys((*model.eos_token_ids, *chat_format.eos_token_ids))
+    return replace(model, eos_token_ids=tuple(end_ids)), chat_format
 
 
 def model_name(path: Path) -> str:
@@ -172,16 +195,12 @@ def model_name(path: Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.absolute().name
 
 
-def _layout(pipeline: int) -> ParallelSettings:
-    """Return the layout for inference: pipeline stages, and tensor parallelism over the ranks of a stage."""
-    return ParallelSettings(pipeline=pipeline, tensor="auto", zero_stage=0)
-
-
 def _load_shared(
     stored: StoredModel, dtype: torch.dtype, ranks: RankInfo, pipeline: int, prepare: Callable[[Decoder], object]
 ) -> ParallelModel:
     """Return this rank's part of a model, divided by the tables that training uses."""
-    settings = _layout(pipeline)
+    # Pipeline stages, and tensor parallelism over the ranks of a stage.
+    settings = ParallelSettings(pipeline=pipeline, tensor="auto", zero_stage=0)
     mesh = build_mesh(resolve_axis_sizes(settings, ranks.world, stored.spec), ranks.device)
     precision = Dtypes.uniform(dtype)
     return materialize(stored.spec, mesh, Layout(settings), precision, stored.read, prepare=prepare).eval()

@@ -12,9 +12,8 @@ from typing import Any
 from jingu.errors import JinguError
 from jingu.infer.distributed import distributed_engine, inference_ranks
 from jingu.infer.generate import InferenceOptions
-from jingu.infer.inference_model import model_name
+from jingu.infer.inference_model import load_chat_model, model_name
 from jingu.runtime.device import run_in_thread
-from jingu.serve.chat_model import load_chat_model
 
 # Options that are fields of `ServeSettings` under the same name.
 _SETTINGS = ("host", "port", "queue", "timeout", "grace", "pooling", "log_prompts")

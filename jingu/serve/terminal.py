@@ -18,11 +18,11 @@ from jingu.chat.messages import ConversationError, Message
 from jingu.errors import JinguError, pluralize
 from jingu.infer.engine import Engine
 from jingu.infer.generate import print_stream, split_options
+from jingu.infer.inference_model import load_chat_model
 from jingu.infer.request import Request, max_new_tokens
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.files import read_error, write_error, write_text_atomically
 from jingu.runtime.signals import handle_signals
-from jingu.serve.chat_model import load_chat_model
 
 _INTEGER_SETTINGS = ("max_tokens", "top_k", "seed")
 _SETTINGS = ("max_tokens", *(param.name for param in fields(SamplingParams) if param.name != "logit_bias"))

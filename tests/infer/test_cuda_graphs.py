@@ -121,5 +121,5 @@ def test_what_cannot_be_recorded_or_compiled(answering: InferenceModel) -> None:
     with pytest.raises(JinguError, match="single-process dense decoders"):
         compile_blocks(answering)
     for how in (InferenceOptions(device="cpu", cuda_graphs=True), InferenceOptions(device="cpu", compile=True)):
-        with pytest.raises(JinguError, match="for models on CUDA"):
+        with pytest.raises(JinguError, match="needs a model on CUDA"):
             how.load(Path("not-looked-for"))
