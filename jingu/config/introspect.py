@@ -57,8 +57,8 @@ def fields_by_key(model: type[Settings]) -> dict[str, FieldInfo]:
 
 
 def field_description(field: FieldInfo) -> str:
-    """Return the docstring under a field, as one line."""
-    return " ".join((field.description or "").split())
+    """Return the description of a field."""
+    return field.description or ""
 
 
 def section_types(field: FieldInfo) -> dict[str, type[Settings]]:

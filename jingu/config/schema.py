@@ -1,6 +1,6 @@
 """The tree of settings. One YAML file is one run; every section is a frozen model that rejects unknown keys.
 
-The docstring under a field is its documentation: `jingu config schema` and the configuration guide show it.
+The docstring of a section documents its settings: `jingu config schema` and the configuration guide show it.
 """
 
 from __future__ import annotations
@@ -27,74 +27,88 @@ from jingu.config.sections.tune import FullSettings, Tune
 
 
 class EvaluationSettings(Settings):
-    """Evaluation on the validation split."""
+    """Evaluation on the validation split.
+
+    Attributes:
+        every: Steps between evaluations (there is also one at the end); 0: none.
+        num_sequences: Validation sequences in an evaluation; all: the whole split.
+        num_sequences_at_end: Validation sequences in the evaluation at the end of the run; null: `num_sequences`.
+        sample_prompts: Prompts to continue at each evaluation, as samples of the model's text.
+        max_new_tokens: Tokens to generate for a prompt.
+    """
 
     every: NonNegative = 100
-    """Steps between evaluations (there is also one at the end); 0: none."""
     num_sequences: Positive | Literal["all"] = 64
-    """Validation sequences in an evaluation; all: the whole split."""
     num_sequences_at_end: Positive | Literal["all"] | None = None
-    """Validation sequences in the evaluation at the end of the run; null: `num_sequences`."""
     sample_prompts: list[str] = []
-    """Prompts to continue at each evaluation, as samples of the model's text."""
     max_new_tokens: Positive = 48
-    """Tokens to generate for a prompt."""
 
 
 class MemorySettings(Settings):
-    """In-memory checkpoints: copies of the newest state on each rank's own node and on a neighbor node."""
+    """In-memory checkpoints: copies of the newest state on each rank's own node and on a neighbor node.
+
+    Attributes:
+        every: Steps between copies, during which training waits; 0: none.
+        folder: Folder on a file system in memory, on every node.
+    """
 
     every: NonNegative = 0
-    """Steps between copies, during which training waits; 0: none."""
     folder: PathText = "/dev/shm"
-    """Folder on a file system in memory, on every node."""
 
 
 class CheckpointSettings(Settings):
-    """Saving checkpoints, and resuming from them."""
+    """Saving checkpoints, and resuming from them.
+
+    Attributes:
+        every: Steps between checkpoints (there is also one at the end); 0: only at the end.
+        every_minutes: Also save when the last checkpoint is this many minutes old; 0: never.
+        async_save: Write from a copy in host memory while training continues; if false, or with offload to disk,
+            training waits.
+        when_busy: If a save is due while the previous one is still being written: wait for it, or skip the save.
+        keep_last: Number of newest checkpoints to keep; older ones are deleted.
+        keep_every: Keep checkpoints whose step is a multiple of this; 0: none.
+        keep_best: Number of checkpoints to keep whose last evaluation was best; 0: none.
+        best_metric: Metric of an evaluation that decides which checkpoint is best; lower is better.
+        url: URL (s3://bucket/runs, or any that fsspec supports) where checkpoints are stored instead of in the run's
+            folder.
+        copy_to: URL that fsspec supports (s3://bucket/runs, or a folder) to which each checkpoint is copied once it is
+            complete.
+        grace_seconds: Seconds that saving may take when the run is asked to stop; after that it exits with the previous
+            checkpoint.
+        resume: auto: resume from the newest complete checkpoint of the run; never: refuse to start if there is one.
+    """
 
     every: NonNegative = 200
-    """Steps between checkpoints (there is also one at the end); 0: only at the end."""
     every_minutes: Annotated[float, Field(ge=0)] = 0.0
-    """Also save when the last checkpoint is this many minutes old; 0: never."""
     async_save: bool = True
-    """Write from a copy in host memory while training continues; if false, or with offload to disk, training waits."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """If a save is due while the previous one is still being written: wait for it, or skip the save."""
     keep_last: Positive = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: NonNegative = 0
-    """Keep checkpoints whose step is a multiple of this; 0: none."""
     keep_best: NonNegative = 0
-    """Number of checkpoints to keep whose last evaluation was best; 0: none."""
     best_metric: Literal["loss", "bits_per_byte"] = "loss"
-    """Metric of an evaluation that decides which checkpoint is best; lower is better."""
     url: Annotated[str, Field(min_length=1)] | None = None
-    """URL (s3://bucket/runs, or any that fsspec supports) where checkpoints are stored instead of in the run's
-    folder."""
     copy_to: Annotated[str, Field(min_length=1)] | None = None
-    """URL that fsspec supports (s3://bucket/runs, or a folder) to which each checkpoint is copied once it is
-    complete."""
     in_memory: MemorySettings = MemorySettings()
     grace_seconds: Positive = 120
-    """Seconds that saving may take when the run is asked to stop; after that it exits with the previous checkpoint."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest complete checkpoint of the run; never: refuse to start if there is one."""
 
 
 class RunConfig(Settings):
-    """A run: all settings from raw text to a trained model."""
+    """A run: all settings from raw text to a trained model.
+
+    Attributes:
+        name: Name of the run; its folder is RUNS_DIR/NAME.
+        runs_dir: Folder that holds all runs.
+        seed: Seed of the initial weights and of the order of the data.
+    """
 
     name: Annotated[
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200),
         Description("up to 200 letters, digits, dots, dashes and underscores, beginning with a letter or digit"),
     ] = "run"
-    """Name of the run; its folder is RUNS_DIR/NAME."""
     runs_dir: PathText = "runs"
-    """Folder that holds all runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Description("a whole number (from 0 to 2^63 - 1)")] = 0
-    """Seed of the initial weights and of the order of the data."""
     tokenizer: TokenizerSettings = TokenizerSettings()
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()

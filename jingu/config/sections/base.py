@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from inspect import cleandoc
 from os.path import expanduser
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -37,16 +39,27 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(expanduser), Descr
 
 
 class Settings(BaseModel):
-    """A section of the configuration: frozen, strict about types, and without unknown keys."""
+    """A section of the configuration: frozen, strict about types, and without unknown keys.
+
+    The docstring of a section documents its settings, below `Attributes:`.
+    """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
         serialize_by_alias=True,
     )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Move the descriptions of the settings from the docstring to the fields, before pydantic collects these."""
+        super().__init_subclass__(**options)
+        cls.__doc__, _, attributes = cleandoc(cls.__doc__ or "").partition("\n\nAttributes:\n")
+        # A description continues on lines that are indented further than the names.
+        for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            default = vars(cls).get(name, PydanticUndefined)
+            setattr(cls, name, Field(default, description=" ".join(text.split())))
 
 
 def default_type(default: str) -> BeforeValidator:

@@ -10,20 +10,23 @@ from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive
 
 
 class TokenizerSettings(Settings):
-    """The tokenizer of the run: its folder, and how `jingu tokenizer train` trains it."""
+    """The tokenizer of the run: its folder, and how `jingu tokenizer train` trains it.
+
+    Attributes:
+        path: Folder with tokenizer.json, a SentencePiece model, tiktoken ranks, or vocab.json and merges.txt.
+        type: Algorithm for training: byte-level BPE, Unigram, or WordPiece.
+        base: Tokenizer to which `jingu tokenizer extend` adds entries until it has `vocab_size` of them.
+        vocab_size: Number of entries, special tokens included (byte-level BPE needs 256 plus the special tokens).
+        special_tokens: Tokens that are never split; the first one ends every document.
+        sample_bytes: Train on about this many bytes of the corpus, sampled evenly from its documents.
+    """
 
     path: PathText = "tokenizer"
-    """Folder with tokenizer.json, a SentencePiece model, tiktoken ranks, or vocab.json and merges.txt."""
     type: Literal["bpe", "unigram", "wordpiece"] = "bpe"
-    """Algorithm for training: byte-level BPE, Unigram, or WordPiece."""
     base: PathText | None = None
-    """Tokenizer to which `jingu tokenizer extend` adds entries until it has `vocab_size` of them."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096
-    """Number of entries, special tokens included (byte-level BPE needs 256 plus the special tokens)."""
     special_tokens: list[str] = ["<|endoftext|>"]
-    """Tokens that are never split; the first one ends every document."""
     sample_bytes: Positive = 100_000_000
-    """Train on about this many bytes of the corpus, sampled evenly from its documents."""
 
 
 class FullOrderSettings(Settings):
@@ -33,47 +36,60 @@ class FullOrderSettings(Settings):
 
 
 class BlockOrderSettings(Settings):
-    """For slow storage: read large blocks in random order, and shuffle the sequences of a few blocks at a time."""
+    """For slow storage: read large blocks in random order, and shuffle the sequences of a few blocks at a time.
+
+    Attributes:
+        block_tokens: Number of consecutive tokens in a block.
+        open_blocks: Number of blocks whose sequences are shuffled together.
+    """
 
     type: Literal["blocks"] = "blocks"
     block_tokens: Positive = 16_777_216
-    """Number of consecutive tokens in a block."""
     open_blocks: Positive = 16
-    """Number of blocks whose sequences are shuffled together."""
 
 
 Order = Annotated[FullOrderSettings | BlockOrderSettings, Discriminator("type"), default_type("full")]
 
 
 class SourceSettings(Settings):
-    """One of several corpora that a run mixes."""
+    """One of several corpora that a run mixes.
+
+    Attributes:
+        path: Folder of its built data set. The last part of the path names the source.
+        input: Files from which `jingu data build` builds it, as in `data.input`; an empty list: it is built already.
+        weight: Its share of the samples, relative to the weights of the other sources.
+        max_epochs: Maximum number of passes over its text; after them the other sources share its weight. null: no
+            limit.
+    """
 
     path: PathText = "data"
-    """Folder of its built data set. The last part of the path names the source."""
     input: list[PathText] | PathText = []
-    """Files from which `jingu data build` builds it, as in `data.input`; an empty list: it is built already."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Its share of the samples, relative to the weights of the other sources."""
     max_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Maximum number of passes over its text; after them the other sources share its weight. null: no limit."""
 
 
 class StageSettings(Settings):
-    """Source weights that hold from a step on."""
+    """Source weights that hold from a step on.
+
+    Attributes:
+        start_step: First step (from 0) with these weights.
+        weights: One weight for each of `data.sources`, in their order; 0 excludes a source.
+    """
 
     start_step: NonNegative = 0
-    """First step (from 0) with these weights."""
     weights: list[Annotated[float, Field(ge=0)]] = []
-    """One weight for each of `data.sources`, in their order; 0 excludes a source."""
 
 
 class DropSettings(Settings):
-    """Documents to exclude from a step on. A run can return to an earlier checkpoint and continue without them."""
+    """Documents to exclude from a step on. A run can return to an earlier checkpoint and continue without them.
+
+    Attributes:
+        file: File that lists one document a line, as `jingu data preview` prints them (data/train-00003:1207).
+        start_step: First step (from 0) without them.
+    """
 
     file: PathText | None = None
-    """File that lists one document a line, as `jingu data preview` prints them (data/train-00003:1207)."""
     start_step: NonNegative = 0
-    """First step (from 0) without them."""
 
 
 class CausalSettings(Settings):
@@ -84,25 +100,31 @@ class CausalSettings(Settings):
 
 class SpanCorruptionSettings(Settings):
     """Remove spans from the encoder's input; the decoder predicts them (Raffel et al., 2020). For encoder-decoders.
-    Each batch.sequence_length tokens of text become one source and one target."""
+    Each batch.sequence_length tokens of text become one source and one target.
+
+    Attributes:
+        noise_density: Fraction of the tokens to remove.
+        mean_span_length: Mean length of a removed span, in tokens.
+        num_sentinels: Number of special tokens (`<extra_id_0>` and so on) that mark removed spans; `jingu tokenizer
+            train` adds them.
+    """
 
     type: Literal["span_corruption"] = "span_corruption"
     noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Fraction of the tokens to remove."""
     mean_span_length: Annotated[float, Field(ge=1)] = 3.0
-    """Mean length of a removed span, in tokens."""
     num_sentinels: Positive = 100
-    """Number of special tokens (`<extra_id_0>` and so on) that mark removed spans; `jingu tokenizer train` adds
-    them."""
 
 
 class SplitPointSettings(Settings):
-    """Split each sequence in two at a random point. The prefix has a random fraction of its tokens."""
+    """Split each sequence in two at a random point. The prefix has a random fraction of its tokens.
+
+    Attributes:
+        min_prefix: Smallest fraction of the tokens in the prefix.
+        max_prefix: Largest fraction of the tokens in the prefix.
+    """
 
     min_prefix: Fraction = 0.25
-    """Smallest fraction of the tokens in the prefix."""
     max_prefix: Fraction = 0.75
-    """Largest fraction of the tokens in the prefix."""
 
 
 class PrefixLmSettings(SplitPointSettings):
@@ -122,50 +144,61 @@ class ContinuationSettings(SplitPointSettings):
 
 class TargetFilesSettings(Settings):
     """Data sets in CPM-2's format for encoder-decoders, from which spans are removed already. data.path is the prefix
-    of the file names (PATH_context.bin and so on), and batch.sequence_length the length of the encoder's input."""
+    of the file names (PATH_context.bin and so on), and batch.sequence_length the length of the encoder's input.
+
+    Attributes:
+        target_length: Length of the decoder's input, in tokens; longer targets are truncated.
+        first_sentinel: First id that stands for a removed span in the files; null: the size of the tokenizer's
+            vocabulary.
+        sentinel: Names of the tokenizer's sentinel tokens, with N in place of the number.
+    """
 
     type: Literal["target_files"] = "target_files"
     target_length: Positive = 256
-    """Length of the decoder's input, in tokens; longer targets are truncated."""
     first_sentinel: NonNegative | None = None
-    """First id that stands for a removed span in the files; null: the size of the tokenizer's vocabulary."""
     sentinel: str = "<extra_id_N>"
-    """Names of the tokenizer's sentinel tokens, with N in place of the number."""
 
 
 class FillInTheMiddleSettings(Settings):
-    """Reorder some documents as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et al., 2022)."""
+    """Reorder some documents as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et al., 2022).
+
+    Attributes:
+        rate: Fraction of the documents to reorder.
+        prefix_token: Special token before the prefix; the tokenizer must have it (tokenizer.special_tokens).
+        suffix_token: Special token before the suffix.
+        middle_token: Special token before the middle.
+    """
 
     type: Literal["fill_in_the_middle"] = "fill_in_the_middle"
     rate: Fraction = 0.5
-    """Fraction of the documents to reorder."""
     prefix_token: str = "<|fim_prefix|>"
-    """Special token before the prefix; the tokenizer must have it (tokenizer.special_tokens)."""
     suffix_token: str = "<|fim_suffix|>"
-    """Special token before the suffix."""
     middle_token: str = "<|fim_middle|>"
-    """Special token before the middle."""
 
 
 class SupervisedSettings(Settings):
     """Train on the answers of instruction data, from which `jingu tune prepare` builds sequences of
-    batch.sequence_length tokens."""
+    batch.sequence_length tokens.
+
+    Attributes:
+        template: Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a
+            Jinja file.
+        loss_on: Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of
+            its answers.
+        overflow: What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns.
+        packing: packed: as many rows in a sequence as fit, masked from each other; padded: one row; group_by_length:
+            one row, and the rows of a step have similar lengths. With one row, a micro-batch is as long as its longest
+            row (not in a pipeline).
+        parse_special_tokens: Whether special tokens written in the text of a row act as such; otherwise they are plain
+            text.
+    """
 
     type: Literal["supervised"] = "supervised"
     template: str = "auto"
-    """Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a Jinja
-    file."""
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of its
-    answers."""
     overflow: Literal["truncate", "drop", "split"] = "truncate"
-    """What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns."""
     packing: Literal["packed", "group_by_length", "padded"] = "packed"
-    """packed: as many rows in a sequence as fit, masked from each other; padded: one row; group_by_length: one row, and
-    the rows of a step have similar lengths. With one row, a micro-batch is as long as its longest row (not in a
-    pipeline)."""
     parse_special_tokens: bool = False
-    """Whether special tokens written in the text of a row act as such; otherwise they are plain text."""
 
 
 Objective = Annotated[
@@ -186,54 +219,63 @@ ENCODER_OBJECTIVES = ContinuationSettings, SpanCorruptionSettings, TargetFilesSe
 
 
 class DataSettings(Settings):
-    """The corpus, and the data set that `jingu data build` builds from it."""
+    """The corpus, and the data set that `jingu data build` builds from it.
+
+    Attributes:
+        input: Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs of the corpus.
+        path: Folder of the built data set.
+        suffixes: Extensions of the files to read from a folder; a .jsonl file has one document a line, any other file
+            is one document.
+        text_field: Field of a .jsonl line that holds the text.
+        validation_fraction: Fraction of the documents to use for validation instead of training, chosen by a hash of
+            their text.
+        invalid_utf8: What to do with a document that is not valid UTF-8: stop, replace the invalid bytes, or skip the
+            document.
+        documents: What one document of a text file is: the file, a line, or a block between blank lines.
+        escaped_newlines: Whether `<n>` in a text file stands for a newline.
+        max_document_bytes: Maximum size of a document in bytes; a longer one is an error, raised before memory runs
+            out.
+        add_bos_token: Whether to begin each document with the tokenizer's BOS token, if it adds one (`<s>` of Llama;
+            most add none).
+        on_error: What to do about an error in the corpus: stop, or skip the document and list it in skipped.txt.
+        num_workers: Number of processes that build; auto: one a core.
+        duplicates: What to do with exact copies of a document (by a hash of the text): keep them, or drop them.
+        shard_tokens: Start a new shard after about this many tokens.
+        reader: How to read shards: memory-mapped, piece by piece, or through a block cache; infer: depending on their
+            file system.
+        local_cache: Folder on a fast local disk. Shards are copied there while training begins, and read from there
+            once verified.
+        sources: Several corpora in place of `input` and `path`, mixed by their weights.
+        stages: Source weights by step, in place of the sources' own; each stage lasts until the next one begins.
+        temperature: With temperature T, multiply each weight by its source's tokens ^ (1/T); null: use the weights as
+            they are.
+        packing: concat: concatenate documents and cut the text into sequences; best_fit: fill sequences with whole
+            documents, and pad.
+        document_mask: Whether attention is limited to each document, and positions restart with it.
+    """
 
     input: list[PathText] | PathText = []
-    """Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs of the corpus."""
     path: PathText = "data"
-    """Folder of the built data set."""
     suffixes: list[str] = [".txt", ".jsonl"]
-    """Extensions of the files to read from a folder; a .jsonl file has one document a line, any other file is one
-    document."""
     text_field: str = "text"
-    """Field of a .jsonl line that holds the text."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Fraction of the documents to use for validation instead of training, chosen by a hash of their text."""
     invalid_utf8: Literal["refuse", "replace", "skip"] = "refuse"
-    """What to do with a document that is not valid UTF-8: stop, replace the invalid bytes, or skip the document."""
     documents: Literal["file", "line", "block"] = "file"
-    """What one document of a text file is: the file, a line, or a block between blank lines."""
     escaped_newlines: bool = False
-    """Whether `<n>` in a text file stands for a newline."""
     max_document_bytes: Positive = 100_000_000
-    """Maximum size of a document in bytes; a longer one is an error, raised before memory runs out."""
     add_bos_token: bool = True
-    """Whether to begin each document with the tokenizer's BOS token, if it adds one (`<s>` of Llama; most add none)."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do about an error in the corpus: stop, or skip the document and list it in skipped.txt."""
     num_workers: Positive | Literal["auto"] = "auto"
-    """Number of processes that build; auto: one a core."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """What to do with exact copies of a document (by a hash of the text): keep them, or drop them."""
     shard_tokens: Positive = 500_000_000
-    """Start a new shard after about this many tokens."""
     reader: Literal["mmap", "lazy", "cached", "infer"] = "mmap"
-    """How to read shards: memory-mapped, piece by piece, or through a block cache; infer: depending on their file
-    system."""
     local_cache: PathText | None = None
-    """Folder on a fast local disk. Shards are copied there while training begins, and read from there once verified."""
     sources: list[SourceSettings] = []
-    """Several corpora in place of `input` and `path`, mixed by their weights."""
     stages: list[StageSettings] = []
-    """Source weights by step, in place of the sources' own; each stage lasts until the next one begins."""
     temperature: Annotated[float, Field(gt=0)] | None = None
-    """With temperature T, multiply each weight by its source's tokens ^ (1/T); null: use the weights as they are."""
     order: Order = FullOrderSettings()
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: concatenate documents and cut the text into sequences; best_fit: fill sequences with whole documents, and
-    pad."""
     document_mask: bool = False
-    """Whether attention is limited to each document, and positions restart with it."""
     drop: DropSettings = DropSettings()
     objective: Objective = CausalSettings()
 

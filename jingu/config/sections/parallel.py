@@ -23,11 +23,14 @@ class HostOffloadSettings(Settings):
 
 class DiskOffloadSettings(Settings):
     """As `host`, but with master weights and optimizer state in a file, of which host memory caches what it has room
-    for."""
+    for.
+
+    Attributes:
+        path: Folder on a local disk; null: the folder `offload` of the run.
+    """
 
     type: Literal["disk"] = "disk"
     path: PathText | None = None
-    """Folder on a local disk; null: the folder `offload` of the run."""
 
 
 Offload = Annotated[
@@ -36,40 +39,48 @@ Offload = Annotated[
 
 
 class ParallelSettings(Settings):
-    """The layout over ranks. Their number is the product of replicate, shard, context, tensor and pipeline."""
+    """The layout over ranks. Their number is the product of replicate, shard, context, tensor and pipeline.
+
+    Attributes:
+        zero_stage: What to shard over data-parallel ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+            parameters.
+        replicate: Data-parallel replicas, each with the whole model; auto: 1, or with ZeRO 0 all remaining ranks.
+        shard: Data-parallel ranks that share one copy of the model (ZeRO 1 to 3); auto: all remaining ranks.
+        tensor: Ranks that split the heads, inner dimensions and vocabulary of each block; auto: all remaining ranks.
+        context: Ranks that split the tokens of each row; auto: all remaining ranks.
+        context_method: ulysses: ranks exchange tokens for heads around attention, and the number of heads must be
+            divisible; ring: keys and values are passed around a ring, with any number of heads.
+        pipeline: Ranks that split the blocks into stages, one or more for each rank; auto: all remaining ranks.
+        pipeline_schedule: gpipe: all forward passes, then all backward passes; 1f1b: alternating; interleaved:
+            alternating, with several stages for each rank; zero_bubble: the same with split backward passes; zbv: the
+            same with two stages for each rank.
+        stages_per_rank: Pipeline stages for each rank (interleaved and zero_bubble); auto: 2, or 1 with gpipe and 1f1b.
+        layers_per_stage: Number of blocks in each pipeline stage, in order; null: balanced by cost, with embedding and
+            head counted.
+        expert: Ranks, of those of shard × context, that split the experts; auto: as many as possible.
+    """
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(reject_bool_and_float)] = 1
-    """What to shard over data-parallel ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     replicate: Positive | Literal["auto"] = "auto"
-    """Data-parallel replicas, each with the whole model; auto: 1, or with ZeRO 0 all remaining ranks."""
     shard: Positive | Literal["auto"] = "auto"
-    """Data-parallel ranks that share one copy of the model (ZeRO 1 to 3); auto: all remaining ranks."""
     tensor: Positive | Literal["auto"] = 1
-    """Ranks that split the heads, inner dimensions and vocabulary of each block; auto: all remaining ranks."""
     context: Positive | Literal["auto"] = 1
-    """Ranks that split the tokens of each row; auto: all remaining ranks."""
     context_method: Literal["ulysses", "ring"] = "ulysses"
-    """ulysses: ranks exchange tokens for heads around attention, and the number of heads must be divisible; ring: keys
-    and values are passed around a ring, with any number of heads."""
     pipeline: Positive | Literal["auto"] = 1
-    """Ranks that split the blocks into stages, one or more for each rank; auto: all remaining ranks."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """gpipe: all forward passes, then all backward passes; 1f1b: alternating; interleaved: alternating, with several
-    stages for each rank; zero_bubble: the same with split backward passes; zbv: the same with two stages for each
-    rank."""
     stages_per_rank: Positive | Literal["auto"] = "auto"
-    """Pipeline stages for each rank (interleaved and zero_bubble); auto: 2, or 1 with gpipe and 1f1b."""
     layers_per_stage: list[Positive] | None = None
-    """Number of blocks in each pipeline stage, in order; null: balanced by cost, with embedding and head counted."""
     offload: Offload = NoOffloadSettings()
     expert: Positive | Literal["auto"] = 1
-    """Ranks, of those of shard × context, that split the experts; auto: as many as possible."""
 
 
 class DeviceSettings(Settings):
-    """The device on which the run computes."""
+    """The device on which the run computes.
+
+    Attributes:
+        type: auto: CUDA if there is a GPU, else CPU.
+        threads: CPU threads for each rank; auto: the number of cores divided by the number of local ranks.
+    """
 
     type: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is a GPU, else CPU."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads for each rank; auto: the number of cores divided by the number of local ranks."""

@@ -10,101 +10,123 @@ from jingu.config.sections.base import Fraction, NonNegative, Positive, Settings
 
 
 class BatchSettings(Settings):
-    """The batch of one optimizer step. Gradient accumulation steps and tokens per step follow from it."""
+    """The batch of one optimizer step. Gradient accumulation steps and tokens per step follow from it.
+
+    Attributes:
+        sequence_length: Tokens in a sequence.
+        global_batch_size: Sequences in an optimizer step, over all ranks.
+        micro_batch_size: Sequences in a forward pass of one rank; auto: the largest divisor with at most 8,192 tokens.
+    """
 
     sequence_length: Positive = 512
-    """Tokens in a sequence."""
     global_batch_size: Positive = 32
-    """Sequences in an optimizer step, over all ranks."""
     micro_batch_size: Positive | Literal["auto"] = "auto"
-    """Sequences in a forward pass of one rank; auto: the largest divisor with at most 8,192 tokens."""
 
 
 class ParamGroupSettings(Settings):
-    """Parameters with another learning rate or weight decay."""
+    """Parameters with another learning rate or weight decay.
+
+    Attributes:
+        match: Pattern of their names, such as `embedding.*` or `blocks.0.*`. If several groups match, the last one
+            counts.
+        lr_multiplier: Their learning rate, as a multiple of the schedule's.
+        weight_decay: Their weight decay; null: the optimizer's.
+    """
 
     match: Annotated[str, Field(min_length=1)] = "*"
-    """Pattern of their names, such as `embedding.*` or `blocks.0.*`. If several groups match, the last one counts."""
     lr_multiplier: Annotated[float, Field(ge=0)] = 1.0
-    """Their learning rate, as a multiple of the schedule's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Their weight decay; null: the optimizer's."""
 
 
 class OptimizerBase(Settings):
-    """Settings of every optimizer."""
+    """Settings of every optimizer.
+
+    Attributes:
+        param_groups: Parameters with another learning rate or weight decay.
+    """
 
     type: str
     param_groups: list[ParamGroupSettings] = []
-    """Parameters with another learning rate or weight decay."""
 
 
 class AdamWSettings(OptimizerBase):
-    """AdamW (Loshchilov and Hutter, 2019)."""
+    """AdamW (Loshchilov and Hutter, 2019).
+
+    Attributes:
+        state_dtype: Format of both moments; int8 (for matrices whose rows have a multiple of 256 elements) needs the
+            bitsandbytes package.
+        lr: Peak learning rate.
+        beta1: Decay rate of the first moment.
+        beta2: Decay rate of the second moment.
+        eps: Epsilon added to the root of the second moment.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
+    """
 
     type: Literal["adamw"] = "adamw"
     state_dtype: Literal["fp32", "int8"] = "fp32"
-    """Format of both moments; int8 (for matrices whose rows have a multiple of 256 elements) needs the bitsandbytes
-    package."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay rate of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay rate of the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Epsilon added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 class LionSettings(OptimizerBase):
-    """Lion (Chen et al., 2023): updates by the sign of an interpolated momentum."""
+    """Lion (Chen et al., 2023): updates by the sign of an interpolated momentum.
+
+    Attributes:
+        lr: Peak learning rate, about a tenth of AdamW's.
+        beta1: Weight of the momentum in the direction of the update.
+        beta2: Decay rate of the momentum.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
+    """
 
     type: Literal["lion"] = "lion"
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate, about a tenth of AdamW's."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Weight of the momentum in the direction of the update."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Decay rate of the momentum."""
     weight_decay: Annotated[float, Field(ge=0)] = 1.0
-    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 class AdafactorSettings(OptimizerBase):
     """Adafactor (Shazeer and Stern, 2018): stores only row and column means of a matrix's second moment, and scales
-    updates by the size of the weights."""
+    updates by the size of the weights.
+
+    Attributes:
+        lr: Peak learning rate, relative to the size of the weights, and at most 1 / √step.
+        decay_rate: The second moment of step t has weight t ^ -decay_rate.
+        clip_threshold: Root mean square above which an update is scaled down.
+        min_weight_rms: Lower bound for the root mean square of the weights.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
+    """
 
     type: Literal["adafactor"] = "adafactor"
     lr: Annotated[float, Field(gt=0)] = 1e-2
-    """Peak learning rate, relative to the size of the weights, and at most 1 / √step."""
     decay_rate: Annotated[float, Field(gt=0)] = 0.8
-    """The second moment of step t has weight t ^ -decay_rate."""
     clip_threshold: Annotated[float, Field(gt=0)] = 1.0
-    """Root mean square above which an update is scaled down."""
     min_weight_rms: Annotated[float, Field(gt=0)] = 1e-3
-    """Lower bound for the root mean square of the weights."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 class MuonSettings(OptimizerBase):
-    """Muon (Jordan, 2024): orthogonalized momentum for the matrices of blocks, AdamW for all other parameters."""
+    """Muon (Jordan, 2024): orthogonalized momentum for the matrices of blocks, AdamW for all other parameters.
+
+    Attributes:
+        lr: Peak learning rate of both; Muon's updates are scaled to the size of AdamW's (Liu et al., 2025).
+        momentum: Decay rate of the Nesterov momentum.
+        beta1: AdamW's decay rate of the first moment.
+        beta2: AdamW's decay rate of the second moment.
+        eps: AdamW's epsilon.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
+    """
 
     type: Literal["muon"] = "muon"
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate of both; Muon's updates are scaled to the size of AdamW's (Liu et al., 2025)."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay rate of the Nesterov momentum."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay rate of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's decay rate of the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases."""
 
 
 Optimizer = Annotated[
@@ -118,13 +140,16 @@ def resolve_steps(length: int | float, steps: int) -> int:
 
 
 class ScheduleBase(Settings):
-    """Settings of every schedule."""
+    """Settings of every schedule.
+
+    Attributes:
+        warmup: Linear warmup: steps (a whole number), or a fraction of the run (with a decimal point).
+        min_lr: Lower bound of the learning rate after warmup.
+    """
 
     type: str
     warmup: NonNegative | Fraction = 0.02
-    """Linear warmup: steps (a whole number), or a fraction of the run (with a decimal point)."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Lower bound of the learning rate after warmup."""
 
 
 class ConstantSettings(ScheduleBase):
@@ -152,19 +177,25 @@ class InverseSqrtSettings(ScheduleBase):
 
 
 class ExponentialSettings(ScheduleBase):
-    """Decay exponentially over the run."""
+    """Decay exponentially over the run.
+
+    Attributes:
+        decay: Fraction of the peak learning rate at the last step.
+    """
 
     type: Literal["exponential"] = "exponential"
     decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Fraction of the peak learning rate at the last step."""
 
 
 class WsdSettings(ScheduleBase):
-    """Warmup-stable-decay: constant after warmup, then linear decay over the last part of the run (Hu et al., 2024)."""
+    """Warmup-stable-decay: constant after warmup, then linear decay over the last part of the run (Hu et al., 2024).
+
+    Attributes:
+        decay: Length of the decay: steps (a whole number), or a fraction of the run (with a decimal point).
+    """
 
     type: Literal["wsd"] = "wsd"
     decay: NonNegative | Fraction = 0.2
-    """Length of the decay: steps (a whole number), or a fraction of the run (with a decimal point)."""
 
 
 Schedule = Annotated[
@@ -175,43 +206,53 @@ Schedule = Annotated[
 
 
 class ActivationCheckpointingSettings(Settings):
-    """Activations that are stored for the backward pass; it recomputes the others."""
+    """Activations that are stored for the backward pass; it recomputes the others.
+
+    Attributes:
+        type: none: store everything; selective: results of matrix products, attention and communication; full: only
+            block inputs.
+        every: Recompute only every n-th block; the others store everything.
+    """
 
     type: Literal["none", "selective", "full"] = "none"
-    """none: store everything; selective: results of matrix products, attention and communication; full: only block
-    inputs."""
     every: Positive = 1
-    """Recompute only every n-th block; the others store everything."""
 
 
 class TrainSettings(Settings):
-    """The training loop."""
+    """The training loop.
+
+    Attributes:
+        steps: Number of optimizer steps.
+        max_grad_norm: Maximum global norm of the gradient; null: no clipping.
+        label_smoothing: Probability that is spread evenly over the vocabulary in each target; evaluations ignore it.
+        z_loss_coef: Weight of the squared log of the softmax's normalizer, such as 1e-4; evaluations ignore it.
+        neftune_alpha: Scale of the noise on token embeddings (NEFTune's alpha, such as 5), for decoders.
+        compile: Whether to compile the blocks; auto: if there is a compiler and the run is long enough to benefit.
+        log_every: Steps between lines of metrics.jsonl.
+        tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
+    """
 
     steps: Positive = 1000
-    """Number of optimizer steps."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Maximum global norm of the gradient; null: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability that is spread evenly over the vocabulary in each target; evaluations ignore it."""
     z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the squared log of the softmax's normalizer, such as 1e-4; evaluations ignore it."""
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """Scale of the noise on token embeddings (NEFTune's alpha, such as 5), for decoders."""
     compile: bool | Literal["auto"] = "auto"
-    """Whether to compile the blocks; auto: if there is a compiler and the run is long enough to benefit."""
     activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()
     log_every: Positive = 10
-    """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
-    """Also write TensorBoard events to the run's folder (needs the tensorboard package)."""
 
 
 class PrecisionBase(Settings):
-    """Settings of every precision."""
+    """Settings of every precision.
+
+    Attributes:
+        reduce: Format in which gradients are accumulated over micro-batches and ranks; auto: that of the master
+            weights.
+    """
 
     type: str
     reduce: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
-    """Format in which gradients are accumulated over micro-batches and ranks; auto: that of the master weights."""
 
 
 class PrecisionSettings(PrecisionBase):
@@ -221,17 +262,21 @@ class PrecisionSettings(PrecisionBase):
 
 
 class FP16Settings(PrecisionBase):
-    """fp16 with fp32 master weights and dynamic loss scaling."""
+    """fp16 with fp32 master weights and dynamic loss scaling.
+
+    Attributes:
+        initial_loss_scale: Initial loss scale.
+        loss_scale_window: Double the loss scale after this many steps without overflow.
+        hysteresis: Halve the loss scale after this many overflows within a window; a step that overflows is always
+            skipped.
+        min_loss_scale: Lower bound of the loss scale.
+    """
 
     type: Literal["fp16"] = "fp16"
     initial_loss_scale: Annotated[float, Field(gt=0)] = 65536.0
-    """Initial loss scale."""
     loss_scale_window: Positive = 1000
-    """Double the loss scale after this many steps without overflow."""
     hysteresis: Positive = 2
-    """Halve the loss scale after this many overflows within a window; a step that overflows is always skipped."""
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Lower bound of the loss scale."""
 
 
 Precision = Annotated[PrecisionSettings | FP16Settings, Discriminator("type"), default_type("auto")]

@@ -10,63 +10,78 @@ from jingu.config.sections.base import PathText, Positive, Settings, default_typ
 
 
 class FullSettings(Settings):
-    """Train the model's own weights, all of them or a part. The whole model is saved."""
+    """Train the model's own weights, all of them or a part. The whole model is saved.
+
+    Attributes:
+        freeze: Patterns of names of weights that are not trained, such as `embedding.*` or `blocks.0.*`.
+        num_trainable_layers: Train only the last n blocks, and the norm and the head after them; null: all blocks.
+    """
 
     type: Literal["full"] = "full"
     freeze: list[str] = []
-    """Patterns of names of weights that are not trained, such as `embedding.*` or `blocks.0.*`."""
     num_trainable_layers: Positive | None = None
-    """Train only the last n blocks, and the norm and the head after them; null: all blocks."""
 
 
 class AdapterBase(Settings):
-    """Settings of every adapter. Only the adapter is trained and saved."""
+    """Settings of every adapter. Only the adapter is trained and saved.
+
+    Attributes:
+        initial_adapter: A run, or a peft folder, whose adapter the new one starts from.
+        quantization: Format to which the frozen matrices of the blocks are quantized (QLoRA; nf4 needs the bitsandbytes
+            package); null: none.
+    """
 
     type: str
     initial_adapter: PathText | None = None
-    """A run, or a peft folder, whose adapter the new one starts from."""
     quantization: Literal["int8", "int4", "nf4"] | None = None
-    """Format to which the frozen matrices of the blocks are quantized (QLoRA; nf4 needs the bitsandbytes package);
-    null: none."""
 
 
 class LoraSettings(AdapterBase):
-    """Low-rank adapters of selected matrices (Hu et al., 2022)."""
+    """Low-rank adapters of selected matrices (Hu et al., 2022).
+
+    Attributes:
+        rank: Rank of the adapters.
+        alpha: The adapter's output is scaled by alpha / rank.
+        use_rslora: Scale by alpha / √rank instead (rank-stabilized LoRA, Kalajdzievski, 2023).
+        use_dora: Also train the norm of each row of the adapted matrix (DoRA, Liu et al., 2024).
+        dropout: Dropout probability of the adapter's input.
+        target_modules: Patterns of names of the adapted matrices, such as `blocks.*.attention.q`.
+    """
 
     type: Literal["lora"] = "lora"
     rank: Positive = 8
-    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
-    """The adapter's output is scaled by alpha / rank."""
     use_rslora: bool = False
-    """Scale by alpha / √rank instead (rank-stabilized LoRA, Kalajdzievski, 2023)."""
     use_dora: bool = False
-    """Also train the norm of each row of the adapted matrix (DoRA, Liu et al., 2024)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout probability of the adapter's input."""
     target_modules: list[str] = ["*attention.*", "*.feed_forward.*"]
-    """Patterns of names of the adapted matrices, such as `blocks.*.attention.q`."""
 
 
 class Ia3Settings(AdapterBase):
     """IA³ (Liu et al., 2022): trained factors for the outputs of selected matrices, or for the inputs of feed-forward
-    `down`."""
+    `down`.
+
+    Attributes:
+        target_modules: Patterns of names of the matrices.
+    """
 
     type: Literal["ia3"] = "ia3"
     target_modules: list[str] = ["*attention.k", "*attention.v", "*.feed_forward.down"]
-    """Patterns of names of the matrices."""
 
 
 class SoftPromptBase(AdapterBase):
-    """Settings of trained vectors in place of tokens."""
+    """Settings of trained vectors in place of tokens.
+
+    Attributes:
+        num_virtual_tokens: Length of the prompt in virtual tokens.
+        init_text: Text whose token embeddings initialize the prompt (or its network's input), repeated or cut to its
+            length; null: random tokens.
+        position: Whether the prompt stands before the input, or behind it (an encoder's only).
+    """
 
     num_virtual_tokens: Positive = 20
-    """Length of the prompt in virtual tokens."""
     init_text: str | None = None
-    """Text whose token embeddings initialize the prompt (or its network's input), repeated or cut to its length; null:
-    random tokens."""
     position: Literal["front", "back"] = "front"
-    """Whether the prompt stands before the input, or behind it (an encoder's only)."""
 
 
 class PromptSettings(SoftPromptBase):
@@ -76,30 +91,39 @@ class PromptSettings(SoftPromptBase):
 
 
 class PTuningSettings(SoftPromptBase):
-    """P-tuning: a prompt whose vectors a small network computes during training (Liu et al., 2021)."""
+    """P-tuning: a prompt whose vectors a small network computes during training (Liu et al., 2021).
+
+    Attributes:
+        encoder: The network: an MLP of three layers, or a bidirectional LSTM of two layers followed by two linear ones.
+        encoder_hidden_size: Its hidden size; null: the model's.
+    """
 
     type: Literal["p_tuning"] = "p_tuning"
     encoder: Literal["mlp", "lstm"] = "mlp"
-    """The network: an MLP of three layers, or a bidirectional LSTM of two layers followed by two linear ones."""
     encoder_hidden_size: Positive | None = None
-    """Its hidden size; null: the model's."""
 
 
 class DeepPromptBase(AdapterBase):
-    """Settings of trained keys and values before the text in each block."""
+    """Settings of trained keys and values before the text in each block.
+
+    Attributes:
+        num_virtual_tokens: Length of the prompt in virtual tokens.
+        in_encoder: Whether the encoder's blocks have them, too.
+    """
 
     num_virtual_tokens: Positive = 20
-    """Length of the prompt in virtual tokens."""
     in_encoder: bool = True
-    """Whether the encoder's blocks have them, too."""
 
 
 class PrefixTuningSettings(DeepPromptBase):
-    """Prefix tuning: keys and values in each block, computed by a small network (Li and Liang, 2021)."""
+    """Prefix tuning: keys and values in each block, computed by a small network (Li and Liang, 2021).
+
+    Attributes:
+        encoder_hidden_size: Hidden size of the network, of which each block has its own.
+    """
 
     type: Literal["prefix"] = "prefix"
     encoder_hidden_size: Positive = 512
-    """Hidden size of the network, of which each block has its own."""
 
 
 class PTuningV2Settings(DeepPromptBase):
