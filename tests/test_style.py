@@ -251,7 +251,6 @@ def test_functions_are_short() -> None:
     assert not long, f"Functions with more than {MAX_FUNCTION_LINES} lines:\n" + "\n".join(long)
 
 
-@pytest.mark.xfail(strict=True, reason="grow_model takes its command's options one by one")
 def test_public_functions_have_few_parameters() -> None:
     wide = []
     for source in sources():

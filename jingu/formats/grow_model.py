@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,11 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.text.vocab_mapping import map_vocab
 
 
-def grow_model(
-    model: Path,
-    to: Path,
-    tokenizer: Path | None = None,
-    vocabulary: int | None = None,
-    layers: int | None = None,
-    depth_rule: DepthRule = "interleaved",
-    whole_copies: bool = False,
-    width: int | None = None,
-    experts: int | None = None,
-    active: int = 2,
-    noise: float = 0.0,
-    seed: int = 0,
-    dtype: str = "auto",
-    check: bool = False,
-) -> None:
-    """Write a larger model than `model` (a run, a step of one, a Hugging Face folder, a GGUF file), from its weights.
+@dataclass(frozen=True)
+class GrowthOptions:
+    """How a model grows, in this order: vocabulary, depth, width, experts. `jingu/model/expand.py` has the rules.
 
-    The steps are taken in this order: vocabulary, depth, width, experts. `jingu/model/expand.py` has the rules.
-
-    Args:
+    Attributes:
         tokenizer: folder of the new model's tokenizer. The row of a token that the old one has is copied; others start
             as the mean of the rows of their parts.
         vocabulary: rows of the embedding; None: as many as the new tokenizer has, or the old model.
@@ -47,12 +31,32 @@ def grow_model(
         width: hidden size, a multiple of the old one.
         experts: experts per block, of which each token uses `active`.
         noise: standard deviation of the noise on copies, relative to that of what is copied.
+    """
+
+    tokenizer: Path | None = None
+    vocabulary: int | None = None
+    layers: int | None = None
+    depth_rule: DepthRule = "interleaved"
+    whole_copies: bool = False
+    width: int | None = None
+    experts: int | None = None
+    active: int = 2
+    noise: float = 0.0
+    seed: int = 0
+
+
+def grow_model(model: Path, to: Path, dtype: str = "auto", check: bool = False, **options: Any) -> None:
+    """Write a larger model than `model` (a run, a step of one, a Hugging Face folder, a GGUF file), from its weights.
+
+    Args:
+        options: fields of `GrowthOptions`.
 
     Raises:
         JinguError: nothing is to grow, a rule does not fit the model, or as `convert`.
     """
+    growth = GrowthOptions(**options)
     stored = open_model(model)
-    if tokenizer is None and vocabulary is None and layers is None and width is None and experts is None:
+    if all(getattr(growth, name) is None for name in ("tokenizer", "vocabulary", "layers", "width", "experts")):
         raise JinguError(
             "no option says how the model should grow.",
             where=model,
@@ -60,14 +64,14 @@ def grow_model(
         )
     # Nothing is computed here: each step wraps the reader of the one before.
     larger = LazyModel(stored.spec, stored.read)
-    if tokenizer is not None or vocabulary is not None:
-        stored, larger = _grow_vocab(stored, tokenizer, vocabulary)
-    if layers is not None:
-        larger = expand_depth(larger, layers, depth_rule, zeroed=not whole_copies)
-    if width is not None:
-        larger = expand_width(larger, width, noise, seed)
-    if experts is not None:
-        larger = upcycle_to_experts(larger, experts, active, noise, seed)
+    if growth.tokenizer is not None or growth.vocabulary is not None:
+        stored, larger = _grow_vocab(stored, growth.tokenizer, growth.vocabulary)
+    if growth.layers is not None:
+        larger = expand_depth(larger, growth.layers, growth.depth_rule, zeroed=not growth.whole_copies)
+    if growth.width is not None:
+        larger = expand_width(larger, growth.width, growth.noise, growth.seed)
+    if growth.experts is not None:
+        larger = upcycle_to_experts(larger, growth.experts, growth.active, growth.noise, growth.seed)
     write_model(replace(stored, spec=larger.spec, read=larger.read), to, dtype, check)
     before, after = (count_parameters(spec, parameter_shapes(spec)) for spec in (stored.spec, larger.spec))
     print(f"It has {after.total:,} parameters ({after.active:,} active); {model} has {before.total:,}.")

@@ -1,10 +1,10 @@
-"""Growing a model: a larger one that begins where a smaller one stands.
+"""Growing a model: a larger model that is initialized with the weights of a smaller one.
 
-Each rule takes a model and gives one: its spec, and how each of its parameters is made of the old model's. Nothing is
-computed before a parameter is asked for, so that rules can follow one another, and a large model passes through memory
-tensor by tensor.
+Each rule takes a model and returns a larger one: its spec, and a function that computes each of its parameters from
+those of the old model. Nothing is computed before a parameter is read, so that rules can be chained, and a large model
+passes through memory tensor by tensor.
 
-Shapes: V vocabulary, D width.
+Shapes: V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from jingu.model.weight_init import generator_for_name, initial_tensor
 DepthRule = Literal["interleaved", "stacked"]
 _MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "cpm2": "cpm2"}
 _EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
+# Parameters whose outputs are added to the hidden states.
 _INTO_STREAM = (".attention.output.", ".cross_attention.output.", ".feed_forward.down.", ".feed_forward.shared.down.")
 
 
 @dataclass(frozen=True)
 class LazyModel:
-    """A model that can be read.
+    """A model whose parameters are computed when they are read.
 
     Attributes:
-        read: one parameter by name, whole, on CPU.
+        read: returns one whole parameter by name, on CPU.
     """
 
     spec: ModelSpec
@@ -40,13 +41,13 @@ class LazyModel:
 
 
 def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
-    """Sparse upcycling (Komatsuzaki et al., 2023): every expert begins as the dense feed-forward.
+    """Return a model in which every expert is a copy of the dense feed-forward (Komatsuzaki et al., 2023).
 
-    The router is drawn from the seed. The weights of a token's experts sum to one, so without noise the outputs equal
-    the dense model's.
+    The router is initialized from the seed. The weights of a token's experts sum to one, so without noise the outputs
+    equal the dense model's.
 
     Args:
-        noise: standard deviation of what is added to each expert's matrices, as a share of the matrix's own.
+        noise: standard deviation of the noise on each expert's matrices, relative to that of the matrix.
 
     Raises:
         JinguError: the model has experts already, its family has no counterpart with experts, or `active` is too many.
@@ -54,9 +55,9 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
     spec = model.spec
     if isinstance(spec.feed_forward, Experts) or spec.family not in _MIXTURES:
         raise JinguError(
-            f"experts are made of the feed-forwards of a dense model, and this one is a {spec.family}.",
+            f"experts are copies of the feed-forward of a dense model, and this one is a {spec.family}.",
             where="--experts",
-            fix=f"Take a model of a family that has a counterpart with experts: {', '.join(_MIXTURES)}.",
+            fix=f"Use a model of a family that has a counterpart with experts: {', '.join(_MIXTURES)}.",
         )
     family = FAMILIES[_MIXTURES[spec.family]]
     dense = {key: getattr(spec.feed_forward, key) for key in ("intermediate_size", "activation", "bias")}
@@ -74,11 +75,9 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
             return old
         if not noise:
             return old.expand(number, *old.shape)
-        copies, generator, std = (
-            old.repeat(number, 1, 1),
-            generator_for_name(name, seed),
-            noise * float(old.float().std()),
-        )
+        copies = old.repeat(number, 1, 1)
+        generator = generator_for_name(name, seed)
+        std = noise * float(old.float().std())
         for copy in copies:
             copy += torch.empty(old.shape).normal_(0.0, std, generator=generator).to(old.dtype)
         return copies
@@ -87,10 +86,10 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
 
 
 def replace_vocab(model: LazyModel, rows: Sequence[Sequence[int]]) -> LazyModel:
-    """Another vocabulary: row i of the embedding and of the head is the mean of the old rows that `rows[i]` names.
+    """Return a model with another vocabulary: row i of embedding and head is the mean of the old rows `rows[i]`.
 
-    One old row is taken as it is; none stands for the mean of all, where what the model knows of no piece is spread
-    least (Hewitt, 2021).
+    A single old row is copied. If `rows[i]` is empty, the row is the mean of all (Hewitt, 2021): such a token changes
+    the probabilities of the others least.
     """
 
     def read(name: str) -> Tensor:
@@ -108,15 +107,16 @@ def replace_vocab(model: LazyModel, rows: Sequence[Sequence[int]]) -> LazyModel:
 
 
 def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved", *, zeroed: bool = True) -> LazyModel:
-    """More blocks, copies of those that are there.
-
-    interleaved: a block's copies follow it (Wu et al., 2024, LLaMA Pro). stacked: all blocks follow all blocks (Gong
-    et al., 2019).
+    """Return a model with more blocks, which are copies of its blocks.
 
     Args:
-        zeroed: the copies write nothing into the hidden states at first (their output and down projections are zero):
-            the outputs equal the original's, and what they should write is learned. Otherwise copies are whole, and
-            the outputs are other ones.
+        rule: interleaved: the copies of a block follow it (LLaMA Pro, Wu et al., 2024). stacked: copies of all blocks
+            follow the last block (Gong et al., 2019).
+        zeroed: the output and down projections of the copies are zero, so that the outputs equal the original's.
+            Otherwise the copies are complete, and the outputs differ.
+
+    Raises:
+        JinguError: the model has as many blocks already.
     """
     old = model.spec.num_layers
     if layers <= old:
@@ -136,33 +136,33 @@ def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved",
 
 
 def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
-    """A multiple of the width, the heads and the feed-forward, each there several times (Chen et al., 2016, Net2Net;
-    Chen et al., 2022, bert2BERT).
+    """Return a model with k times the hidden size, heads and intermediate size (Net2Net, Chen et al., 2016; bert2BERT,
+    Chen et al., 2022).
 
-    Every number of the hidden states, every head and every inner neuron is repeated k times; a matrix that reads them
-    is divided by k, and the final norm in place of the head. Norms of repeated states are the same, so the outputs
-    equal the original's. Without noise, though, copies get equal gradients and stay copies.
+    Every element of the hidden states, every head and every inner neuron is repeated k times. A matrix that reads them
+    is divided by k; for the head, the final norm is. The norm of repeated states is the same, so the outputs equal the
+    original's. Without noise, however, copies get equal gradients and never differ.
 
     Args:
-        noise: standard deviation of what is added where copies are read, as a share of the matrix's own. It sums to
-            zero over the copies: they learn apart, and the outputs still equal the original's.
+        noise: standard deviation of the noise on the matrices that read copies, relative to that of the matrix. It
+            sums to zero over the copies: these learn different things, and the outputs still equal the original's.
 
     Raises:
-        JinguError: the width is no multiple, or the heads' positions depend on their number (ALiBi).
+        JinguError: the width is no multiple, or heads differ by their number (ALiBi).
     """
     spec = model.spec
     times, rest = divmod(width, spec.hidden_size)
     if rest or times < 2:
         raise JinguError(
-            f"a width of {spec.hidden_size} is repeated whole, and {width} is no multiple of it.",
+            f"the hidden size {spec.hidden_size} grows by repetition, and {width} is no multiple of it.",
             where="--width",
             fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
         )
     if isinstance(spec.position, AlibiPositions):
         raise JinguError(
-            "heads with ALiBi differ by their number, so that repeated ones would not be copies.",
+            "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
             where="--width",
-            fix="Grow the depth or the vocabulary, or take a model with rotary or learned positions.",
+            fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
         )
     sizes = {
         "hidden_size": width,
@@ -172,8 +172,8 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
     }
     if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared_intermediate_size:
         sizes["feed_forward.shared_intermediate_size"] = times * spec.feed_forward.shared_intermediate_size
-    # The head reads k copies. Rows of a normalised head have become √k times as long before they are normalised, and
-    # a scaled head divides by √k of itself.
+    # The head reads k copies. The rows of a normalized head are √k times as long before they are normalized, and a
+    # scaled head already divides by √k.
     final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
 
     def read(name: str) -> Tensor:
@@ -192,7 +192,7 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
 
 
 def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:
-    """The matrix for inputs that are there several times: what it says of their copies sums to the same."""
+    """Return a matrix for inputs that are repeated, with the same product."""
     whole = matrix.repeat(*[1] * (matrix.ndim - 1), times).div_(times)
     if std:
         shape = (*matrix.shape[:-1], times, matrix.shape[-1])

@@ -1,4 +1,4 @@
-"""From the settings of a run to the spec of its model."""
+"""The spec of a run's model, from its settings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
 def spec_from_settings(
     settings: ModelSettings, vocabulary: int, context: int, start: ModelSpec | None = None
 ) -> ModelSpec:
-    """The preset, or else the family's habits, with the dimensions that the settings give.
+    """Return the preset, or the family's template, with the settings that the user gave.
 
-    What follows from a dimension (the size of a head, say, from the width) follows from the given one again.
+    Dimensions that follow from others, such as the head size from the hidden size, are computed again.
 
     Args:
         vocabulary: entries of the run's tokenizer.
-        context: tokens a sequence of the run's batches.
-        start: a model that stands in the place of a preset.
+        context: tokens in a sequence of the run's batches.
+        start: the spec of the model from which the run starts, in place of a preset.
 
     Raises:
-        JinguError: an unknown family or preset, dimensions that do not fit together, or a model smaller than the
+        JinguError: the family or preset is unknown, dimensions do not fit together, or the model is too small for the
             tokenizer or the sequences.
     """
     preset = start or _preset(settings)
@@ -32,15 +32,15 @@ def spec_from_settings(
     template = preset or family.template
     if preset and preset.family != family.name:
         raise JinguError(
-            f"the {f'preset {settings.preset!r}' if start is None else 'model that the run begins with'} is of the "
+            f"the {f'preset {settings.preset!r}' if start is None else 'model that the run starts from'} is of the "
             f"family {preset.family!r}, not {family.name!r}.",
             where="model.family",
-            fix=f"Leave it out: a {'preset' if start is None else 'model'} says its family.",
+            fix="Leave it out: the family is known.",
         )
     _check_family(settings, template, family)
-    # What follows from a given dimension, such as the size of a head, follows again.
-    heads, head_size = settings.num_heads or template.attention.num_heads, settings.head_dim
+    head_size = settings.head_dim
     if head_size is None and (settings.hidden_size or settings.num_heads):
+        heads = settings.num_heads or template.attention.num_heads
         head_size = _head_size(settings.hidden_size or template.hidden_size, heads)
     values = {
         "vocab_size": _vocabulary(settings, vocabulary, preset),
@@ -58,16 +58,17 @@ def spec_from_settings(
         "initializer_range": settings.initializer_range,
         **_feed_forward(settings, template, family),
     }
-    return replace_fields(template, **{place: value for place, value in values.items() if value is not None})
+    return replace_fields(template, **{path: value for path, value in values.items() if value is not None})
 
 
 def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) -> None:
-    """JinguError for settings of what the family has not."""
+    """Raise JinguError for settings of parts that the family does not have."""
     experts = settings.experts.model_dump(exclude_none=True)
-    encoded, turned = template.num_encoder_layers is not None, isinstance(template.position, RotaryPositions)
+    has_encoder = template.num_encoder_layers is not None
+    has_rotary = isinstance(template.position, RotaryPositions)
     for setting, has, what, where, example in (
-        (settings.num_encoder_layers, encoded, "encoder", "model.num_encoder_layers", "one (t5)"),
-        (settings.rope_theta, turned, "rotary positions", "model.rope_theta", "them (llama)"),
+        (settings.num_encoder_layers, has_encoder, "encoder", "model.num_encoder_layers", "one (t5)"),
+        (settings.rope_theta, has_rotary, "rotary positions", "model.rope_theta", "them (llama)"),
         (experts, family.experts, "experts", f"model.experts.{next(iter(experts), None)}", "them (mixtral)"),
     ):
         if setting and not has:
@@ -84,7 +85,7 @@ def _preset(settings: ModelSettings) -> ModelSpec | None:
 
 
 def find_family(name: str) -> Family:
-    """The family of that name. Raises JinguError with the nearest known ones."""
+    """Return the family of this name. Raises JinguError, with similar names, if there is none."""
     _check_known("family", name, FAMILIES)
     return FAMILIES[name]
 
@@ -134,8 +135,10 @@ def _head_size(width: int, heads: int) -> int:
 
 
 def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) -> dict[str, object]:
-    """Values by their places in the spec."""
-    experts, part, values = settings.experts.model_dump(exclude_none=True), template.feed_forward, dict[str, object]()
+    """Return the fields of the feed-forward, by their paths in the spec."""
+    experts = settings.experts.model_dump(exclude_none=True)
+    part = template.feed_forward
+    values: dict[str, object] = {}
     if experts and not isinstance(part, Experts):
         assert family.experts is not None
         values = {"": family.experts, ".intermediate_size": part.intermediate_size, ".activation": part.activation}
@@ -145,7 +148,8 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
             settings.hidden_size or template.hidden_size
         )
     router = experts.pop("router", None)
-    if isinstance(part, Experts) and router not in (None, part.router.type):  # else with the family's habits
+    # The same type of router keeps the family's settings of it.
+    if isinstance(part, Experts) and router not in (None, part.router.type):
         experts["router"] = {"type": router}
     values |= {f".{name}": value for name, value in experts.items()}
-    return {f"feed_forward{place}": value for place, value in values.items()}
+    return {f"feed_forward{path}": value for path, value in values.items()}

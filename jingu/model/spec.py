@@ -1,4 +1,4 @@
-"""What a model is: its dimensions and the components it is put together from. Frozen, and JSON both ways."""
+"""The specification of a model: its dimensions and components, which can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jingu.errors import JinguError
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-# Of matrices of few bits an element (`jingu.model.quantized_weight`).
+# Formats of quantized matrices (`jingu.model.quantized_weight`).
 QuantizationFormat = Literal["int8", "int4", "nf4"]
 
 
 class Component(BaseModel):
-    """A part of the spec: frozen and closed to unknown keys. Variants are told apart by their `type`."""
+    """A part of the spec, which rejects unknown keys. Variants are distinguished by their `type`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -39,20 +39,20 @@ class LayerNorm(Component):
 
 
 class LearnedPositions(Component):
-    """A trained vector for each position, added to the embedding."""
+    """A trained vector for each position, which is added to the embedding."""
 
     type: Literal["learned"] = "learned"
 
 
 class LinearScaling(Component):
-    """Positions divided by a factor."""
+    """Positions are divided by a factor."""
 
     type: Literal["linear"] = "linear"
     factor: PositiveFloat
 
 
 class DynamicScaling(Component):
-    """A base that grows with the sequence beyond the original context (dynamic NTK)."""
+    """The base grows with the length of the sequence beyond the original context (dynamic NTK)."""
 
     type: Literal["dynamic"] = "dynamic"
     factor: PositiveFloat
@@ -60,11 +60,11 @@ class DynamicScaling(Component):
 
 
 class YarnScaling(Component):
-    """Low frequencies divided by a factor, high ones kept, a ramp between (Peng et al., 2023).
+    """Low frequencies are divided by a factor, high ones are not, with a ramp between (YaRN, Peng et al., 2023).
 
     Attributes:
-        attention_factor: multiplies cosines and sines, and so the scores by its square.
-        truncate: whether the ramp begins and ends at whole dimensions.
+        attention_factor: multiplies cosines and sines, so that its square multiplies the scores.
+        truncate: whether the ramp starts and ends at whole dimensions.
     """
 
     type: Literal["yarn"] = "yarn"
@@ -77,7 +77,7 @@ class YarnScaling(Component):
 
 
 class Llama3Scaling(Component):
-    """As yarn, with the ramp over wavelengths relative to the original context (Llama 3.1)."""
+    """Like YaRN, with the ramp over wavelengths relative to the original context (Llama 3.1)."""
 
     type: Literal["llama3"] = "llama3"
     factor: PositiveFloat
@@ -90,11 +90,11 @@ RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Sca
 
 
 class RotaryPositions(Component):
-    """Rotary embedding (Su et al., 2021) of queries and keys; the two halves of a head rotate against each other.
+    """Rotary position embedding (RoPE, Su et al., 2021) of queries and keys.
 
     Attributes:
-        partial_rotary_factor: share of a head that is turned: its first dimensions.
-        interleaved: whether neighbours make a pair, instead of the two halves.
+        partial_rotary_factor: share of a head's dimensions, the first ones, that are rotated.
+        interleaved: whether neighbouring dimensions form a pair, rather than those of the two halves of a head.
     """
 
     type: Literal["rope"] = "rope"
@@ -105,18 +105,18 @@ class RotaryPositions(Component):
 
 
 class AlibiPositions(Component):
-    """Scores fall with the distance, for each head at its own slope (Press et al., 2022)."""
+    """Scores decrease with the distance, with a slope for each head (Press et al., 2022)."""
 
     type: Literal["alibi"] = "alibi"
 
 
 class RelativeBias(Component):
-    """A trained bias of the scores for each head and range of distances, shared by the layers of a stack
-    (Raffel et al., 2020): half of the ranges hold one distance each, the others ever more, up to the largest.
+    """A trained bias of the scores for each head and bucket of distances, shared by the layers of a stack
+    (Raffel et al., 2020). Half of the buckets have one distance each; the others grow up to the largest distance.
 
     Attributes:
-        num_buckets: ranges; where a token sees what follows it, half of them are for that.
-        max_distance: all distances from here on are in one range.
+        num_buckets: if tokens see what follows them, half of the buckets are for that.
+        max_distance: the last bucket has all distances from here on.
     """
 
     type: Literal["relative_bias"] = "relative_bias"
@@ -125,12 +125,12 @@ class RelativeBias(Component):
 
 
 class AttentionSpec(Component):
-    """Attention with as many or fewer key-value heads than query heads (Ainslie et al., 2023).
+    """Multi-head attention, or grouped-query attention (Ainslie et al., 2023).
 
     Attributes:
-        qk_norm: whether each head's queries and keys are normalised.
+        qk_norm: whether the queries and keys of each head are normalized.
         scale_scores: whether scores are divided by the root of the head size.
-        sliding_window: how many tokens a token sees, itself among them; None: all before it.
+        sliding_window: number of tokens that a token sees, including itself; None: all before it.
     """
 
     num_heads: PositiveInt
@@ -162,11 +162,11 @@ class GatedFeedForward(Component):
 
 
 class TopKRouter(Component):
-    """The experts with the highest probabilities (Shazeer et al., 2017), weighted with them.
+    """Chooses the experts with the highest probabilities (Shazeer et al., 2017), which are their weights.
 
     Attributes:
-        softmax: probabilities over all experts, or over the chosen ones only.
-        norm_topk_prob: whether probabilities made before the choice are divided by the sum of the chosen ones.
+        softmax: before: over all experts; after: over the chosen ones only.
+        norm_topk_prob: whether probabilities over all experts are divided by the sum of the chosen ones.
     """
 
     type: Literal["top_k"] = "top_k"
@@ -175,14 +175,14 @@ class TopKRouter(Component):
 
 
 class BalancedRouter(Component):
-    """BASE (Lewis et al., 2021): while training equally many tokens of a sequence for each expert, at the largest
-    sum of scores; otherwise the best expert. Weighted with the sigmoid of the score."""
+    """BASE (Lewis et al., 2021). In training every expert gets equally many tokens of a sequence, so that the sum of
+    scores is as large as possible; otherwise a token gets its best expert. Weights are the sigmoids of scores."""
 
     type: Literal["balanced"] = "balanced"
 
 
 class RandomProjectionRouter(Component):
-    """A router that stays as it was drawn: a hash that sends near states to one expert; equal weights."""
+    """A router that is not trained: a hash that sends similar states to the same expert. All weights are equal."""
 
     type: Literal["random_projection"] = "random_projection"
 
@@ -191,15 +191,14 @@ Router = Annotated[TopKRouter | BalancedRouter | RandomProjectionRouter, Field(d
 
 
 class Experts(Component):
-    """A mixture of experts: gated feed-forwards without biases, of which a router gives each token a few.
+    """A mixture of experts: gated feed-forwards without biases, of which a router chooses some for each token.
 
     Attributes:
-        num_experts_per_token: experts a token.
         intermediate_size: inner size of one expert.
-        shared_intermediate_size: inner size of a further feed-forward that every token passes; None: there is none.
-        shared_expert_gate: whether what it says is weighted with the sigmoid of a score of its own.
-        capacity_factor: choices that an expert takes of a training sequence, as a multiple of an even share; None: all
-            of them.
+        shared_intermediate_size: inner size of a shared expert, which every token uses; None: there is none.
+        shared_expert_gate: whether the output of the shared expert is weighted with the sigmoid of a score of its own.
+        capacity_factor: most choices that an expert accepts from a training sequence, as a multiple of an even share;
+            None: all of them.
         aux_loss_coef: weight of the balancing loss.
         aux_loss_scope: whether every layer should be balanced, or the mean of all layers (as transformers computes it).
         z_loss_coef: weight of the router's z loss.
@@ -224,7 +223,7 @@ class Experts(Component):
     def _experts_fit(self) -> Experts:
         if self.num_experts_per_token > self.num_experts:
             raise JinguError(
-                f"a token cannot pass {self.num_experts_per_token} of {self.num_experts} experts.",
+                f"a token cannot use {self.num_experts_per_token} of {self.num_experts} experts.",
                 where="model.experts",
                 fix=f"Choose at most {self.num_experts} active experts.",
             )
@@ -232,7 +231,7 @@ class Experts(Component):
             raise JinguError(
                 f"the balanced router gives each token one expert, not {self.num_experts_per_token}.",
                 where="model.experts",
-                fix="Set active to 1, or choose another router.",
+                fix="Set num_experts_per_token to 1, or choose another router.",
             )
         return self
 
@@ -243,14 +242,14 @@ FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(dis
 
 
 class Lora(Component):
-    """Adapters of low rank beside matrices that stay as they are (Hu et al., 2022).
+    """Low-rank adapters of matrices, which are not trained themselves (Hu et al., 2022).
 
     Attributes:
         alpha: the adapters' product is scaled by alpha / rank.
-        target_modules: patterns of the names of matrices that have one.
-        use_rslora: scaled by alpha / √rank instead (Kalajdzievski, 2023).
-        use_dora: whether the length of each row of the sum is trained by itself (DoRA, Liu et al., 2024).
-        dropout: share of an adapter's inputs that is zero in a step of training.
+        target_modules: patterns of the names of the adapted modules.
+        use_rslora: scale by alpha / √rank instead (Kalajdzievski, 2023).
+        use_dora: whether the norm of each row of the sum is trained separately (DoRA, Liu et al., 2024).
+        dropout: dropout probability of the adapter's inputs.
     """
 
     type: Literal["lora"] = "lora"
@@ -268,10 +267,10 @@ class Lora(Component):
 
 
 class Ia3(Component):
-    """Trained factors of what matrices give; of a feed-forward's `down`, of what it gets (Liu et al., 2022).
+    """Trained factors of the outputs of matrices; for a feed-forward's `down`, of its inputs (Liu et al., 2022).
 
     Attributes:
-        target_modules: patterns of the names of these matrices.
+        target_modules: patterns of the names of the adapted modules.
     """
 
     type: Literal["ia3"] = "ia3"
@@ -279,13 +278,13 @@ class Ia3(Component):
 
 
 class SoftPrompt(Component):
-    """Trained vectors in the place of embedded tokens (Lester et al., 2021), before the text that a decoder reads; or
-    that an encoder reads, where there is one.
+    """Trained vectors in place of embedded tokens (Lester et al., 2021), before the input of the encoder if there is
+    one, otherwise of the decoder.
 
     Attributes:
-        encoder: what makes the vectors of trained ones (P-tuning, Liu et al., 2021).
-        encoder_hidden_size: width of that.
-        after_input: whether they stand behind what an encoder reads.
+        encoder: network that computes the vectors from trained ones (P-tuning, Liu et al., 2021).
+        encoder_hidden_size: its hidden size.
+        after_input: whether the vectors stand after the encoder's input.
     """
 
     type: Literal["soft_prompt"] = "soft_prompt"
@@ -299,9 +298,9 @@ class DeepPrompt(Component):
     """Trained keys and values before those of the text, in each block (P-tuning v2, Liu et al., 2022).
 
     Attributes:
-        encoder_hidden_size: inner size of the network that makes those of each block from trained vectors (prefix
-            tuning, Li and Liang, 2021); None: they are trained themselves.
-        in_encoder: whether the blocks of an encoder, where there is one, have them, too.
+        encoder_hidden_size: hidden size of the network that computes those of each block from trained vectors (prefix
+            tuning, Li and Liang, 2021); None: they are trained directly.
+        in_encoder: whether the blocks of an encoder, if there is one, have them, too.
     """
 
     type: Literal["deep_prompt"] = "deep_prompt"
@@ -314,22 +313,21 @@ Adapter = Annotated[Lora | Ia3 | SoftPrompt | DeepPrompt, Field(discriminator="t
 
 
 class ModelSpec(Component):
-    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head; where
-    there are `num_encoder_layers`, each block also attends to the states that an encoder of its size gives.
+    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head. If there
+    are `num_encoder_layers`, each block also attends to the states of an encoder of the same width.
 
     Attributes:
-        family: name of the family, whose name map and Hugging Face config it follows.
+        family: name of the family, which defines tensor names and the Hugging Face config.
         vocab_size: rows of the embedding.
-        hidden_size: size of the hidden state.
         num_encoder_layers: blocks of the encoder, which shares the embedding; None: there is no encoder.
         max_position_embeddings: longest sequence, in tokens.
         tie_word_embeddings: whether the head uses the embedding's weight.
-        embedding_norm: whether the embedding is normalised before the first block.
-        normalize_lm_head: whether each row of the head's weight is divided by its length.
-        scale_lm_head: whether the final states are divided by the root of the width, for the head.
-        initializer_range: standard deviation of the initial matrices.
-        adapter: adapters, which alone are trained.
-        quantization: what the blocks' matrices that these stand beside are rounded to; None: they are not.
+        embedding_norm: whether embeddings are normalized before the first block.
+        normalize_lm_head: whether each row of the head's weight is divided by its norm.
+        scale_lm_head: whether the final states are divided by √hidden_size before the head.
+        initializer_range: standard deviation of the initial weights.
+        adapter: adapters, the only parameters that are then trained.
+        quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
         frozen_parameters: patterns of the names of parameters that are not trained.
     """
 
@@ -363,14 +361,14 @@ class ModelSpec(Component):
             )
         if isinstance(self.position, RotaryPositions) and rotary_dim(self.position, part.head_dim) % 2:
             raise JinguError(
-                f"rotary positions turn pairs, so the head size must be even; it is {part.head_dim}.",
+                f"rotary positions rotate pairs, so the head size must be even; it is {part.head_dim}.",
                 where="model.head_dim",
-                fix="Choose a width and a number of heads whose quotient is even, or set model.head_dim.",
+                fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )
         bias = self.position
         if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
             raise JinguError(
-                f"{bias.num_buckets} ranges of distances up to {bias.max_distance} leave none that grow.",
+                f"{bias.num_buckets} buckets of distances up to {bias.max_distance} leave none that grow.",
                 where="model.position",
                 fix=f"Choose a max_distance above {bias.num_buckets // 2}.",
             )
@@ -378,7 +376,7 @@ class ModelSpec(Component):
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """Prompt tokens, whose ids follow those of the vocabulary, of what a decoder and of what an encoder reads."""
+        """Numbers of virtual tokens, whose ids follow the vocabulary, in the inputs of decoder and encoder."""
         adapter, encodes = self.adapter, self.num_encoder_layers is not None
         if isinstance(adapter, SoftPrompt):
             return (0, adapter.num_virtual_tokens) if encodes else (adapter.num_virtual_tokens, 0)
@@ -387,18 +385,18 @@ class ModelSpec(Component):
         return 0, 0
 
     def prompted(self, ids: Sequence[int], *, encoder: bool = False) -> tuple[int, ...]:
-        """Ids that the decoder, or the encoder, reads, with those of its prompt tokens."""
+        """Return the ids that the decoder, or the encoder, reads: these, and those of its virtual tokens."""
         own = range(self.vocab_size, self.vocab_size + self.prompts[encoder])
         behind = isinstance(self.adapter, SoftPrompt) and self.adapter.after_input
         return (*ids, *own) if behind else (*own, *ids)
 
     def to_json(self) -> str:
-        """The spec as indented JSON."""
+        """Return the spec as indented JSON."""
         return self.model_dump_json(indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str | bytes, where: object = "model.json") -> ModelSpec:
-        """The spec that `to_json` wrote. Raises JinguError, naming each wrong field."""
+        """Return the spec that `to_json` wrote. Raises JinguError, which names each wrong field."""
         try:
             tree = from_json(text)
             return ModelSpec.model_validate(migrate_spec(tree) if isinstance(tree, dict) else tree)
@@ -415,33 +413,33 @@ class ModelSpec(Component):
 
 
 def rotary_dim(position: RotaryPositions, head_size: int) -> int:
-    """Dimensions of a head that are turned."""
+    """Return how many dimensions of a head are rotated."""
     return int(head_size * position.partial_rotary_factor)
 
 
 def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """A copy with other values, validated again; a key may be a place in a component, such as `attention.num_heads`."""
+    """Return a validated copy with other values; a key may be a path, such as `attention.num_heads`."""
     values = spec.model_dump()
-    for place, value in changes.items():
-        *parts, last = place.split(".")
-        within = values
+    for path, value in changes.items():
+        *parts, last = path.split(".")
+        component = values
         for part in parts:
-            within = within[part]
-        within[last] = value.model_dump() if isinstance(value, Component) else value
+            component = component[part]
+        component[last] = value.model_dump() if isinstance(value, Component) else value
     return ModelSpec.model_validate(values)
 
 
 def flatten_fields(spec: ModelSpec) -> dict[str, Any]:
-    """All values by their places, as `replaced` takes them."""
+    """Return all values by their paths, as `replace_fields` takes them."""
 
-    def of(values: dict[str, Any], within: str) -> Iterator[tuple[str, Any]]:
+    def flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
             if isinstance(value, dict):
-                yield from of(value, f"{within}{name}.")
+                yield from flatten(value, f"{prefix}{name}.")
             else:
-                yield f"{within}{name}", value
+                yield f"{prefix}{name}", value
 
-    return dict(of(spec.model_dump(), ""))
+    return dict(flatten(spec.model_dump(), ""))
 
 
 def _divisors(number: int) -> str:

@@ -135,8 +135,8 @@ MISTAKES = [
     (["--vocabulary", "280"], "--vocabulary: the model has 280 rows already. Give more than 280."),
     (["--tokenizer", "TOKENIZER", "--vocabulary", "9"], "--vocabulary: the tokenizer has 280 tokens. Give as many or"),
     (["--layers", "2"], "--layers: the model has 2 blocks already. Give more than 2."),
-    (["--width", "25"], "--width: a width of 24 is repeated whole, and 25 is no multiple of it. Give 48, 72 or so on."),
-    (["--experts", "1"], "model.experts: a token cannot pass 2 of 1 experts. Choose at most 1 active experts."),
+    (["--width", "25"], "--width: the hidden size 24 grows by repetition, and 25 is no multiple of it. Give 48, 72"),
+    (["--experts", "1"], "model.experts: a token cannot use 2 of 1 experts. Choose at most 1 active experts."),
     (["--layers", "3", "--to", "OLD"], "OLD: there is an earlier export here already, and it is not overwritten."),
 ]
 

@@ -252,12 +252,12 @@ def test_a_token_meets_its_own_experts_alone() -> None:
     [
         (
             {"num_experts_per_token": 6},
-            "model.experts: a token cannot pass 6 of 5 experts. Choose at most 5 active experts.",
+            "model.experts: a token cannot use 6 of 5 experts. Choose at most 5 active experts.",
         ),
         (
             {"router": BalancedRouter()},
-            "model.experts: the balanced router gives each token one expert, not 2. Set active to 1, or choose "
-            "another router.",
+            "model.experts: the balanced router gives each token one expert, not 2. Set num_experts_per_token "
+            "to 1, or choose another router.",
         ),
     ],
 )

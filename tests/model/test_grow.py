@@ -100,7 +100,7 @@ def test_where_copies_of_blocks_stand() -> None:
 def test_wider_models_say_the_same(family: str, times: int, noise: float) -> None:
     old = model_of(family)
     if family == "bloom":
-        with pytest.raises(JinguError, match="heads with ALiBi differ by their number"):
+        with pytest.raises(JinguError, match="with ALiBi a head's slope depends on its number"):
             expand_width(old, 24 * times)
         return
     grown = expand_width(old, 24 * times, noise)
@@ -181,13 +181,13 @@ def test_rules_follow_one_another() -> None:
 
 
 MISTAKES: list[tuple[Callable[[], LazyModel], str]] = [
-    (lambda: upcycle_to_experts(model_of("gpt2"), 4, 2), "and this one is a gpt2. Take a model of a family that has"),
+    (lambda: upcycle_to_experts(model_of("gpt2"), 4, 2), "and this one is a gpt2. Use a model of a family that has"),
     (lambda: upcycle_to_experts(model_of("mixtral"), 4, 2), "and this one is a mixtral"),
-    (lambda: upcycle_to_experts(model_of("llama"), 2, 3), "cannot pass 3 of 2 experts"),
+    (lambda: upcycle_to_experts(model_of("llama"), 2, 3), "cannot use 3 of 2 experts"),
     (lambda: expand_depth(model_of("llama"), 3), "--layers: the model has 3 blocks already. Give more than 3."),
     (
         lambda: expand_width(model_of("llama"), 36),
-        "--width: a width of 24 is repeated whole, and 36 is no multiple of it. Giv",
+        "--width: the hidden size 24 grows by repetition, and 36 is no multiple of it. Giv",
     ),
     (lambda: expand_width(model_of("llama"), 24), "24 is no multiple of it. Give 48, 72 or so on."),
 ]

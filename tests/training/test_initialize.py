@@ -111,8 +111,8 @@ def test_models_that_do_not_fit_are_refused(first: Path, tiny_run: MakeRun, tmp_
         second(tiny_run, first, model={"preset": "gpt2"})
     )
     assert refusal(second(tiny_run, first, model={"family": "gpt2"})) == (
-        "model.family: the model that the run begins with is of the family 'llama', not 'gpt2'. Leave it out: a model "
-        "says its family."
+        "model.family: the model that the run starts from is of the family 'llama', not 'gpt2'. Leave it out: the "
+        "family is known."
     )
     assert "there is no such model folder" in refusal(second(tiny_run, tmp_path / "nothing"))
     gone = first / "checkpoints" / "step-00000099"
