@@ -170,8 +170,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"preset": "gpt2-xl", "family": "llama"},
-        "model.family: the preset 'gpt2-xl' is of the family 'gpt2', not 'llama'. Leave it out: the family is "
-        "known.",
+        "model.family: the preset 'gpt2-xl' is of the family 'gpt2', not 'llama'. Leave it out: the family is known.",
     ),
     (
         {"preset": "gpt2", "max_position_embeddings": 32},
