@@ -82,8 +82,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hidden_size": 18},
-        "model.head_dim: rotary positions rotate pairs, so the head size must be even; it is 3. Choose a hidden size and a "
-        "number of heads whose quotient is even, or set model.head_dim.",
+        "model.head_dim: rotary positions rotate pairs, so the head size must be even; it is 3. Choose a hidden "
+        "size and a number of heads whose quotient is even, or set model.head_dim.",
     ),
     (
         {"vocab_size": 256},
