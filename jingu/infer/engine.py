@@ -33,7 +33,7 @@ from jingu.infer.model_runner import ModelRunner
 from jingu.infer.request import Event, Request, Score, Token, check_request_fits, check_token_ids
 from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingParams, check_logit_bias, top_logprobs
 from jingu.infer.scheduler import ScheduledSequence, Scheduler
-from jingu.infer.sequence import Sequence, SequenceGroup, select_best_events
+from jingu.infer.sequence import Sequence, SequenceGroup
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
 from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.inputs import Inputs
@@ -247,7 +247,7 @@ class Engine:
         """Accept a request and return its id. Raise JinguError if it can never be served."""
         group = self._make_group(request)
         # Beams and continuations fork from a single sequence.
-        num_sequences = 1 if group.forks else request.best_of or request.n
+        num_sequences = 1 if group.forks else request.n
         grammar = None if request.constraint is None else self._grammars.compile(request.constraint)
         for index in range(num_sequences):
             group.sequences.append(Sequence(group, index, self.model, grammar and grammar.copy()))
@@ -411,6 +411,8 @@ class Engine:
                 self._scheduler.mark_computed(sequence, first)
             if sequence.finish_reason is not None:
                 self._scheduler.remove(sequence)
+                if not group.unfinished:
+                    del self._groups[group.request_id]
             elif group.request.num_beams > 1 and not sequence.num_uncomputed:
                 beams.setdefault(group, []).append(logits_NV[0])
             elif group.request.continuations and not sequence.num_uncomputed:
@@ -423,7 +425,7 @@ class Engine:
         self._stats.draft_tokens += len(draft_tokens)
         for draft_token, logits_V in zip([*draft_tokens, None], logits_NV[-1 - len(draft_tokens) :], strict=True):
             self._stats.generated_tokens += 1
-            self._emit(sequence, sequence.sample(logits_V))
+            self._events.append(sequence.sample(logits_V))
             if sequence.finish_reason is not None or sequence.token_ids[-1] != draft_token:
                 return
             sequence.num_computed += 1
@@ -466,19 +468,6 @@ class Engine:
             self._scheduler.remove(fork)
         if not group.unfinished:
             del self._groups[group.request_id]
-
-    def _emit(self, sequence: Sequence, event: Event) -> None:
-        """Return an event with this step; or, where only the best choices are returned, when all are complete."""
-        group = sequence.group
-        if group.returns_best:
-            group.pending_events.setdefault(sequence.index, []).append(event)
-        else:
-            self._events.append(event)
-        if any(other.finish_reason is None for other in group.sequences):
-            return
-        del self._groups[group.request_id]
-        if group.returns_best:
-            self._events += select_best_events(group)
 
     def _add_prompt_logprobs(self, group: SequenceGroup, first: int, logits_NV: Tensor) -> None:
         """Add the log-probabilities of the prompt's tokens after the first `first` ones."""

@@ -40,8 +40,6 @@ class Request:
             are of the model's own distribution, before penalties, temperature and truncation.
         prompt_logprobs: whether to report log-probabilities of the prompt's tokens too (decoders only).
         n: choices to return.
-        best_of: choices to generate, of which the `n` with the highest log-probability per token are returned, when
-            all are complete; None: `n`.
         num_beams: beams of beam search; 1: no beam search. The `n` best hypotheses are returned at the end.
         length_penalty: in beam search, a hypothesis's log-probability is divided by its length (in tokens, with the
             end token) to this power.
@@ -58,7 +56,6 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     n: int = 1
-    best_of: int | None = None
     num_beams: int = 1
     length_penalty: float = 1.0
     constraint: Constraint | None = None
@@ -78,16 +75,10 @@ class Request:
         if self.num_beams > 1:
             refuse(self.num_beams < self.n, "num_beams", self.num_beams, f"at least n, {self.n}")
             self._check_beam_search()
-        elif self.best_of is not None:
-            refuse(self.best_of < self.n, "best_of", self.best_of, f"at least n, {self.n}")
 
     def _check_beam_search(self) -> None:
-        if self.sampling.temperature > 0 or self.best_of is not None:
-            raise JinguError(
-                "beam search is greedy and does not sample.",
-                where="num_beams",
-                fix="Set temperature to 0 and leave best_of out.",
-            )
+        if self.sampling.temperature > 0:
+            raise JinguError("beam search does not sample.", where="num_beams", fix="Set temperature to 0.")
         if self.stop or self.constraint or self.logprobs is not None or self.prompt_logprobs:
             raise JinguError(
                 "beam search does not support stop strings, constraints and log-probabilities of tokens.",

@@ -6,7 +6,7 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -34,7 +34,6 @@ class SequenceGroup:
         bidirectional: positions that see each other, in a prefix LM. They are computed in one step, and their blocks
             cannot be shared with other requests.
         start_time: when its first sequence started, by `time.perf_counter`.
-        pending_events: by choice, where choices are returned only when all are complete.
         prompt_logprobs: to be reported with the first event.
         hypotheses: complete ones of beam search, with their scores, best first.
         scores: by index, of the continuations that are complete.
@@ -50,7 +49,6 @@ class SequenceGroup:
     start_time: float = 0.0
     cached_tokens: int = 0
     sequences: list[Sequence] = field(default_factory=list)
-    pending_events: dict[int, list[Event]] = field(default_factory=dict)
     prompt_logprobs: tuple[Token, ...] = ()
     hypotheses: list[tuple[float, list[int]]] = field(default_factory=list)
     scores: dict[int, Score] = field(default_factory=dict)
@@ -71,17 +69,11 @@ class SequenceGroup:
         return self.encoder_ids is None and not self.bidirectional
 
     @property
-    def returns_best(self) -> bool:
-        """Whether choices are returned only when all are complete."""
-        best_of = self.request.best_of
-        return self.request.num_beams > 1 or (best_of is not None and best_of > self.request.n)
-
-    @property
     def unfinished(self) -> list[int]:
         """Indices of the choices or continuations that have not ended."""
         if self.request.continuations:
             return [index for index in range(len(self.request.continuations)) if index not in self.scores]
-        if self.returns_best:
+        if self.request.num_beams > 1:
             return list(range(self.request.n))
         return [sequence.index for sequence in self.sequences if sequence.finish_reason is None]
 
@@ -173,11 +165,11 @@ class Sequence:
             return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if request.logprobs is not None or self.group.returns_best:
+        if request.logprobs is not None:
             logprob, top = top_logprobs(logits_V, token_id, request.logprobs or 0)
             self.cumulative_logprob += logprob
         text = self.append(token_id)
-        token = Token(token_id, text, logprob if request.logprobs is not None else None, top)
+        token = Token(token_id, text, logprob, top)
         return self.group.event(self.index, token, self.finish_reason, self.cumulative_logprob)
 
     def append(self, token_id: int) -> str:
@@ -225,21 +217,3 @@ class Sequence:
         for token_id, logits_V in zip(self.score_targets[first:], logits_NV, strict=False):
             self.token_logprobs.append(top_logprobs(logits_V, token_id, 0)[0])
             self.is_greedy = self.is_greedy and int(logits_V.numpy().argmax()) == token_id
-
-
-def select_best_events(group: SequenceGroup) -> list[Event]:
-    """Return the events of the `n` choices with the highest log-probability per token, renumbered best first; failed
-    choices come last."""
-
-    def order(sequence: Sequence) -> tuple[bool, float]:
-        failed = sequence.finish_reason in ("error", "refused")
-        return failed, -sequence.cumulative_logprob / max(len(sequence.output_ids), 1)
-
-    best = [group.pending_events[sequence.index] for sequence in sorted(group.sequences, key=order)[: group.request.n]]
-    pending = (event for events in group.pending_events.values() for event in events)
-    prompt_logprobs = next((event.prompt_logprobs for event in pending if event.prompt_logprobs), ())
-    return [
-        replace(event, choice=choice, prompt_logprobs=prompt_logprobs if choice == position == 0 else ())
-        for choice, events in enumerate(best)
-        for position, event in enumerate(events)
-    ]

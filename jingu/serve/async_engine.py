@@ -88,6 +88,11 @@ class Completion:
         return "".join(token.text for token in self.tokens)
 
 
+def best_first(completions: list[Completion]) -> list[Completion]:
+    """Return completions by their log-probability per token, the highest first."""
+    return sorted(completions, key=lambda each: each.cumulative_logprob / max(len(each.tokens), 1), reverse=True)
+
+
 class RequestHandle:
     """Engine requests that one client submitted together, and their events as they arrive.
 

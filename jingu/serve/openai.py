@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from jingu.infer.request import Event, FinishReason, Request, Token
-from jingu.serve.async_engine import Completion, RequestHandle, RequestStats
+from jingu.serve.async_engine import Completion, RequestHandle, RequestStats, best_first
 from jingu.serve.http_errors import ApiError, bad_request
 from jingu.serve.protocol import CompletionRequest, EmbeddingRequest, Prompts, SamplingFields, StrictRoute
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
@@ -45,7 +45,9 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
     """Continue prompts."""
     if body.suffix:
         raise bad_request("`suffix` is not supported", "suffix")
-    if body.best_of is not None and (body.stream or body.best_of < (body.n or 1)):
+    n = body.n or 1
+    best_of = body.best_of
+    if best_of is not None and (body.stream or best_of < n):
         raise bad_request("`best_of` must be at least `n`, and cannot be streamed", "best_of")
     if body.echo and body.stream and body.logprobs is not None:
         raise bad_request("`echo` with `logprobs` cannot be streamed", "echo")
@@ -55,8 +57,9 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
             body,
             prompt,
             service,
-            best_of=body.best_of,
-            logprobs=body.logprobs,
+            n=best_of or n,
+            # Candidates are compared by their log-probabilities.
+            logprobs=0 if best_of and body.logprobs is None else body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
             max_tokens=body.max_tokens or 16,
         )
@@ -77,7 +80,7 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
         choices: list[dict[str, Any]] = []
         # Choices are numbered through all prompts.
         for echo, answers in zip(echoes, await handle.collect(), strict=True):
-            for answer in answers:
+            for answer in best_first(answers)[:n] if best_of else answers:
                 logprobs = None
                 if body.logprobs is not None:
                     # The engine returns the prompt's log-probabilities with the first answer.
@@ -139,7 +142,6 @@ def build_engine_request(
         prompt,
         body.sampling_params(service.model.spec.vocab_size),
         stop=(*stop_strings, *stop),
-        n=body.n or 1,
         adapter=service.find_adapter(body.model),
         ignore_eos=bool(body.ignore_eos),
         **fields,

@@ -44,6 +44,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
         body,
         prompt,
         service,
+        n=body.n or 1,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_tokens=body.max_tokens or body.max_completion_tokens or service.max_new_tokens(prompt),
         constraint=tool_constraint or format_constraint,

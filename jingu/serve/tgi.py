@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from jingu import __version__
 from jingu.infer.request import FinishReason, Request, Token
-from jingu.serve.async_engine import Completion, RequestHandle
+from jingu.serve.async_engine import Completion, RequestHandle, best_first
 from jingu.serve.http_errors import ApiError, bad_request
 from jingu.serve.protocol import GenerateParameters, GenerateRequest, StrictRoute, TokenizeRequest
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
@@ -111,9 +111,7 @@ async def _generate(
 
     async def collect() -> Any:
         (completions,) = await handle.collect()
-        # The best comes first: the highest mean log-probability of a token.
-        completions.sort(key=lambda completion: completion.cumulative_logprob / len(completion.tokens), reverse=True)
-        best, *others = completions
+        best, *others = best_first(completions)
         answer: dict[str, Any] = {"generated_text": prefix + best.text}
         if parameters.details or parameters.decoder_input_details:
             answer["details"] = _format_details(best, request, service)

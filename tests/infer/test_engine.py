@@ -82,17 +82,6 @@ def test_empty_prompt_begins_a_document(tiny: InferenceModel) -> None:
     assert tokens_of(tiny) == tokens_of(tiny, tiny.tokenizer.eos_token_id)
 
 
-def test_best_of_tells_the_likeliest(tiny: InferenceModel) -> None:
-    request = Request((7, 3), WARM, 6, n=5, logprobs=0, ignore_eos=True)
-    (events,) = events_of(Engine(tiny), request).values()
-    choices = [[event.token for event in events if event.choice == number and event.token] for number in range(5)]
-    choices.sort(key=lambda tokens: -sum(token.logprob or 0.0 for token in tokens))
-    best = Request((7, 3), WARM, 6, n=2, best_of=5, logprobs=0, ignore_eos=True)
-    (events,) = events_of(Engine(tiny), best).values()
-    told = [[event.token for event in events if event.choice == number] for number in range(2)]
-    assert told == choices[:2]
-
-
 @pytest.mark.parametrize("model", ["tiny", "answering"])
 def test_log_probabilities_are_the_models(model: str, request: pytest.FixtureRequest) -> None:
     of: InferenceModel = request.getfixturevalue(model)
@@ -169,7 +158,6 @@ def test_cancelled_requests_end_and_others_go_on(tiny: InferenceModel) -> None:
         ),
         ([1], {"stop": ("",)}, "stop: a stop string is empty. Leave it out."),
         ([1], {"n": 0}, "n: it is 0, and should be 1 or more."),
-        ([1], {"n": 3, "best_of": 2}, "best_of: it is 2, and should be at least n, 3."),
         ([1], {"logprobs": 281}, "logprobs: it is 281, and should be at most 280."),
         (
             [1],

@@ -88,6 +88,17 @@ def test_best_of_is_the_likeliest(tiny: Running) -> None:
     assert tiny.call("/generate", {"inputs": PROMPT, "parameters": parameters})[1] == answer
 
 
+def test_best_of_a_completion_gives_the_likeliest_choices(tiny: Running) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "ignore_eos": True, "logprobs": 0}
+    _, every, _ = tiny.call("/v1/completions", {**body, "n": 5})
+    choices = sorted(every["choices"], key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    for logprobs in (0, None):
+        _, best, _ = tiny.call("/v1/completions", {**body, "n": 2, "best_of": 5, "logprobs": logprobs})
+        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in choices[:2]]
+        assert [choice["index"] for choice in best["choices"]] == [0, 1]
+        assert best["choices"][0]["logprobs"] == (None if logprobs is None else choices[0]["logprobs"])
+
+
 def test_truncate_and_stop_strings(echo: Running) -> None:
     body = {"inputs": "far. the weather is fine", "parameters": {"truncate": 4, "stop": ["fi"], "details": True}}
     _, answer, _ = echo.call("/generate", body)
