@@ -40,10 +40,8 @@ def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1, rows_per_gro
     groups = f" in groups of {rows_per_group}" if rows_per_group > 1 else ""
     if size % unit:
         below, above = size - size % unit, size - size % unit + unit
-        raise JinguError(
-            f"batch.global_batch_size {size:,} cannot be divided over {ranks:,} ranks{groups}:",
-            fix=f"take {_sizes(below, above)}.",
-        )
+        what = f"batch.global_batch_size {size:,} cannot be divided over {ranks:,} ranks{groups}:"
+        raise JinguError(what, fix=f"take {_sizes(below, above)}.")
     rows = size // ranks
     least = min(rows, 4 * pipeline) if pipeline > 1 else 1
     sizes = [n * rows_per_group for n in _divisors(rows // rows_per_group)]
@@ -57,10 +55,8 @@ def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1, rows_per_gro
         above = min((n for n in sizes if n > micro), default=0)
         share = f"the {rows:,} sequences of a rank" if ranks > 1 else f"batch.global_batch_size {rows:,}"
         why = f" (batch.global_batch_size {size:,} over {ranks:,} ranks)" if ranks > 1 else ""
-        raise JinguError(
-            f"batch.micro_batch_size {micro:,} does not divide {share}{why}{groups}:",
-            fix=f"take {_sizes(below, above)}, or auto.",
-        )
+        what = f"batch.micro_batch_size {micro:,} does not divide {share}{why}{groups}:"
+        raise JinguError(what, fix=f"take {_sizes(below, above)}, or auto.")
     return BatchPlan(rows, micro, rows // micro, size * batch.sequence_length)
 
 

@@ -141,11 +141,8 @@ def open_dataset(
         raise JinguError("there is no data set here.", where=path, fix=f"Run `jingu {build_command}` first.")
     entry = manifest.split(split)
     if not entry.shards:
-        raise JinguError(
-            "the data set has no validation split.",
-            where=path,
-            fix="Build it with data.validation_fraction above 0, or set evaluation.every to 0.",
-        )
+        fix = "Build it with data.validation_fraction above 0, or set evaluation.every to 0."
+        raise JinguError("the data set has no validation split.", where=path, fix=fix)
     check_sizes(folder, entry)
     readers = []
     for shard in entry.shards:
@@ -208,9 +205,8 @@ def _check_ids(dataset: TokenDataset, vocab_size: int) -> None:
     """Raise JinguError if the first ids of a data set that another tool wrote are outside the vocabulary."""
     ids = dataset.shards[0].read(0, 1 << 20)
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise JinguError(
+        what = (
             f"the data set has ids from {int(ids.min())} to {int(ids.max()):,}, but the tokenizer has only "
-            f"{vocab_size:,} entries.",
-            where=dataset.path,
-            fix="Set tokenizer.path to the tokenizer it was built with.",
+            f"{vocab_size:,} entries."
         )
+        raise JinguError(what, where=dataset.path, fix="Set tokenizer.path to the tokenizer it was built with.")

@@ -105,11 +105,9 @@ class DatasetManifest(ManifestModel):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
-            raise JinguError(
-                f"the manifest is damaged, or of another version of jingu ({key}: {first['msg']}).",
-                where=folder / MANIFEST_NAME,
-                fix="Delete the folder and build the data set again.",
-            ) from error
+            what = f"the manifest is damaged, or of another version of jingu ({key}: {first['msg']})."
+            fix = "Delete the folder and build the data set again."
+            raise JinguError(what, where=folder / MANIFEST_NAME, fix=fix) from error
 
 
 def check_sizes(folder: Path, *splits: SplitEntry) -> None:

@@ -82,8 +82,5 @@ def _find_range(name: str, datasets: list[TokenDataset], where: str) -> tuple[in
                 raise JinguError(what, where=where)
             start, length = dataset.document_range(shard, int(document))
             return source_id, start, start + length
-    raise JinguError(
-        f'"{name}" names no document of the run.',
-        where=where,
-        fix="A line looks like data/train-00003:1207, as `jingu data preview` prints it.",
-    )
+    fix = "A line looks like data/train-00003:1207, as `jingu data preview` prints it."
+    raise JinguError(f'"{name}" names no document of the run.', where=where, fix=fix)

@@ -82,11 +82,9 @@ def build_fill_in_the_middle(settings: FillInTheMiddleSettings, tokenizer: Token
     names = settings.prefix_token, settings.suffix_token, settings.middle_token
     missing = [name for name in names if name not in special_tokens]
     if missing:
-        raise JinguError(
-            f"the tokenizer has no special token {missing[0]}, which fill-in-the-middle needs.",
-            where="data.objective",
-            fix="Train a tokenizer with it (tokenizer.special_tokens), or name tokens that this one has.",
-        )
+        what = f"the tokenizer has no special token {missing[0]}, which fill-in-the-middle needs."
+        fix = "Train a tokenizer with it (tokenizer.special_tokens), or name tokens that this one has."
+        raise JinguError(what, where="data.objective", fix=fix)
     prefix_id, suffix_id, middle_id = (special_tokens[name] for name in names)
     return FillInTheMiddle(
         settings.rate,

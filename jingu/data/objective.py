@@ -241,13 +241,12 @@ def build_span_corruption(
     num_removed = min(max(round(length * settings.noise_density), 1), length - 1)
     num_spans = min(max(round(num_removed / settings.mean_span_length), 1), num_removed, length - num_removed)
     if num_spans > settings.num_sentinels:
-        raise JinguError(
+        what = (
             f"a text of {length:,} tokens has {num_spans:,} spans, each of which needs a sentinel, and there are "
-            f"{settings.num_sentinels:,}.",
-            where="data.objective.num_sentinels",
-            fix=f"Set it to {num_spans:,}, or use shorter sequences, a lower noise_density or a larger "
-            "mean_span_length.",
+            f"{settings.num_sentinels:,}."
         )
+        fix = f"Set it to {num_spans:,}, or use shorter sequences, a lower noise_density or a larger mean_span_length."
+        raise JinguError(what, where="data.objective.num_sentinels", fix=fix)
     special_tokens = tokenizer.special_tokens
     names = sentinel_tokens(num_spans)
     missing = [name for name in names if name not in special_tokens]

@@ -48,11 +48,8 @@ def _map_in_processes(
     try:
         yield from pool.map(function, tasks)
     except BrokenProcessPool as error:
-        raise JinguError(
-            "a worker process was killed, most likely because memory ran out.",
-            where="data.num_workers",
-            fix="Set it to a smaller number.",
-        ) from error
+        what = "a worker process was killed, most likely because memory ran out."
+        raise JinguError(what, where="data.num_workers", fix="Set it to a smaller number.") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -31,12 +31,11 @@ class WindowDataset:
 
     def __post_init__(self) -> None:
         if len(self) < 1:
-            raise JinguError(
+            what = (
                 f"the data set has {self.dataset.tokens:,} tokens for training, but one sequence of "
-                f"{self.sequence_length:,} needs {self.sequence_length + 1:,}.",
-                where=self.dataset.path,
-                fix="Add text, or set batch.sequence_length lower.",
+                f"{self.sequence_length:,} needs {self.sequence_length + 1:,}."
             )
+            raise JinguError(what, where=self.dataset.path, fix="Add text, or set batch.sequence_length lower.")
 
     def __len__(self) -> int:
         """Return the number of windows of an epoch."""

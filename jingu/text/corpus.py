@@ -30,11 +30,8 @@ def validate_sources(data: DataSettings) -> list[SourceSettings]:
     """Return `data.all_sources`. Raises JinguError if the settings contradict each other."""
     defaults = DataSettings()
     if data.sources and (data.input != defaults.input or data.path != defaults.path):
-        raise JinguError(
-            "data.sources is set, and so is data.input or data.path.",
-            where="data",
-            fix="Make the one corpus another of data.sources.",
-        )
+        what = "data.sources is set, and so is data.input or data.path."
+        raise JinguError(what, where="data", fix="Make the one corpus another of data.sources.")
     paths = [source.path for source in data.all_sources]
     for path in paths:
         if paths.count(path) > 1:

@@ -31,11 +31,8 @@ def train(config: RunConfig) -> None:
     """Train the tokenizer of the run on a sample of the corpus, and store it in `tokenizer.path`."""
     settings = config.tokenizer
     if settings.base is not None:
-        raise JinguError(
-            "a tokenizer with a base is extended, not trained.",
-            where="tokenizer.base",
-            fix="Run `jingu tokenizer extend`, or remove the base.",
-        )
+        what = "a tokenizer with a base is extended, not trained."
+        raise JinguError(what, where="tokenizer.base", fix="Run `jingu tokenizer extend`, or remove the base.")
     _store_tokenizer(
         config, lambda texts: train_tokenizer(texts, settings.vocab_size, special_tokens(config), settings.type)
     )
@@ -47,11 +44,8 @@ def extend(config: RunConfig) -> None:
     Prints the bytes per token before and after for each input.
     """
     if config.tokenizer.base is None:
-        raise JinguError(
-            "there is nothing to extend.",
-            where="tokenizer.base",
-            fix="Set it to the folder of a tokenizer; `jingu tokenizer train` trains a new one.",
-        )
+        fix = "Set it to the folder of a tokenizer; `jingu tokenizer train` trains a new one."
+        raise JinguError("there is nothing to extend.", where="tokenizer.base", fix=fix)
     base = Tokenizer.load(Path(config.tokenizer.base))
     _store_tokenizer(config, lambda texts: extend_tokenizer(base, texts, config.tokenizer.vocab_size))
     extended = Tokenizer.load(Path(config.tokenizer.path))

@@ -32,18 +32,13 @@ def extend_tokenizer(base: Tokenizer, texts: Iterator[str], vocab_size: int) -> 
         JinguError: the base is not a BPE tokenizer, or has that many entries already.
     """
     if base.algorithm != "BPE":
-        raise JinguError(
-            f"only BPE can be extended, and this tokenizer is {base.algorithm}.",
-            where="tokenizer.base",
-            fix="Train a new one; `jingu model grow --tokenizer` keeps the embedding rows of shared pieces.",
-        )
+        what = f"only BPE can be extended, and this tokenizer is {base.algorithm}."
+        fix = "Train a new one; `jingu model grow --tokenizer` keeps the embedding rows of shared pieces."
+        raise JinguError(what, where="tokenizer.base", fix=fix)
     room = vocab_size - base.vocab_size
     if room < 1:
-        raise JinguError(
-            f"the tokenizer has {base.vocab_size:,} entries already.",
-            where="tokenizer.vocab_size",
-            fix=f"Give more than {base.vocab_size:,}.",
-        )
+        what = f"the tokenizer has {base.vocab_size:,} entries already."
+        raise JinguError(what, where="tokenizer.vocab_size", fix=f"Give more than {base.vocab_size:,}.")
     words: Counter[tuple[str, ...]] = Counter()
     for text in texts:
         words.update(base.split_words(text))

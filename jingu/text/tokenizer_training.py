@@ -38,19 +38,15 @@ def train_tokenizer(
         JinguError: the special tokens or the size are impossible.
     """
     if not special_tokens or len(set(special_tokens)) != len(special_tokens) or "" in special_tokens:
-        raise JinguError(
-            "there must be at least one special token, each once and none of them empty.",
-            where="tokenizer.special_tokens",
-            fix='The first one ends every document; "<|endoftext|>" is the usual name.',
-        )
+        what = "there must be at least one special token, each once and none of them empty."
+        fix = 'The first one ends every document; "<|endoftext|>" is the usual name.'
+        raise JinguError(what, where="tokenizer.special_tokens", fix=fix)
     letters = 512 if algorithm == "wordpiece" else 256
     min_size = letters + len(special_tokens)
     if vocab_size < min_size:
         bytes_ = "256 bytes" if letters == 256 else "256 bytes at the beginning and inside of words"
-        raise JinguError(
-            f"{vocab_size} is too small: {bytes_} and {len(special_tokens)} special tokens need {min_size}.",
-            where="tokenizer.vocab_size",
-        )
+        what = f"{vocab_size} is too small: {bytes_} and {len(special_tokens)} special tokens need {min_size}."
+        raise JinguError(what, where="tokenizer.vocab_size")
     train = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}[algorithm]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -63,11 +59,8 @@ def train_tokenizer(
     # WordPiece and unigram take a word that is in the vocabulary whole, even if it is a special token.
     matched = [token for token, id_ in tokenizer.special_tokens.items() if id_ in tokenizer.encode(token)]
     if matched:
-        raise JinguError(
-            f"{', '.join(matched)} would be recognized in text, because {algorithm} takes a known word whole.",
-            where="tokenizer.special_tokens",
-            fix="Use names that are not words, such as <|end|>.",
-        )
+        what = f"{', '.join(matched)} would be recognized in text, because {algorithm} takes a known word whole."
+        raise JinguError(what, where="tokenizer.special_tokens", fix="Use names that are not words, such as <|end|>.")
     return tokenizer
 
 
