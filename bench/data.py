@@ -28,8 +28,8 @@ import sys, time
 from pathlib import Path
 import torch
 from jingu.data.dataset import open_dataset
-from jingu.data.mixture_dataset import MixtureDataset
-from jingu.data.window_dataset import WindowDataset
+from jingu.data.mixture import MixtureDataset
+from jingu.data.row_sources import WindowDataset
 from jingu.data.mixture import plan_mixture
 from jingu.runtime.device import peak_memory
 cpu = torch.device("cpu")
@@ -101,9 +101,8 @@ def create_dataset(folder: Path, tokens: int, vocab_size: int) -> Path:
 def measure_batches(parent: Path, tokens: int, seconds: float) -> list[str]:
     """Return rows with the tokens/s of one process in micro-batches of 8, and the number of files that it opens."""
     from jingu.data.dataset import TokenDataset, open_dataset
-    from jingu.data.mixture import plan_mixture
-    from jingu.data.mixture_dataset import MixtureDataset
-    from jingu.data.window_dataset import WindowDataset
+    from jingu.data.mixture import MixtureDataset, plan_mixture
+    from jingu.data.row_sources import WindowDataset
 
     folder = create_dataset(parent / "batches", tokens, 100_000)
     events: list[str] = []
@@ -156,9 +155,8 @@ def compare_steps(folder: Path, rounds: int, steps: int) -> None:
     from bench.train_step import BATCH, SEQUENCE, THREADS, make_step
     from jingu.data.batch_prefetch import BatchPrefetcher
     from jingu.data.dataset import open_dataset
-    from jingu.data.mixture import plan_mixture
-    from jingu.data.mixture_dataset import MixtureDataset
-    from jingu.data.window_dataset import WindowDataset
+    from jingu.data.mixture import MixtureDataset, plan_mixture
+    from jingu.data.row_sources import WindowDataset
 
     torch.set_num_threads(THREADS)
     source = MixtureDataset(

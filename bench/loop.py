@@ -53,9 +53,8 @@ def run_bare_loop(folder: Path) -> None:
 
     from jingu.config.load import load_config
     from jingu.data.dataset import open_dataset
-    from jingu.data.mixture import plan_mixture
-    from jingu.data.mixture_dataset import MixtureDataset
-    from jingu.data.window_dataset import WindowDataset
+    from jingu.data.mixture import MixtureDataset, plan_mixture
+    from jingu.data.row_sources import WindowDataset
     from jingu.model.decoder import Decoder
     from jingu.model.resolve import spec_from_settings
     from jingu.model.weight_init import init_weights

@@ -22,7 +22,7 @@ from jingu.config.sections.data import (
     TargetFilesSettings,
 )
 from jingu.data.batch import IGNORE_INDEX, Batch, EncoderInputs, make_seq2seq_batch
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset
 from jingu.data.permutation import Int64Array, Permutation, random_uint64
 from jingu.data.target_files import build_target_files_objective
 from jingu.errors import JinguError

@@ -17,12 +17,10 @@ from jingu.config.sections.data import (
 from jingu.data.dataset import check_tokenizer, open_dataset
 from jingu.data.dropped_documents import load_dropped_documents
 from jingu.data.fill_in_the_middle import build_fill_in_the_middle
-from jingu.data.mixture import Mixture, plan_mixture
-from jingu.data.mixture_dataset import MixtureDataset
-from jingu.data.packing import PackedDataset
+from jingu.data.mixture import Mixture, MixtureDataset, plan_mixture
+from jingu.data.row_sources import PackedDataset, WindowDataset
 from jingu.data.supervised import open_supervised
 from jingu.data.target_files import open_target_files
-from jingu.data.window_dataset import WindowDataset
 from jingu.errors import JinguError, pluralize
 from jingu.text.corpus import validate_sources
 from jingu.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset
 from jingu.errors import JinguError
 
 

@@ -14,8 +14,8 @@ from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset, concatenate_datasets, open_dataset
 from jingu.data.dataset_manifest import SplitName
 from jingu.data.indexed_dataset import IndexedReader
-from jingu.data.packing import PackedDataset, RowArrays, pack_best_fit
 from jingu.data.permutation import Int64Array, Permutation
+from jingu.data.row_sources import PackedDataset, RowArrays, pack_best_fit
 from jingu.text.build_record import refuse_changes
 
 # Settings of the objective that do not change the content of a data set.

@@ -26,9 +26,9 @@ from jingu.data.batch import IGNORE_INDEX, Batch, EncoderInputs, make_seq2seq_ba
 from jingu.data.dataset import open_dataset
 from jingu.data.dataset_manifest import damaged_dataset_error
 from jingu.data.indexed_dataset import IndexedReader
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset
 from jingu.data.permutation import Int64Array
-from jingu.data.window_dataset import WindowDataset
+from jingu.data.row_sources import WindowDataset
 from jingu.errors import JinguError, pluralize
 from jingu.text.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
 from jingu.config.sections.data import ENCODER_OBJECTIVES
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective, build_objective
 from jingu.data.open_sources import open_sources
 from jingu.errors import JinguError

@@ -11,8 +11,8 @@ from jingu.config.sections.data import SupervisedSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset, concatenate_datasets, open_dataset
 from jingu.data.objective import Objective
+from jingu.data.row_sources import count_validation_windows, validation_batch
 from jingu.data.supervised import SupervisedDataset, concatenate_supervised, open_supervised
-from jingu.data.validation_windows import count_validation_windows, validation_batch
 from jingu.errors import JinguError
 from jingu.model.spec import ModelSpec
 from jingu.training.batch_transforms import prepend_virtual_tokens

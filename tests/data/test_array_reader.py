@@ -22,9 +22,8 @@ from jingu.data.batch import Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.local_cache import copy_shards_in_background
-from jingu.data.mixture import plan_mixture
-from jingu.data.mixture_dataset import MixtureDataset
-from jingu.data.window_dataset import WindowDataset
+from jingu.data.mixture import MixtureDataset, plan_mixture
+from jingu.data.row_sources import WindowDataset
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 

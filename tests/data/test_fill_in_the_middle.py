@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jingu.config.sections.data import FillInTheMiddleSettings
 from jingu.data.dataset import open_dataset
 from jingu.data.fill_in_the_middle import FillInTheMiddle, build_fill_in_the_middle
-from jingu.data.mixture import plan_mixture
-from jingu.data.mixture_dataset import MixtureDataset
-from jingu.data.window_dataset import WindowDataset
+from jingu.data.mixture import MixtureDataset, plan_mixture
+from jingu.data.row_sources import WindowDataset
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer

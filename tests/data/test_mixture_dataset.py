@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from jingu.data.batch import IGNORE_INDEX
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
 from jingu.data.indexed_dataset import IndexedReader
-from jingu.data.mixture import plan_mixture
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset, plan_mixture
 from jingu.data.permutation import window_offset
-from jingu.data.validation_windows import count_validation_windows, validation_batch
-from jingu.data.window_dataset import WindowDataset
+from jingu.data.row_sources import WindowDataset, count_validation_windows, validation_batch
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer

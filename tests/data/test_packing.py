@@ -15,12 +15,17 @@ from jingu.config.sections.data import DropSettings
 from jingu.data.batch import IGNORE_INDEX
 from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.dropped_documents import load_dropped_documents
-from jingu.data.mixture import plan_mixture
-from jingu.data.mixture_dataset import MixtureDataset
-from jingu.data.packing import PackedDataset, document_ids, document_positions, pack_best_fit, split_long_documents
+from jingu.data.mixture import MixtureDataset, plan_mixture
+from jingu.data.row_sources import (
+    PackedDataset,
+    WindowDataset,
+    document_ids,
+    document_positions,
+    pack_best_fit,
+    split_long_documents,
+    validation_batch,
+)
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
-from jingu.data.validation_windows import validation_batch
-from jingu.data.window_dataset import WindowDataset
 from jingu.errors import JinguError
 
 ONE = plan_mixture([(0, [1.0])], [None])

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from jingu.data.dataset import open_dataset
-from jingu.data.mixture import plan_mixture
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset, plan_mixture
+from jingu.data.row_sources import WindowDataset
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
-from jingu.data.window_dataset import WindowDataset
 from jingu.errors import JinguError
 
 SIZE = 6

@@ -12,7 +12,7 @@ import pytest
 
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
-from jingu.data.mixture_dataset import MixtureDataset
+from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import batch_function, build_objective
 from jingu.data.open_sources import open_sources
 from jingu.errors import JinguError

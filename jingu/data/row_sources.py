@@ -1,8 +1,8 @@
-"""Sequences packed from whole documents so that little padding remains, in place of windows that cut documents.
+"""A data set as rows of equal length: windows of the text, or packed documents.
 
-Each sequence takes the documents that fill it best (best-fit decreasing, as in Ding et al., "Fewer Truncations Improve
-Language Modeling", 2024). Only a document longer than a sequence is cut. The table of the packing, two numbers a piece,
-is computed from the document lengths when the data set is opened.
+Packing fills each row with the whole documents that fit it best (best-fit decreasing, as in Ding et al., "Fewer
+Truncations Improve Language Modeling", 2024), so that little padding remains. Only a document longer than a row is cut.
+The table of the packing, two numbers a piece, is computed from the document lengths when the data set is opened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset
-from jingu.data.permutation import Int64Array, Permutation, masks_by_value
+from jingu.data.permutation import BlockPermutation, Int64Array, Permutation, masks_by_value, window_offset
 from jingu.errors import JinguError
 
 
@@ -171,3 +171,81 @@ def pack_best_fit(sizes: Int64Array, capacity: int) -> Int64Array:
             rows_by_room[remaining].append(row)
             room_bits |= 1 << remaining
     return rows
+
+
+@dataclass(frozen=True)
+class WindowDataset:
+    """A data set cut into windows of `sequence_length` predictions, in a new order each epoch.
+
+    Window w of an epoch holds the tokens [o + w·s, o + w·s + s], both ends included, where s is the sequence length
+    and o the epoch's own offset below s (0 in the first epoch); past the end of the data it wraps around. So an epoch
+    predicts each token once, except for less than a window's worth of them, and these differ between epochs.
+    """
+
+    dataset: TokenDataset
+    sequence_length: int
+    seed: int
+    # Windows in a block of the order for slow storage. None: one order over all windows.
+    block_windows: int | None = None
+    # Blocks whose windows are mixed with each other.
+    open_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self) < 1:
+            what = (
+                f"the data set has {self.dataset.tokens:,} tokens for training, but one sequence of "
+                f"{self.sequence_length:,} needs {self.sequence_length + 1:,}."
+            )
+            raise JinguError(what, where=self.dataset.path, fix="Add text, or set batch.sequence_length lower.")
+
+    def __len__(self) -> int:
+        """Return the number of windows of an epoch."""
+        return (self.dataset.tokens - 1) // self.sequence_length
+
+    def locate(self, samples: Int64Array) -> Int64Array:
+        """Return the offset of each sample's first token; samples are numbered across epochs."""
+        epochs, positions = np.divmod(samples, len(self))
+        starts = np.empty_like(positions)
+        for epoch, mask in masks_by_value(epochs):
+            windows = self._order(epoch)(positions[mask])
+            starts[mask] = windows * self.sequence_length + window_offset(self.sequence_length, self.seed, epoch)
+        return starts % self.dataset.tokens
+
+    def read(self, starts: Int64Array) -> RowArrays:
+        """Read the windows that begin at these offsets."""
+        # One more token than predictions: the labels are the tokens shifted by one.
+        rows_BS = self.dataset.gather(starts, self.sequence_length + 1)
+        return RowArrays(rows_BS[:, :-1].copy(), rows_BS[:, 1:].copy())
+
+    def token_offsets(self, starts: Int64Array) -> Int64Array:
+        """Return [rows, sequence] the offset of each token in the data set."""
+        return (starts[:, None] + np.arange(self.sequence_length)) % self.dataset.tokens
+
+    def _order(self, epoch: int) -> Permutation | BlockPermutation:
+        if self.block_windows is None:
+            return Permutation(len(self), self.seed, epoch)
+        return BlockPermutation(len(self), self.block_windows, self.open_blocks, self.seed, epoch)
+
+
+def count_validation_windows(dataset: TokenDataset, sequence_length: int) -> int:
+    """Return the number of windows that cover the split."""
+    return -(-dataset.tokens // sequence_length)
+
+
+def validation_batch(
+    dataset: TokenDataset, sequence_length: int, first: int, count: int, *, document_mask: bool = False
+) -> Batch:
+    """Return windows [first, first + count) of the split in its own order.
+
+    Together all windows predict each token once; the very first token is predicted from the EOS token. Positions past
+    the end of the split, whole windows too, hold the EOS token and IGNORE_INDEX as label. With `document_mask`,
+    attention stays inside documents.
+    """
+    start = first * sequence_length
+    # The token before the first one is the last of the split, an EOS token.
+    ids = dataset.gather(np.array([(start - 1) % dataset.tokens]), count * sequence_length + 1)[0]
+    is_past_end = np.arange(start, start + count * sequence_length) >= dataset.tokens
+    tokens_BT = np.where(is_past_end, dataset.eos_token_id, ids[:-1]).reshape(count, sequence_length)
+    labels_BT = np.where(is_past_end, IGNORE_INDEX, ids[1:]).reshape(count, sequence_length)
+    documents_BT = document_ids(tokens_BT, dataset.eos_token_id) if document_mask else None
+    return RowArrays(tokens_BT, labels_BT, documents_BT).to_batch()
