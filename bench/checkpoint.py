@@ -200,18 +200,18 @@ def measure_memory_copies(
     from jingu.checkpoint.memory_copies import MemoryCopies
     from jingu.checkpoint.resume import step_folder
     from jingu.checkpoint.store import load, save
-    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.runtime.ranks import gather_from_all
 
     _, _, tensors = build_state(layers, width)
     memory = MemoryCopies(Path("/dev/shm"), os.getppid(), lambda: tensors)
     results = []
 
     def resume() -> None:
-        load(memory.gather(memory.steps()[-1]), tensors, agree=all_ranks_agree)
+        load(memory.gather(memory.steps()[-1]), tensors, gather=gather_from_all)
 
     for number in range(rounds):
         target = step_folder(folder, number)
-        saved = time_call(save, target, tensors, {}, rank=rank, ranks=ranks, agree=all_ranks_agree)
+        saved = time_call(save, target, tensors, {}, rank=rank, ranks=ranks, gather=gather_from_all)
         copied = time_call(memory.save, {}, number)
         resumed = time_call(resume)
         memory.release()

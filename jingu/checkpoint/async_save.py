@@ -12,15 +12,12 @@ import ctypes
 import json
 import mmap
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +96,13 @@ class AsyncSaver:
             name: memory.view(block.local.dtype).view(block.size)
             for memory, (name, block) in zip(self._memory.split(sizes), blocks_in_file.items(), strict=True)
         }
-        self._pending: CheckpointPath | None = None
-        self._answer = b""
         self._process = self._start_process()
-        self._copy_thread: threading.Thread | None = None
+        # One thread copies, then waits for the process that writes; so a save begins after the last one has ended.
+        self._thread = ThreadPoolExecutor(1)
+        self._folder: CheckpointPath = Path()
         self._gpu_copy: torch.cuda.Event | None = None
-        self._error: BaseException | None = None
-        self._cpu_copied = threading.Event()
-        self._cpu_copied.set()
+        self._copying: Future[None] | None = None
+        self._writing: Future[str | None] | None = None
         self._hook = None
         if optimizer is not None:
             self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
@@ -144,26 +140,20 @@ class AsyncSaver:
         Raises:
             ValueError: the tensors or their layout differ from those at the start.
         """
-        assert self._pending is None
+        assert self._writing is None
         blocks = local_blocks(tensors, self._rank, self._ranks)
         if _layout(blocks) != self._layout:
             raise ValueError("the tensors to save, or their layout, differ from those at the start")
-        if self._copy_thread is not None:
-            # Otherwise the last save's thread might send its request to the process that is started next.
-            self._copy_thread.join()
         if self._process.poll() is not None:
             self._process = self._start_process()
-            self._answer = b""
-        self._pending = folder.absolute()
-        request: dict[str, Any] = {"folder": str(self._pending)}
+        self._folder = folder.absolute()
+        request: dict[str, Any] = {"folder": str(self._folder)}
         if self._rank == 0:
             request |= {"state": state, "retention": asdict(retention), "copy_to": copy_to}
         pairs = [(copy, blocks[name].local) for name, copy in self._copies.items()]
         self._gpu_copy = self._start_gpu_copy([pair for pair in pairs if pair[1].is_cuda])
-        self._cpu_copied.clear()
-        on_cpu = [pair for pair in pairs if not pair[1].is_cuda]
-        self._copy_thread = threading.Thread(target=self._copy_and_request, args=(on_cpu, request))
-        self._copy_thread.start()
+        self._copying = self._thread.submit(self._copy, [pair for pair in pairs if not pair[1].is_cuda])
+        self._writing = self._thread.submit(self._write, self._copying, request)
 
     def _start_gpu_copy(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event | None:
         """Copy from the GPU on a stream of its own; return the event that marks the end."""
@@ -175,37 +165,44 @@ class AsyncSaver:
             foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs], non_blocking=self._is_pinned)
         return stream.record_event()
 
-    def _copy_and_request(self, pairs: Sequence[CopyPair], request: dict[str, Any]) -> None:
-        """In a thread: copy what is in main memory, and ask for the writing when everything is copied.
+    def _copy(self, pairs: Sequence[CopyPair]) -> None:
+        """In the thread: copy what is in main memory.
 
         It copies with as many threads as training computes with, so that each core loses the same time to it: training
         divides its work evenly, and would wait for a core that loses more.
         """
         largest_first = iter(sorted(pairs, key=lambda pair: -pair[1].numel()))
-        try:
-            with ThreadPoolExecutor(self._threads) as pool:
-                for future in [pool.submit(_copy_all, largest_first) for _ in range(self._threads)]:
-                    future.result()
-            self._cpu_copied.set()
-            if self._gpu_copy is not None:
-                self._gpu_copy.synchronize()
-            _send(self._process, request)
-        except BaseException as error:
-            self._error = error
-            self._cpu_copied.set()
+        with ThreadPoolExecutor(self._threads) as pool:
+            for future in [pool.submit(_copy_all, largest_first) for _ in range(self._threads)]:
+                future.result()
+
+    def _write(self, copying: Future[None], request: dict[str, Any]) -> str | None:
+        """In the thread: have the copy written once it is complete; return why that failed, or None."""
+        copying.result()  # raises if the copy failed
+        if self._gpu_copy is not None:
+            self._gpu_copy.synchronize()
+        _send(self._process, request)
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        if answer:
+            problem: str | None = json.loads(answer)
+            return problem
+        problem = f"the process that writes it ended {_exit_reason(self._process.wait())}"
+        if self._rank:  # the process could not report it to rank 0
+            write_failure_note(partial_path(self._folder), self._rank, CheckpointError(problem))
+        return problem
 
     def wait_for_copy(self) -> None:
         """Return when the tensors may change: they are copied, or a GPU will have copied them before its next work."""
-        self._cpu_copied.wait()
+        if self._copying is not None:
+            self._copying.result()
         if self._gpu_copy is not None:
             torch.cuda.current_stream().wait_event(self._gpu_copy)
-        if self._error is not None:
-            raise self._error
 
     @property
     def busy(self) -> bool:
         """Whether a save is pending, as far as `poll` has seen."""
-        return self._pending is not None
+        return self._writing is not None
 
     def poll(self, seconds: float | None = 0.0) -> SaveResult | None:
         """Return how the pending save ended; None if there is none, or it is not finished.
@@ -213,44 +210,19 @@ class AsyncSaver:
         Args:
             seconds: how long to wait for the end; None: until it comes.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        if self._copy_thread is not None and (seconds is None or self._error is not None):
-            self._copy_thread.join()
-            self.wait_for_copy()
-        assert self._process.stdout is not None
-        while self._pending is not None:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._process.stdout], [], [], timeout)[0]:
-                return None
-            data = self._process.stdout.read(4096)
-            self._answer += data or b""
-            if not data:
-                problem = f"the process that writes it ended {_exit_reason(self._process.wait())}"
-                if self._rank:  # the process could not report it to rank 0
-                    write_failure_note(partial_path(self._pending), self._rank, CheckpointError(problem))
-                return self._finish(problem)
-            if self._answer.endswith(b"\n"):
-                answer = json.loads(self._answer)
-                self._answer = b""
-                return self._finish(answer["problem"])
-        return None
-
-    def _finish(self, problem: str | None) -> SaveResult:
-        assert self._pending is not None
-        folder = self._pending
-        self._pending = None
-        return SaveResult(folder, problem)
+        if self._writing is None or not wait([self._writing], seconds).done:
+            return None
+        problem = self._writing.result()
+        self._writing = None
+        return SaveResult(self._folder, problem)
 
     def close(self) -> None:
         """End the process, also in the middle of a save, and free the memory."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         if self._hook is not None:
             self._hook.remove()
-        if self._copy_thread is not None:
-            self._copy_thread.join()
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        with self._process:  # closes its pipes
+            self._process.kill()
+            self._thread.shutdown()
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         os.close(self._descriptor)

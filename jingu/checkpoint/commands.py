@@ -10,17 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jingu.checkpoint import resume
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from jingu.checkpoint.remote import CheckpointPath, checkpoint_path
-from jingu.checkpoint.resume import (
-    all_steps,
-    copies_url,
-    find_latest,
-    newest_complete,
-    run_checkpoints,
-    run_config,
-    step_folder,
-)
+from jingu.checkpoint.resume import all_steps, copies_url, find_latest, newest_complete, step_folder
 from jingu.checkpoint.retention import Retention, delete_leftovers
 from jingu.checkpoint.retention import prune as prune_steps
 from jingu.checkpoint.save_folder import delete_folder, read_state
@@ -40,7 +33,7 @@ _HEADER = ("checkpoint", "size", "tensors", "ranks", "state")
 
 def list_checkpoints(path: CheckpointPath) -> None:
     """Print the checkpoints of a run, and copies of them: step, size, contents, complete or not."""
-    config = run_config(path) if isinstance(path, Path) else None
+    config = resume.run_config(path) if isinstance(path, Path) else None
     rows = _list_rows(_checkpoints_of(path))
     copies = None if config is None else copies_url(config)
     if not rows and copies is None:
@@ -214,20 +207,17 @@ class Difference:
 
 def difference(a: Tensor, b: Tensor) -> Difference:
     """Return the largest difference and the Euclidean norms, in fp64, of two tensors of equal shape and dtype."""
-    largest = squares_a = squares_b = 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
+    # Largest difference, and both sums of squares; torch's maximum keeps a NaN, which is what the reader must see.
+    largest, squares_a, squares_b = torch.zeros(3, dtype=torch.float64)
     chunks_a, chunks_b = (tensor.reshape(-1).split(_CHUNK_ELEMENTS) for tensor in (a, b))
     for chunk_a, chunk_b in zip(chunks_a, chunks_b, strict=True):
         wide_a = chunk_a.to(wide)
         wide_b = chunk_b.to(wide)
-        chunk_largest = float((wide_a - wide_b).abs().max()) if len(chunk_a) else 0.0
-        # Python's max() may drop a NaN, which is what the reader must see.
-        largest = chunk_largest if chunk_largest != chunk_largest else max(chunk_largest, largest)
-        squares_a += float(wide_a.abs().square().sum())
-        squares_b += float(wide_b.abs().square().sum())
-        if largest != largest:
-            break
-    return Difference(largest, squares_a**0.5, squares_b**0.5)
+        largest = torch.cat([largest.view(1), (wide_a - wide_b).abs()]).max()
+        squares_a += wide_a.abs().square().sum()
+        squares_b += wide_b.abs().square().sum()
+    return Difference(float(largest), float(squares_a.sqrt()), float(squares_b.sqrt()))
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -254,7 +244,7 @@ def _checkpoints_of(path: CheckpointPath) -> CheckpointPath:
     """Return the folder of checkpoints, given a run or that folder itself. Raises JinguError if it does not exist."""
     if not path.is_dir():
         raise JinguError("there is no such folder.", where=path, fix="Give a run, such as runs/NAME, or a checkpoint.")
-    inside = run_checkpoints(path) if isinstance(path, Path) else path / "checkpoints"
+    inside = resume.run_checkpoints(path) if isinstance(path, Path) else path / "checkpoints"
     return inside if inside.is_dir() else path
 
 
@@ -273,6 +263,5 @@ def _file_sizes(folder: CheckpointPath) -> dict[str, int]:
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
             with suppress(FileNotFoundError):
-                if path.is_file():
-                    sizes[path.name] = path.stat().st_size
+                sizes[path.name] = path.stat().st_size
     return sizes

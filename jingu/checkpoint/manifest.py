@@ -70,6 +70,14 @@ class TensorRecord(_Record):
     shape: Shape
     pieces: tuple[Piece, ...]
 
+    def unique_pieces(self) -> dict[Shape, Piece]:
+        """Return the pieces by offset, each once.
+
+        Ranks that do not know of each other may both write a piece, as the first and the last stage of a pipeline do
+        with a tied embedding.
+        """
+        return {piece.offset: piece for piece in reversed(self.pieces) if prod(piece.shape)}
+
 
 class FileRecord(_Record):
     """Size and checksum of a file."""
@@ -99,6 +107,16 @@ class Manifest(_Record):
             lines += [f'"{title}": {{', ",\n".join(rows), "}" + end]
         body = "\n".join(['",', *lines, "}\n"]).encode()
         return _OPENING + xxhash.xxh3_128_hexdigest(_OPENING + body).encode() + body
+
+    def pieces_by_file(self) -> dict[str, list[tuple[str, Piece]]]:
+        """Return the pieces in each shard file, with their dtypes, in the order of the file."""
+        by_file: dict[str, list[tuple[str, Piece]]] = {}
+        for record in self.tensors.values():
+            for piece in record.pieces:
+                by_file.setdefault(piece.file, []).append((record.dtype, piece))
+        for pieces in by_file.values():
+            pieces.sort(key=lambda item: (item[1].bytes, item[1].key))
+        return by_file
 
 
 def _json(value: object) -> str:
@@ -135,6 +153,15 @@ def read_manifest(path: CheckpointPath) -> Manifest:
             fix="Use the version of jingu that wrote it, or a later one.",
         )
     return manifest
+
+
+def is_intact(path: CheckpointPath) -> bool:
+    """Return whether a manifest, or a rank's part of one, can be read."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def merge(parts: Iterable[Manifest]) -> Manifest:
@@ -202,7 +229,7 @@ def check(manifest: Manifest) -> None:
             fits = file is not None and end <= file.bytes and end - begin == prod(piece.shape) * width
             if not (inside and fits and piece.xxh3_128):
                 raise CheckpointError(f"the piece {piece.key} of tensor {name} does not fit where it should be.")
-        pieces = unique_pieces(record)
+        pieces = record.unique_pieces()
         if any(piece.xxh3_128 != pieces[piece.offset].xxh3_128 for piece in record.pieces if prod(piece.shape)):
             raise CheckpointError(f"ranks disagree about the values of tensor {name}.")
         elements = sum(prod(piece.shape) for piece in pieces.values())
@@ -211,23 +238,3 @@ def check(manifest: Manifest) -> None:
                 f"tensor {name} has {prod(record.shape)} elements and its pieces {elements}: "
                 "some are missing or appear twice."
             )
-
-
-def unique_pieces(record: TensorRecord) -> dict[Shape, Piece]:
-    """Return the pieces of a tensor by offset, each once.
-
-    Ranks that do not know of each other may both write a piece, as the first and the last stage of a pipeline do with
-    a tied embedding.
-    """
-    return {piece.offset: piece for piece in reversed(record.pieces) if prod(piece.shape)}
-
-
-def pieces_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
-    """Return the pieces in each shard file, with their dtypes, in the order of the file."""
-    by_file: dict[str, list[tuple[str, Piece]]] = {}
-    for record in manifest.tensors.values():
-        for piece in record.pieces:
-            by_file.setdefault(piece.file, []).append((record.dtype, piece))
-    for pieces in by_file.values():
-        pieces.sort(key=lambda item: (item[1].bytes, item[1].key))
-    return by_file

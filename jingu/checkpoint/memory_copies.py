@@ -21,7 +21,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class MemoryCopies:
             return f"{socket.gethostname()}/{info.st_dev}/{info.st_ino}"
 
         # The node of every rank, and the ranks of this node.
-        self._nodes: list[str] = gather_from_all(run_on_all_ranks(create_folders, folder, all_ranks_agree))
+        self._nodes: list[str] = gather_from_all(run_on_all_ranks(create_folders, folder, gather_from_all))
         self._members = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
         # The neighbour is so many ranks away that it is on another node.
         largest_node = max(map(self._nodes.count, self._nodes))
@@ -111,10 +111,10 @@ class MemoryCopies:
                 write_small_file(part_path(partial, self._world_size), manifest.to_bytes())
 
         try:
-            run_on_all_ranks(write, self._own, all_ranks_agree)
+            run_on_all_ranks(write, self._own, gather_from_all)
             if self._world_size > 1:
                 self._exchange_with_neighbours(partial)
-            run_on_all_ranks(lambda: partial.rename(self._own / key), self._own, all_ranks_agree)
+            run_on_all_ranks(lambda: partial.rename(self._own / key), self._own, gather_from_all)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -122,21 +122,9 @@ class MemoryCopies:
 
     def _exchange_with_neighbours(self, partial: Path) -> None:
         """Send this rank's files to one neighbour, while those of another one arrive."""
-        target = (self._rank + self._shift) % self._world_size
-        source = (self._rank - self._shift) % self._world_size
-        own = sorted(_files_of(self._rank, self._world_size))
-        sizes: dict[str, int] = gather_from_all({name: (partial / name).stat().st_size for name in own})[source]
-
-        def allocate() -> list[Tensor]:
-            return [_create_mapped(partial / name, sizes[name]) for name in sorted(sizes)]
-
-        buffers = run_on_all_ranks(allocate, self._own, all_ranks_agree)
-        sends = [dist.isend(_map_file(partial / name), target) for name in own]
-        for buffer in buffers:
-            dist.recv(buffer, source)
-        for work in sends:
-            assert work is not None  # it would be on a rank outside of the group
-            work.wait()
+        ranks = self._world_size
+        moves = [(name, rank, (rank + self._shift) % ranks) for rank in range(ranks) for name in _files_of(rank, ranks)]
+        self._transfer(moves, {path.name: path for path in _list(partial)}, partial)
 
     def delete(self, keep: str = "") -> None:
         """Delete this rank's copies, except those named `keep`, and those of ranks that no longer exist."""
@@ -201,11 +189,11 @@ class MemoryCopies:
             blocks = {name: block for name, block in self._blocks().items() if name in manifest.tensors}
             return set(overlapping_pieces(manifest, blocks))
 
-        run_on_all_ranks(create_folder, folder, all_ranks_agree)
+        run_on_all_ranks(create_folder, folder, gather_from_all)
         # First the small files of all ranks; they say which shards are needed.
         files = self._fetch(key, folder, lambda name: not name.startswith("shard-"))
-        manifest = run_on_all_ranks(read_parts, folder, all_ranks_agree)
-        needed = run_on_all_ranks(write_manifest, folder, all_ranks_agree)
+        manifest = run_on_all_ranks(read_parts, folder, gather_from_all)
+        needed = run_on_all_ranks(write_manifest, folder, gather_from_all)
         self._fetch(key, folder, lambda name: name in needed)
         return folder
 
@@ -217,13 +205,10 @@ class MemoryCopies:
     def _fetch(self, key: str, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
         """Bring files of the copies `key` that are needed into the folder of each node; return all that exist."""
         local_paths = {path.name: path for path in sorted(self._root.glob(f"rank-*/{key}/*"))}
-        tables: list[dict[str, int]] = gather_from_all(
-            {name: path.stat().st_size for name, path in local_paths.items()}
-        )
+        tables: list[list[str]] = gather_from_all(list(local_paths))
         everywhere = sorted({name for table in tables for name in table})
         requests: list[list[str]] = gather_from_all([name for name in everywhere if is_needed(name)])
-        # Which rank sends which file to which node's first rank. All ranks go through the same list in the same order,
-        # so that no two of them wait for each other.
+        # Which rank sends which file to which node's first rank.
         moves = []
         for node in dict.fromkeys(self._nodes):
             members = [rank for rank, other in enumerate(self._nodes) if other == node]
@@ -231,27 +216,42 @@ class MemoryCopies:
                 holders = [rank for rank, table in enumerate(tables) if name in table]
                 sender = members[0] if members[0] in holders else holders[members[0] % len(holders)]
                 moves.append((name, sender, members[0]))
-
-        def make_room() -> dict[str, Tensor]:
-            buffers = {}
-            for name, sender, leader in moves:
-                if self._rank != leader:
-                    continue
-                if sender == leader:
-                    os.link(local_paths[name], folder / name)
-                else:
-                    buffers[name] = _create_mapped(folder / name, tables[sender][name])
-            return buffers
-
-        buffers = run_on_all_ranks(make_room, folder, all_ranks_agree)
-        for name, sender, leader in moves:
-            if self._rank == leader != sender:
-                dist.recv(buffers[name], sender)
-            elif self._rank == sender != leader:
-                dist.send(_map_file(local_paths[name]), leader)
+        self._transfer(moves, local_paths, folder)
         # A barrier: another rank of a node must not read what its leader is still receiving.
         all_ranks_agree(True)
         return everywhere
+
+    def _transfer(self, moves: Sequence[tuple[str, int, int]], paths: Mapping[str, Path], folder: Path) -> None:
+        """Send files between ranks.
+
+        Args:
+            moves: name, sender and receiver of each file, in the same order on all ranks.
+            paths: the files of this rank, by name.
+            folder: receives what this rank gets.
+        """
+        sizes: list[dict[str, int]] = gather_from_all({name: path.stat().st_size for name, path in paths.items()})
+
+        def make_room() -> dict[str, Tensor]:
+            buffers = {}
+            for name, sender, receiver in moves:
+                if self._rank == sender == receiver:
+                    os.link(paths[name], folder / name)
+                elif self._rank == receiver:
+                    buffers[name] = _create_mapped(folder / name, sizes[sender][name])
+            return buffers
+
+        buffers = run_on_all_ranks(make_room, folder, gather_from_all)
+        sends = [
+            dist.isend(_map_file(paths[name]), receiver)
+            for name, sender, receiver in moves
+            if self._rank == sender != receiver
+        ]
+        for name, sender, receiver in moves:
+            if self._rank == receiver != sender:
+                dist.recv(buffers[name], sender)
+        for work in sends:
+            assert work is not None  # it would be on a rank outside of the group
+            work.wait()
 
 
 def _list(folder: Path, prefix: str = "") -> list[Path]:

@@ -53,9 +53,6 @@ class RemotePath:
     def exists(self) -> bool:
         return bool(self._call(self._store.exists, self._path))
 
-    def is_file(self) -> bool:
-        return bool(self._call(self._store.isfile, self._path))
-
     def is_dir(self) -> bool:
         return bool(self._call(self._store.isdir, self._path))
 

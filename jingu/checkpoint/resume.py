@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
-from jingu.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from jingu.checkpoint.manifest import MANIFEST, CheckpointError, is_intact
 from jingu.checkpoint.remote import CheckpointPath, checkpoint_path
 from jingu.checkpoint.save_folder import describe_cause, verify
 from jingu.config.load import load_stored_config
@@ -79,11 +79,7 @@ def complete_steps(checkpoints: CheckpointPath) -> list[int]:
 
 def is_complete(folder: CheckpointPath) -> bool:
     """Return whether a checkpoint has an intact manifest, which is written last."""
-    try:
-        read_manifest(folder / MANIFEST)
-    except CheckpointError:
-        return False
-    return True
+    return is_intact(folder / MANIFEST)
 
 
 def newest_complete(checkpoints: CheckpointPath, where: CheckpointPath) -> CheckpointPath:

@@ -24,35 +24,22 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from io import RawIOBase
+from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 import xxhash
 
-from jingu.checkpoint.manifest import (
-    MANIFEST,
-    STATE,
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    Piece,
-    check,
-    merge,
-    pieces_by_file,
-    read_manifest,
-    shard_header,
-)
+from jingu.checkpoint import manifest as manifests
+from jingu.checkpoint.manifest import MANIFEST, STATE, CheckpointError, FileRecord, Manifest, Piece, read_manifest
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.runtime.files import fsync_path
 
 P = TypeVar("P", bound=CheckpointPath)
 # Bytes that are hashed and written, or read and hashed, while they are still in the CPU's cache.
 CHUNK = 4 << 20
-# How long rank 0 waits for the other ranks' parts before it gives a checkpoint up; and how long if it could not write
-# its own part, and waits only to delete what the others write.
+# How long rank 0 waits for the other ranks' parts before it gives a checkpoint up.
 PARTS_SECONDS = 600.0
-CLEANUP_SECONDS = 5.0
 # Pauses between looks at the folder: on a disk, and at a URL.
 _DISK_INTERVAL = 0.02
 _URL_INTERVAL = 0.5
@@ -124,8 +111,8 @@ def write_part(partial: CheckpointPath, plan: Manifest, get_bytes: GetBytes, ran
 
 def _write_shard(path: CheckpointPath, plan: Manifest, get_bytes: GetBytes, direct: bool) -> Manifest:
     """Write a shard file; return the plan with the checksums and final positions of its pieces."""
-    pieces = pieces_by_file(plan).get(path.name, [])
-    header = shard_header(pieces)
+    pieces = plan.pieces_by_file().get(path.name, [])
+    header = manifests.shard_header(pieces)
     final: dict[Piece, Piece] = {}
     with _HashingWriter(path, direct) as out:
         out.write(header)
@@ -194,39 +181,24 @@ def save_error(folder: CheckpointPath, causes: Mapping[int, str]) -> CheckpointE
 # The whole checkpoint: the work of rank 0
 
 
-def wait_for_parts(folder: CheckpointPath, ranks: int, own: str | None = None) -> None:
+def wait_for_parts(folder: CheckpointPath, ranks: int) -> None:
     """Wait until every rank has written its part or a note why it could not.
-
-    Args:
-        own: why rank 0 itself could not.
 
     Raises:
         CheckpointError: some rank could not, or did not report in time.
     """
     partial = partial_path(folder)
-    seconds = PARTS_SECONDS if own is None else CLEANUP_SECONDS
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PARTS_SECONDS
     missing = set(range(ranks))
     while True:
         causes = failure_notes(partial)
-        if own is not None:
-            causes[0] = own
-        missing = {rank for rank in missing if not _is_complete(part_path(partial, rank))} - causes.keys()
+        missing = {rank for rank in missing if not manifests.is_intact(part_path(partial, rank))} - causes.keys()
         if not missing or time.monotonic() > deadline:
             break
         time.sleep(_DISK_INTERVAL if isinstance(folder, Path) else _URL_INTERVAL)
-    if own is None:
-        causes |= dict.fromkeys(missing, f"no report within {seconds:.0f} s")
+    causes |= dict.fromkeys(missing, f"no report within {PARTS_SECONDS:.0f} s")
     if causes:
         raise save_error(folder, causes)
-
-
-def _is_complete(part: CheckpointPath) -> bool:
-    try:
-        read_manifest(part)
-    except CheckpointError:
-        return False
-    return True
 
 
 def finish_save(folder: CheckpointPath, state: Mapping[str, Any], ranks: int) -> None:
@@ -240,10 +212,10 @@ def finish_save(folder: CheckpointPath, state: Mapping[str, Any], ranks: int) ->
     missing = [rank for rank, part in enumerate(parts) if not part.exists()]
     if missing:
         raise CheckpointError(f"rank 0 cannot see the part of rank {missing[0]}: do all ranks share this folder?")
-    manifest = merge(read_manifest(part) for part in parts)
+    manifest = manifests.merge(read_manifest(part) for part in parts)
     text = json.dumps(state, indent=1, ensure_ascii=False).encode() + b"\n"
     manifest.files[STATE] = write_small_file(partial / STATE, text)
-    check(manifest)
+    manifests.check(manifest)
     for part in parts:
         part.unlink()
     write_small_file(partial / MANIFEST, manifest.to_bytes())
@@ -355,7 +327,7 @@ def write_small_file(path: CheckpointPath, data: bytes) -> FileRecord:
 def open_checkpoint(folder: CheckpointPath) -> Manifest:
     """Read a checkpoint's manifest, and check that it is consistent. Raises CheckpointError."""
     manifest = read_manifest(folder / MANIFEST)
-    check(manifest)
+    manifests.check(manifest)
     return manifest
 
 
@@ -381,7 +353,7 @@ def verify(folder: CheckpointPath) -> list[str]:
     except CheckpointError as error:
         return [error.what.removesuffix(".")]
     problems = []
-    pieces = pieces_by_file(manifest)
+    pieces = manifest.pieces_by_file()
     for name, record in manifest.files.items():
         problems += _find_problems(folder, name, record, (piece for _, piece in pieces.get(name, [])))
     if STATE not in manifest.files:
@@ -416,21 +388,21 @@ def _checksum(file: RandomAccessFile, begin: int, end: int) -> str:
 class RandomAccessFile:
     """A file, local or at a URL, that several threads read at any position."""
 
-    def __init__(self, path: CheckpointPath, descriptor: int | None) -> None:
+    def __init__(self, path: CheckpointPath, file: FileIO | None) -> None:
         self._path = path
-        self._descriptor = descriptor
-        self.size = path.stat().st_size if descriptor is None else os.fstat(descriptor).st_size
+        self._file = file
+        self.size = path.stat().st_size
 
     def fill(self, position: int, view: memoryview) -> None:
         """Fill a buffer with the bytes from a position on. Raises EOFError or OSError."""
         while len(view):
-            if self._descriptor is None:
+            if self._file is None:
                 assert not isinstance(self._path, Path)
                 data = self._path.read_bytes(position, position + len(view))
                 count = len(data)
                 view[:count] = data
             else:
-                count = os.preadv(self._descriptor, [view], position)
+                count = os.preadv(self._file.fileno(), [view], position)
             if count == 0:
                 raise EOFError
             position += count
@@ -440,20 +412,15 @@ class RandomAccessFile:
 @contextlib.contextmanager
 def open_for_reading(path: CheckpointPath) -> Iterator[RandomAccessFile]:
     """Open a file; errors while it is read become a CheckpointError that names it."""
-    descriptor = None
     try:
-        if isinstance(path, Path):
-            descriptor = os.open(path, os.O_RDONLY)
-        yield RandomAccessFile(path, descriptor)
+        with FileIO(path) if isinstance(path, Path) else contextlib.nullcontext() as file:
+            yield RandomAccessFile(path, file)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing.", where=path.parent) from None
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from error
     except EOFError:
         raise CheckpointError(f"{path.name} ended while it was read.", where=path.parent) from None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def mismatch(piece: Piece) -> str:

@@ -15,15 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from jingu.checkpoint.manifest import (
-    DTYPE_BYTES,
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    Piece,
-    TensorRecord,
-    shard_header,
-)
+from jingu.checkpoint import manifest as manifests
+from jingu.checkpoint.manifest import DTYPE_BYTES, CheckpointError, FileRecord, Manifest, Piece, TensorRecord
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.save_folder import RandomAccessFile, mismatch, shard_name
 from jingu.parallel.block import Extent, TensorBlock, subblock
@@ -138,7 +131,7 @@ def check_header(
     file: RandomAccessFile, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: CheckpointPath
 ) -> None:
     """Raise CheckpointError if a shard file has another size or header than its pieces (with their dtypes) require."""
-    expected = shard_header(pieces)
+    expected = manifests.shard_header(pieces)
     if file.size != record.bytes:
         raise _damaged(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
     header = bytearray(len(expected))

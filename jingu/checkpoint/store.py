@@ -10,42 +10,23 @@ from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece, pieces_by_file, unique_pieces
+from jingu.checkpoint import save_folder, shards
+from jingu.checkpoint.manifest import CheckpointError, Manifest, Piece
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.checkpoint.remote import CheckpointPath
-from jingu.checkpoint.save_folder import (
-    create_partial,
-    delete_folder,
-    describe_cause,
-    failure_notes,
-    finish_save,
-    open_checkpoint,
-    open_for_reading,
-    partial_path,
-    save_error,
-    write_failure_note,
-    write_part,
-)
-from jingu.checkpoint.shards import (
-    DTYPE_NAMES,
-    DTYPES,
-    STAGING_BYTES,
-    check_header,
-    fill_from_piece,
-    overlap,
-    piece_bytes,
-    plan_part,
-)
+from jingu.checkpoint.save_folder import describe_cause, open_checkpoint, open_for_reading
+from jingu.checkpoint.shards import DTYPE_NAMES, DTYPES, check_header, fill_from_piece, overlap, piece_bytes, plan_part
 from jingu.parallel.block import TensorBlock, subblock, whole_block
 from jingu.runtime.device import single_thread
 
 T = TypeVar("T")
-Agree = Callable[[bool], bool]
+# Returns every rank's JSON value, by rank, on every rank.
+Gather = Callable[[Any], list[Any]]
 StateTensors = Mapping[str, Tensor | TensorBlock]
 # Threads that read files from a disk, and requests to an object store that are in flight.
 DISK_THREADS = 2
@@ -61,6 +42,10 @@ class MismatchError(CheckpointError):
 # Saving
 
 
+def _gather_alone(value: Any) -> list[Any]:
+    return [value]
+
+
 def save(
     folder: CheckpointPath,
     tensors: StateTensors,
@@ -68,7 +53,7 @@ def save(
     *,
     rank: int = 0,
     ranks: int = 1,
-    agree: Agree = bool,
+    gather: Gather = _gather_alone,
 ) -> None:
     """Write a checkpoint, and return when all of it is on disk; every rank calls this.
 
@@ -77,50 +62,41 @@ def save(
         tensors: by name: a rank's blocks of sharded tensors, and plain tensors that are equal on all ranks. Ranks may
             have blocks of different tensors, as the stages of a pipeline do.
         state: JSON values, equal on all ranks; those of rank 0 are written.
-        agree: returns True on every rank if every rank passed True; the only communication between ranks here.
+        gather: returns every rank's value on every rank; the only communication between ranks here.
 
     Raises:
         CheckpointError: on every rank, if some rank could not write its part; says which one and why. Nothing is
             left behind, and other checkpoints are untouched.
     """
-    partial = partial_path(folder)
+    partial = save_folder.partial_path(folder)
 
     def prepare() -> None:
         if rank == 0:
-            delete_folder(partial)
-            create_partial(folder, first=True)
+            save_folder.delete_folder(partial)
+            save_folder.create_partial(folder, first=True)
 
     def write() -> None:
         write_blocks(partial, local_blocks(tensors, rank, ranks), rank, ranks)
 
     def finish() -> None:
         if rank == 0:
-            finish_save(folder, state, ranks)
+            save_folder.finish_save(folder, state, ranks)
 
     for phase in (prepare, write, finish):
-        error: Exception | None = None
-        try:
-            phase()
-        except Exception as caught:
-            error = caught
-            write_failure_note(partial, rank, caught)
-        if agree(error is None):
-            continue
-        # Some rank failed: each collects the causes of all from the folder before rank 0 deletes it.
-        causes = ({} if error is None else {rank: describe_cause(error)}) | failure_notes(partial)
-        agree(True)
-        if rank == 0:
-            delete_folder(partial)
+        _, error, causes = _try_on_all_ranks(phase, gather)
+        if causes and rank == 0:
+            save_folder.delete_folder(partial)
         if error is not None and not isinstance(error, OSError | CheckpointError):
             raise error  # a bug, not something that a user can fix
-        raise save_error(folder, causes) from error
+        if causes:
+            raise save_folder.save_error(folder, causes) from error
 
 
 def write_blocks(partial: CheckpointPath, blocks: Mapping[str, TensorBlock], rank: int, ranks: int) -> None:
     """Write one rank's part of a checkpoint from the memory of its tensors."""
     plan, blocks_in_file = plan_part(blocks, rank, ranks)
     block_of = {piece: block for name, block in blocks_in_file.items() for piece in plan.tensors[name].pieces}
-    write_part(partial, plan, lambda piece: piece_bytes(block_of[piece], piece), rank)
+    save_folder.write_part(partial, plan, lambda piece: piece_bytes(block_of[piece], piece), rank)
 
 
 def local_blocks(tensors: StateTensors, rank: int = 0, ranks: int = 1) -> dict[str, TensorBlock]:
@@ -140,7 +116,7 @@ def load(
     *,
     prefix: str = "",
     whole: bool = True,
-    agree: Agree = bool,
+    gather: Gather = _gather_alone,
 ) -> None:
     """Fill tensors from a checkpoint of any layout, in place; each rank reads what it needs, and verifies it.
 
@@ -148,7 +124,7 @@ def load(
         tensors: as in `save`, on any device.
         prefix: load only names that begin with this, and ignore the rest of the checkpoint.
         whole: whether the checkpoint must have no further tensors; False where other ranks fill those.
-        agree: as in `save`: no rank goes on if another one could not load.
+        gather: as in `save`: no rank goes on if another one could not load.
 
     Raises:
         MismatchError: names are missing on either side, or shapes or dtypes differ (nothing is converted).
@@ -160,22 +136,31 @@ def load(
         _compare(folder, manifest, local_blocks(tensors), prefix, whole)
         return manifest
 
-    manifest = run_on_all_ranks(compare, folder, agree)
-    run_on_all_ranks(lambda: load_blocks(folder, manifest, local_blocks(tensors)), folder, agree)
+    manifest = run_on_all_ranks(compare, folder, gather)
+    run_on_all_ranks(lambda: load_blocks(folder, manifest, local_blocks(tensors)), folder, gather)
 
 
-def run_on_all_ranks(work: Callable[[], T], where: CheckpointPath, agree: Agree) -> T:
+def run_on_all_ranks(work: Callable[[], T], where: CheckpointPath, gather: Gather) -> T:
     """Call `work` on every rank and return its result; raise on all ranks if it fails on one."""
+    result, error, causes = _try_on_all_ranks(work, gather)
+    if error is None and not causes:
+        return cast(T, result)
+    if error is not None and not isinstance(error, OSError):
+        raise error
+    cause = describe_cause(error) if error else "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+    raise CheckpointError(f"{cause.removesuffix('.')}.", where=where) from error
+
+
+def _try_on_all_ranks(work: Callable[[], T], gather: Gather) -> tuple[T | None, Exception | None, dict[int, str]]:
+    """Call `work` on every rank; return its result or error here, and why it failed, by rank."""
+    result: T | None = None
     error: Exception | None = None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    if agree(error is None):
-        return result
-    if isinstance(error, OSError):
-        raise CheckpointError(f"{describe_cause(error)}.", where=where) from error
-    raise error or CheckpointError("another rank failed here, and its log says why.", where=where)
+    causes = enumerate(gather(None if error is None else describe_cause(error)))
+    return result, error, {rank: cause for rank, cause in causes if cause is not None}
 
 
 class CheckpointReader:
@@ -206,7 +191,7 @@ class CheckpointReader:
         offset = (expert, *[0] * len(record.shape[1:]))
         size = torch.Size((1, *record.shape[1:]))
         whole = torch.empty(size, dtype=DTYPES[record.dtype])
-        for piece in unique_pieces(record).values():
+        for piece in record.unique_pieces().values():
             shared = overlap(piece.offset, piece.shape, offset, size)
             if shared is None:
                 continue
@@ -259,7 +244,7 @@ def overlapping_pieces(manifest: Manifest, blocks: Mapping[str, TensorBlock]) ->
     """Return the stored pieces that overlap blocks, with those blocks, by file."""
     by_file: dict[str, list[PieceOfBlock]] = {}
     for name, block in blocks.items():
-        for piece in unique_pieces(manifest.tensors[name]).values():
+        for piece in manifest.tensors[name].unique_pieces().values():
             if overlap(piece.offset, piece.shape, block.offset, block.size):
                 by_file.setdefault(piece.file, []).append((piece, block))
     return by_file
@@ -280,14 +265,14 @@ def load_blocks(
         checked_files = set()
     work = overlapping_pieces(manifest, blocks)
     unchecked = work.keys() - checked_files
-    pieces = pieces_by_file(manifest) if unchecked else {}
+    pieces = manifest.pieces_by_file() if unchecked else {}
 
     def check(name: str) -> None:
         with open_for_reading(folder / name) as file:
             check_header(file, pieces[name], manifest.files[name], folder / name)
 
     def read(name: str, pairs: Sequence[PieceOfBlock]) -> None:
-        staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        staging = torch.empty(shards.STAGING_BYTES, dtype=torch.uint8)
         with open_for_reading(folder / name) as file:
             for piece, block in pairs:
                 fill_from_piece(block, piece, file, folder, staging)

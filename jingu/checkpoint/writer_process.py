@@ -18,20 +18,11 @@ import sys
 import threading
 from typing import Any
 
+from jingu.checkpoint import save_folder
 from jingu.checkpoint.manifest import Manifest
 from jingu.checkpoint.remote import checkpoint_path
 from jingu.checkpoint.retention import Retention, after_save, before_save
-from jingu.checkpoint.save_folder import (
-    GetBytes,
-    create_partial,
-    delete_folder,
-    describe_cause,
-    finish_save,
-    partial_path,
-    wait_for_parts,
-    write_failure_note,
-    write_part,
-)
+from jingu.checkpoint.save_folder import GetBytes
 
 # At this priority training gets about ten times as much of a core that both want.
 NICENESS = 10
@@ -51,8 +42,8 @@ def main() -> None:
     if setup["bytes"]:
         memory = memoryview(mmap.mmap(int(sys.argv[1]), setup["bytes"]))
     while True:
-        answer = _save(requests.get(), plan, lambda piece: memory[slice(*piece.bytes)], setup["rank"])
-        print(json.dumps(answer), flush=True)
+        problem = _save(requests.get(), plan, lambda piece: memory[slice(*piece.bytes)], setup["rank"])
+        print(json.dumps(problem), flush=True)
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -62,34 +53,30 @@ def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)
 
 
-def _save(request: dict[str, Any], plan: Manifest, get_bytes: GetBytes, rank: int) -> dict[str, Any]:
-    """Write this rank's part; on rank 0 also wait for the others', complete the checkpoint and delete older ones."""
+def _save(request: dict[str, Any], plan: Manifest, get_bytes: GetBytes, rank: int) -> str | None:
+    """Write this rank's part; on rank 0 also wait for the others', complete the checkpoint and delete older ones.
+
+    Returns:
+        Why it failed; None if it did not.
+    """
     folder = checkpoint_path(request["folder"])
-    partial = partial_path(folder)
-    own_problem = None
+    partial = save_folder.partial_path(folder)
     try:
-        try:
-            if rank == 0:
-                before_save(folder)
-            create_partial(folder, first=rank == 0)
-            write_part(partial, plan, get_bytes, rank, direct=True)
-        except Exception as error:
-            own_problem = describe_cause(error)
-            if rank:
-                write_failure_note(partial, rank, error)
-                raise
         if rank == 0:
-            # Also if its own part failed: what the others write must be deleted.
-            wait_for_parts(folder, plan.ranks, own_problem)
-            finish_save(folder, request["state"], plan.ranks)
+            before_save(folder)
+        save_folder.create_partial(folder, first=rank == 0)
+        save_folder.write_part(partial, plan, get_bytes, rank, direct=True)
+        if rank == 0:
+            save_folder.wait_for_parts(folder, plan.ranks)
+            save_folder.finish_save(folder, request["state"], plan.ranks)
     except Exception as error:
-        if rank == 0:
-            delete_folder(partial)
-        return {"folder": str(folder), "problem": describe_cause(error)}
-    problem = None
-    if rank == 0:
-        problem = after_save(folder, Retention(**request["retention"]), request["copy_to"])
-    return {"folder": str(folder), "problem": problem}
+        if rank:
+            save_folder.write_failure_note(partial, rank, error)
+        else:
+            # What other ranks write from now on is deleted before the next save.
+            save_folder.delete_folder(partial)
+        return save_folder.describe_cause(error)
+    return after_save(folder, Retention(**request["retention"]), request["copy_to"]) if rank == 0 else None
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ from jingu.checkpoint.remote import CheckpointPath, RemotePath
 from jingu.checkpoint.resume import all_steps, complete_steps, copies_url, step_folder
 from jingu.checkpoint.retention import Retention, after_save, delete_leftovers
 from jingu.checkpoint.save_folder import read_state
-from jingu.checkpoint.store import MismatchError, load, save
+from jingu.checkpoint.store import MismatchError, load, run_on_all_ranks, save
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import is_adapter
 from jingu.parallel.block import TensorBlock
 from jingu.parallel.pipeline import ParallelModel
 from jingu.runtime.log import log_info, log_warning
-from jingu.runtime.ranks import RankInfo, all_ranks_agree, broadcast_from_first, wait_until_all_done
+from jingu.runtime.ranks import RankInfo, broadcast_from_first, gather_from_all, wait_until_all_done
 from jingu.runtime.signals import StopDecision
 from jingu.training.initialize import load_initial_weights
 from jingu.training.optimizer import QUANTIZATION_BLOCK, QUANTIZATION_SCALES, REPLICATED_STATE, named_optimizer_state
@@ -251,7 +251,7 @@ class Checkpointer:
             self._state(progress),
             rank=ranks.rank,
             ranks=ranks.world,
-            agree=all_ranks_agree,
+            gather=gather_from_all,
         )
         if not ranks.is_first:
             wait_until_all_done(lambda seconds: True)
@@ -426,16 +426,9 @@ def _load(run: Run, folder: CheckpointPath, get_tensors: GetTensors, *, whole: b
     Raises:
         CheckpointError: on every rank, if some rank could not read it.
     """
-    problem: CheckpointError | None = None
-    state: dict[str, Any] = {}
-    try:
-        state = read_state(folder)
-    except CheckpointError as error:
-        problem = error
-    if not all_ranks_agree(problem is None):
-        raise problem or CheckpointError("another rank could not read it; its log says why.")
+    state = run_on_all_ranks(lambda: read_state(folder), folder, gather_from_all)
     # A fresh optimizer loads the weights alone: its state may be of another kind.
     prefix = "model/" if resets_optimizer(run, read_progress(state)) else ""
     tensors = {name: tensor for name, tensor in get_tensors().items() if name.startswith(prefix)}
-    load(folder, tensors, prefix=prefix, whole=whole, agree=all_ranks_agree)
+    load(folder, tensors, prefix=prefix, whole=whole, gather=gather_from_all)
     return state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.checkpoint import async_save
 from jingu.checkpoint.async_save import AsyncSaver, SaveResult
 from jingu.checkpoint.resume import all_steps, step_folder
 from jingu.checkpoint.retention import Retention
@@ -109,14 +107,14 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
 
     step()
     saver, at_its_step = AsyncSaver(tensors(), optimizer), threading.Event()
-    copy, settle = saver._copy_and_request, saver.wait_for_copy
-    monkeypatch.setattr(saver, "_copy_and_request", lambda *arguments: (at_its_step.wait(), copy(*arguments)))
+    copy, settle = saver._copy, saver.wait_for_copy
+    monkeypatch.setattr(saver, "_copy", lambda *arguments: (at_its_step.wait(), copy(*arguments)))
     monkeypatch.setattr(saver, "wait_for_copy", lambda: at_its_step.set() or settle())
     for number in (1, 2):
         at_its_step.clear()
         expected = copies(tensors())
         saver.save(step_folder(tmp_path, number), tensors(), {}, Retention(2))
-        assert not saver._cpu_copied.is_set()
+        assert not saver._copying.done()
         step()
         assert not any(torch.equal(expected[name], tensor) for name, tensor in tensors().items())
         assert saver.poll(None).problem is None
@@ -152,41 +150,6 @@ def test_where_the_process_that_writes_dies_the_next_save_has_another(saver, ten
     train(tensors)
     saver.save(step_folder(tmp_path, 2), tensors, {}, Retention())
     assert saver.poll(None) == SaveResult(step_folder(tmp_path, 2), None)
-    assert_holds(step_folder(tmp_path, 2), tensors)
-
-
-def test_a_late_request_is_not_for_the_next_process(saver, tensors, tmp_path, monkeypatch):
-    """The thread that copied comes to its request only when the process that it is for has died."""
-    late, tell = threading.Event(), async_save._send
-
-    class Held(threading.Event):
-        def set(self) -> None:
-            super().set()
-            if held:
-                held.pop().wait()
-
-    def join() -> None:
-        late.set()
-        threading.Thread.join(first)
-
-    def told(process: object, message: dict[str, object]) -> None:
-        if message.get("folder") == str(step_folder(tmp_path, 2)):
-            join()
-        tell(process, message)
-
-    saver._cpu_copied, held = Held(), [late]
-    saver.save(step_folder(tmp_path, 1), tensors, {}, Retention(9))
-    saver.wait_for_copy()
-    first = saver._copy_thread
-    first.join = join
-    os.kill(saver._process.pid, signal.SIGKILL)
-    select.select([saver._process.stdout], [], [])
-    assert saver.poll() == SaveResult(step_folder(tmp_path, 1), "the process that writes it ended by SIGKILL")
-    train(tensors)
-    monkeypatch.setattr(async_save, "_send", told)
-    saver.save(step_folder(tmp_path, 2), tensors, {}, Retention(9))
-    assert saver.poll(None) == SaveResult(step_folder(tmp_path, 2), None)
-    assert all_steps(tmp_path) == [2]
     assert_holds(step_folder(tmp_path, 2), tensors)
 
 

@@ -39,17 +39,17 @@ def values(tensor: Any) -> torch.Tensor:
 
 
 def save_on(rank: int, world: int, folder: Path, source: Path | None) -> bool:
-    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.runtime.ranks import gather_from_all
 
     tensors = laid_out(world, filled=source is None)
     if source is not None:
-        store.load(source, tensors, agree=all_ranks_agree)
-    store.save(folder, tensors, {"ranks": world}, rank=rank, ranks=world, agree=all_ranks_agree)
+        store.load(source, tensors, gather=gather_from_all)
+    store.save(folder, tensors, {"ranks": world}, rank=rank, ranks=world, gather=gather_from_all)
     return save_folder.verify(folder) == []
 
 
 def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
-    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.runtime.ranks import gather_from_all
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -58,7 +58,7 @@ def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
     if rank == 1:
         save_folder.write_all = full
     try:
-        store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, agree=all_ranks_agree)
+        store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, gather=gather_from_all)
     except CheckpointError as error:
         return error.what
     finally:

@@ -35,7 +35,7 @@ def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, 
     """In this layout, load each checkpoint and save what was loaded."""
     from jingu.checkpoint import store
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
-    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.runtime.ranks import gather_from_all
     from jingu.training import checkpointing, session
     from jingu.training.precision import choose_precision
     from jingu.training.run import open_run
@@ -49,8 +49,8 @@ def pass_through(rank: int, world: int, config: Any, journeys: list[tuple[Path, 
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.local.zero_()
-        store.load(source, tensors, whole=model.is_whole, agree=all_ranks_agree)
-        store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_ranks_agree)
+        store.load(source, tensors, whole=model.is_whole, gather=gather_from_all)
+        store.save(target, tensors, {}, rank=rank, ranks=world, gather=gather_from_all)
 
 
 def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ from jingu.model.weight_init import initial_tensor
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, num_data_ranks, resolve_axis_sizes
-from jingu.runtime.ranks import all_ranks_agree
+from jingu.runtime.ranks import gather_from_all
 from jingu.training.optimizer import build_optimizer
 from jingu.training.pretraining import Pretraining
 from jingu.training.step import train_step
@@ -222,8 +222,8 @@ def passed_on(rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], so
     if source is not None:
         for tensor in tensors.values():
             tensor.local.zero_()
-        store.load(source, tensors, agree=all_ranks_agree)
-    store.save(to, tensors, {}, rank=rank, ranks=world, agree=all_ranks_agree)
+        store.load(source, tensors, gather=gather_from_all)
+    store.save(to, tensors, {}, rank=rank, ranks=world, gather=gather_from_all)
 
 
 def test_what_one_layout_saves_another_loads_to_the_last_bit(tmp_path, ranks):

@@ -103,7 +103,7 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
     """Load a checkpoint into this layout, and save it; returns whether copies of tied weights are equal to them."""
     from jingu.checkpoint import store
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
-    from jingu.runtime.ranks import all_ranks_agree
+    from jingu.runtime.ranks import gather_from_all
     from jingu.training import checkpointing, session
     from jingu.training.precision import choose_precision
     from jingu.training.run import open_run
@@ -113,8 +113,8 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
     precision = choose_precision(config.precision, device)
     model, optimizer = session.build_model_and_optimizer(run, mesh, precision, compile=False)
     tensors = checkpointing.checkpoint_tensors(model, optimizer)
-    store.load(source, tensors, whole=model.is_whole, agree=all_ranks_agree)
-    store.save(target, tensors, {}, rank=rank, ranks=world, agree=all_ranks_agree)
+    store.load(source, tensors, whole=model.is_whole, gather=gather_from_all)
+    store.save(target, tensors, {}, rank=rank, ranks=world, gather=gather_from_all)
     model.synchronize_tied_weights()
     stages = [dict(stage.named_parameters()) for stage in model.stages]
     weights = [parameters["embedding.weight"] for parameters in stages if "embedding.weight" in parameters]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-import select
 import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def test_fsync_of_the_writer_process(fault, tiny_run, done, monkeypatch, tmp_pat
             else:
                 marks["broken"].unlink()
         if savers[0].busy and not marks["slow"].exists():  # no save begins while one is under way
-            select.select([savers[0]._process.stdout], [], [])
+            wait([savers[0]._writing])
         if begins == 5:
             os.mkfifo(marks["slow"]) if fault == "slow" else marks["broken"].touch()
         return real(*arguments, **keywords)
