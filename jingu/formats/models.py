@@ -135,7 +135,14 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
         JinguError: there are none, or those of the run are for a model of another depth.
     """
     if (path / ADAPTER_CONFIG).is_file():
-        return read_adapters(path, base)
+        adapters = read_adapters(path, base)
+        if adapters.updates:
+            raise JinguError(
+                f"these adapters also change {', '.join(adapters.updates)}, which only a merged model can have.",
+                where=path,
+                fix="Merge them into the model with `jingu tune merge --base`.",
+            )
+        return adapters
     if not path.is_dir():
         fix = "Give a run that trained adapters, or a folder of peft."
         raise JinguError("there is no such folder of adapters.", where=path, fix=fix)

@@ -1,238 +1,70 @@
-"""Adapters in the format of peft: adapter_config.json, and tensors under the names of the base model's modules.
+"""Reading adapters in the format of peft: adapter_config.json, and tensors named after the base model's modules.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint (the names that peft 0.10 and later read).
 
-Where Hugging Face keeps several matrices of jingu's in one, as in a fused QKV projection, the adapter of that
-matrix has the sum of the ranks: the A matrices are concatenated, and the B matrices form a block diagonal.
+Adapters are read as peft reads them. Every setting and tensor must be understood; anything else is refused, since the
+model would be wrong. What jingu has no modules for, such as a LoRA of the embedding or whole parameters
+(`modules_to_save`), becomes an update: a function that computes a parameter from the base model's.
+
+Where Hugging Face keeps several matrices of jingu's in one, as in a fused QKV projection, each of them gets the
+adapter's whole A matrix and its own rows of B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.huggingface import read_json, write_json
+from jingu.formats.huggingface import read_json
 from jingu.formats.safetensors import read_header
-from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.formats.stored_model import StoredModel, Update, extend_base
+from jingu.model.adapter_layers import merge_adapter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
-from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
-from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
-from jingu.runtime.files import create_folder_atomically
+from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt, replace_fields
 
 ADAPTER_CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_PROMPT = "prompt_embeddings"
-_PEFT_TYPES = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-_USE_THE_RUN = "Use the run itself: every command accepts it."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PROMPT_KEY = "prompt_embeddings"
 
-# Modules of jingu's that one matrix of Hugging Face's holds, and the number of outputs of each.
-Modules = Mapping[str, int]
-# Reads peft's tensors and config for a model into jingu's adapter and its parameters.
-AdapterReader = Callable[[Mapping[str, Tensor], ModelSpec, Mapping[str, Any], Path], tuple[Adapter, dict[str, Tensor]]]
+_PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+# Settings of LoRA and IA3 that are understood, and those that do not change what a trained adapter computes. Any other
+# must be unset.
+_UNDERSTOOD = """
+    peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora bias lora_bias modules_to_save
+    trainable_token_indices init_lora_weights auto_mapping base_model_name_or_path revision task_type inference_mode
+    peft_version megatron_core qalora_group_size lora_dropout target_modules exclude_modules layers_to_transform
+    layers_pattern fan_in_fan_out feedforward_modules init_ia3_weights loftq_config eva_config corda_config
+    lora_ga_config runtime_config
+"""
+# Initializations that leave the base model as it is.
+_PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+_ADAPTER_KEY = re.compile(
+    r"(.+)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|token_adapter\.trainable_tokens_delta)"
+    r"(?:\.weight|(\.bias))?"
+)
+_TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+_WHOLE_KEY = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
+# Fields of the spec that say whether modules have biases.
+_BIAS_FIELDS = {
+    **dict.fromkeys(("q", "k", "v"), "attention.qkv_bias"),
+    "output": "attention.output_bias",
+    **dict.fromkeys(("gate", "up", "down"), "feed_forward.bias"),
+}
 
-
-# Writing
-
-
-def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to: Path) -> None:
-    """Write adapters so that peft loads them onto the exported base model.
-
-    Args:
-        base_path: where the base model is, for the config.
-
-    Raises:
-        JinguError: peft has no such adapters.
-    """
-    adapter = adapters.spec.adapter
-    assert adapter is not None
-    if isinstance(adapter, Lora | Ia3):
-        config, tensors = _convert_weights(adapters, base, adapter)
-        # With an encoder, peft's class for the task asks for what transformers 5 no longer has; none is needed.
-        encoder_decoder_task = None
-    else:
-        config, tensors = _convert_prompt(adapters, adapter)
-        encoder_decoder_task = "SEQ_2_SEQ_LM"
-    config |= {
-        "task_type": "CAUSAL_LM" if base.spec.num_encoder_layers is None else encoder_decoder_task,
-        "base_model_name_or_path": str(base_path),
-        "inference_mode": True,
-    }
-    with create_folder_atomically(to) as folder:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, folder / _WEIGHTS, metadata={"format": "pt"})
-        write_json(folder / ADAPTER_CONFIG, config)
-
-
-def _convert_weights(
-    adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return peft's config and tensors for LoRA or IA3."""
-    shapes = parameter_shapes(adapters.spec)
-    tensors: dict[str, Tensor] = {}
-    # Hugging Face's modules, and how many of jingu's in each have adapters.
-    targets: dict[str, int] = {}
-    feedforward_modules: list[str] = []
-    is_conv = False
-    for mapping, modules in _matrices(base.spec):
-        count = sum(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out"))
-        if not count:
-            continue
-        module = mapping.hf_name.removesuffix(".weight")
-        targets[module] = count
-        is_conv = is_conv or mapping.transform is TRANSPOSE
-        if isinstance(adapter, Lora):
-            leaves = _convert_lora(adapters, base, shapes, mapping, modules)
-        else:
-            leaves = _convert_ia3(adapters, shapes, mapping, modules)
-        tensors |= {f"{_PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
-        if f"{next(iter(modules))}.ia3_in" in shapes:
-            feedforward_modules.append(module)
-    # Releases of peft that know experts as one tensor look for the last part of the names that they had before.
-    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in targets})
-    config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": is_conv}
-    if isinstance(adapter, Ia3):
-        return {**config, "peft_type": "IA3", "feedforward_modules": feedforward_modules}, tensors
-    # A fused matrix has the ranks of all its parts; alpha grows with them, so that the scale stays the same.
-    fused = {name: count for name, count in targets.items() if count > 1}
-    lora_config = {
-        "peft_type": "LORA",
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "rank_pattern": {name: adapter.rank * count for name, count in fused.items()},
-        "alpha_pattern": {
-            name: adapter.alpha * (count**0.5 if adapter.use_rslora else count) for name, count in fused.items()
-        },
-        "lora_dropout": adapter.dropout,
-        "use_rslora": adapter.use_rslora,
-        "use_dora": adapter.use_dora,
-        "bias": "none",
-    }
-    return config | lora_config, tensors
-
-
-def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
-    """Yield Hugging Face's weight matrices with the modules of jingu's that each holds."""
-    for mapping in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
-        if mapping.hf_name.endswith(".weight") and len(mapping.shape) > 1:
-            yield mapping, {name.removesuffix(".weight"): shape[0] for name, shape in mapping.jingu_shapes.items()}
-
-
-def _convert_lora(
-    adapters: StoredModel, base: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules
-) -> dict[str, Tensor]:
-    """Return peft's tensors for one matrix of Hugging Face's."""
-    adapted = [module for module in modules if f"{module}.lora_a" in shapes]
-    a = [adapters.read(f"{module}.lora_a", mapping.expert) for module in adapted]
-    b = {module: adapters.read(f"{module}.lora_b", mapping.expert) for module in adapted}
-    example = next(iter(b.values()))
-    # A part without an adapter has rows of zeros.
-    blocks = [b[module] if module in b else example.new_zeros(rows, 0) for module, rows in modules.items()]
-    tensors = {
-        "lora_A.weight": torch.cat(a),
-        "lora_B.weight": _rows_to_hf(mapping, torch.block_diag(*blocks)),
-    }
-    if f"{adapted[0]}.lora_m" in shapes:
-        # DoRA: the magnitude of a part without an adapter is the norm of its weights.
-        magnitudes = []
-        for module in modules:
-            if module in adapted:
-                magnitudes.append(adapters.read(f"{module}.lora_m"))
-            else:
-                weight = base.read(f"{module}.weight").to(example.dtype)
-                magnitudes.append(weight.square().sum(1).sqrt())
-        tensors["lora_magnitude_vector"] = _rows_to_hf(mapping, torch.cat(magnitudes))
-    return tensors
-
-
-def _convert_ia3(adapters: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules) -> dict[str, Tensor]:
-    """Return peft's tensor for one matrix of Hugging Face's: factors of its inputs or of its outputs."""
-    input_factors = f"{next(iter(modules))}.ia3_in"
-    if input_factors in shapes:
-        return {"ia3_l": adapters.read(input_factors).unsqueeze(0)}
-    adapted = {module: adapters.read(f"{module}.ia3_out") for module in modules if f"{module}.ia3_out" in shapes}
-    example = next(iter(adapted.values()))
-    factors = [adapted[module] if module in adapted else example.new_ones(rows) for module, rows in modules.items()]
-    return {"ia3_l": _rows_to_hf(mapping, torch.cat(factors)).unsqueeze(1)}
-
-
-def _rows_to_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
-    """Put what belongs to the outputs of a matrix into Hugging Face's order. A transposed matrix keeps the order."""
-    return rows if mapping.transform is TRANSPOSE else mapping.transform.to_hf(rows, mapping.spec)
-
-
-def _rows_from_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
-    """Undo `_rows_to_hf`."""
-    return rows if mapping.transform is TRANSPOSE else mapping.transform.to_jingu(rows, mapping.spec)
-
-
-def _convert_prompt(
-    adapters: StoredModel, adapter: SoftPrompt | DeepPrompt
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return peft's config and tensor for prompt tuning, P-tuning or prefix tuning."""
-    spec = adapters.spec
-    config: dict[str, Any] = {
-        "num_virtual_tokens": adapter.num_virtual_tokens,
-        "num_layers": spec.num_layers,
-        "num_attention_heads": spec.attention.num_heads,
-        "token_dim": spec.hidden_size,
-        "num_transformer_submodules": 1,
-    }
-    if isinstance(adapter, DeepPrompt):
-        prefix = _convert_prefix(adapters, adapter)
-        heads = spec.attention.num_kv_heads
-        config |= {
-            "peft_type": "PREFIX_TUNING",
-            "num_layers": prefix.shape[1] // (2 * heads * spec.attention.head_dim),
-            "num_attention_heads": heads,
-            "token_dim": heads * spec.attention.head_dim,
-            "num_transformer_submodules": 1 if spec.num_encoder_layers is None else 2,
-        }
-        return config, {_PROMPT: prefix}
-    if adapter.after_input:
-        raise JinguError("peft has no prompts after a text.", where=adapters.where, fix=_USE_THE_RUN)
-    name = "prompt" if spec.num_encoder_layers is None else "encoder.prompt"
-    layer = SoftPromptLayer(adapter, spec)
-    _load_parameters(layer, name, adapters)
-    if adapter.encoder == "none":
-        config |= {"peft_type": "PROMPT_TUNING"}
-    else:
-        config |= {"peft_type": "P_TUNING", "encoder_hidden_size": adapter.encoder_hidden_size}
-    return config, {_PROMPT: layer.vectors().detach()}
-
-
-def _convert_prefix(adapters: StoredModel, adapter: DeepPrompt) -> Tensor:
-    """Return the keys and values of all layers side by side, [virtual tokens, 2 × layers × K]."""
-    spec = adapters.spec
-    if spec.prompts[1]:
-        raise JinguError("peft has no prompts in the blocks of an encoder.", where=adapters.where, fix=_USE_THE_RUN)
-    parts: list[Tensor] = []
-    for number in range(spec.num_layers):
-        layer = DeepPromptLayer(adapter, spec)
-        _load_parameters(layer, f"blocks.{number}.attention.prompt", adapters)
-        keys_and_values = [x.flatten(1).detach() for x in layer.keys_and_values()]
-        parts += keys_and_values
-        if spec.num_encoder_layers is not None:
-            # Every other pair is for the cross-attention, and unused.
-            parts += [torch.zeros_like(x) for x in keys_and_values]
-    return torch.cat(parts, 1)
-
-
-def _load_parameters(module: nn.Module, prefix: str, adapters: StoredModel) -> None:
-    for name, parameter in module.named_parameters():
-        parameter.data = adapters.read(f"{prefix}.{name}")
-
-
-# Reading
+# A matrix of Hugging Face's, and the tensors of its adapter.
+Adapted = tuple[TensorMapping, Mapping[str, Tensor]]
 
 
 def base_model_path(folder: Path) -> Path:
@@ -251,94 +83,285 @@ def read_adapters(folder: Path, base: StoredModel) -> StoredModel:
     """Open the adapters that peft wrote into `folder`, for a model. Raises JinguError if they do not fit."""
     config = _read_config(folder)
     weights: dict[str, Tensor] = {}
-    for key, location in read_header(folder / _WEIGHTS).items():
+    for key, location in read_header(folder / ADAPTER_WEIGHTS).items():
         assert isinstance(location.dtype, torch.dtype)
-        weights[key] = map_tensor(folder / _WEIGHTS, location.begin, location.shape, location.dtype)
-    readers: dict[str, AdapterReader] = {"LORA": _read_lora, "IA3": _read_ia3}
-    read_kind = readers.get(config["peft_type"], _read_prompt)
-    adapter, parameters = read_kind(weights, base.spec, config, folder)
-    spec = base.spec.model_copy(update={"adapter": adapter})
-
-    def read(name: str, expert: int | None = None) -> Tensor:
-        return parameters[name] if expert is None else parameters[name][expert]
-
-    return StoredModel(spec, read, None, folder)
+        weights[key] = map_tensor(folder / ADAPTER_WEIGHTS, location.begin, location.shape, location.dtype)
+    if config["peft_type"] in _PROMPT_TYPES:
+        prompt, parameters = _read_prompt(weights, base.spec, config, folder)
+        return StoredModel(base.spec.model_copy(update={"adapter": prompt}), parameters.__getitem__, None, folder)
+    return _AdapterReader(folder, base, config).read(weights)
 
 
-def _match(
-    weights: Mapping[str, Tensor], spec: ModelSpec, folder: Path
-) -> Iterator[tuple[TensorMapping, Modules, dict[str, Tensor]]]:
-    """Yield the matrices that have adapters, the modules in each, and the adapter's tensors by their last name."""
-    by_module: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in weights.items():
-        module, _, leaf = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        by_module.setdefault(module, {})[leaf] = tensor
-    for mapping, modules in _matrices(spec):
-        leaves = by_module.pop(mapping.hf_name.removesuffix(".weight"), None)
-        if leaves is not None:
-            yield mapping, modules, leaves
-    if by_module:
-        what = f"the model has no module {next(iter(by_module))}."
-        raise JinguError(what, where=folder, fix="Choose another base model.")
+class _AdapterReader:
+    """Reads one folder with LoRA or IA3 adapters.
 
+    Attributes:
+        spec: of the base model, changed where adapters need it: a tied head that they change gets a weight of its own,
+            and modules to which they add biases get these.
+        parameters: those of jingu's adapters, by name.
+        updates: functions that compute parameters from those of the base model, by name.
+    """
 
-def _read_lora(
-    weights: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], folder: Path
-) -> tuple[Lora, dict[str, Tensor]]:
-    ranks = config.get("rank_pattern") or {}
-    alphas = config.get("alpha_pattern") or {}
-    use_dora = bool(config.get("use_dora"))
+    def __init__(self, folder: Path, base: StoredModel, config: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.base = base
+        self.config = config
+        self.spec = base.spec
+        self.parameters: dict[str, Tensor] = {}
+        self.updates: dict[str, list[Update]] = {}
 
-    def lora(rank: int, alpha: float, targets: Sequence[str] = ()) -> Lora:
+    def read(self, weights: Mapping[str, Tensor]) -> StoredModel:
+        """Return the adapters, given peft's tensors by their keys."""
+        modules = self._group(weights)
+        # A tied head has no tensor of its own in the base model, but adapters may change it.
+        mappings = _mappings(self.spec.model_copy(update={"tie_word_embeddings": False}))
+        holders = {name: mapping.hf_name for mapping in mappings.values() for name in mapping.jingu_shapes}
+        self._untie(modules, *(holders[name].removesuffix(".weight") for name in ("embedding.weight", "head.weight")))
+        known = {name.rpartition(".")[0] for name in mappings}
+        for module in modules:
+            if module not in known:
+                raise self._error(f"the model has no module {module}", "Choose another base model.")
+        # Whole parameters first: adapters are added to them.
+        for module, leaves in modules.items():
+            for leaf in ("weight", "bias"):
+                if leaf in leaves:
+                    self._replace(mappings.get(f"{module}.{leaf}"), f"{module}.{leaf}", leaves.pop(leaf))
+            if _TOKEN_ROWS in leaves:
+                rows = leaves.pop(_TOKEN_ROWS)
+                (name,) = mappings[f"{module}.weight"].jingu_shapes
+                self._update(name, partial(_replace_rows, self._token_ids(module, rows), rows))
+        adapted = [(mappings[f"{module}.weight"], leaves) for module, leaves in modules.items() if leaves]
+        is_lora = self.config["peft_type"] == "LORA"
+        return self._assemble(self._read_lora(adapted) if is_lora else self._read_ia3(adapted))
+
+    def _error(self, what: str, fix: str = "Merge it with peft, and use the merged model.") -> JinguError:
+        return JinguError(f"{what}.", where=self.folder, fix=fix)
+
+    def _group(self, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of each of Hugging Face's modules, by the end of their keys."""
+        modules: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in weights.items():
+            name = key.removeprefix(PREFIX)
+            if match := _ADAPTER_KEY.fullmatch(name):
+                leaf = f"{match[2]}{match[3] or ''}"
+            elif match := _WHOLE_KEY.fullmatch(name):
+                leaf = match[2]
+            else:
+                raise self._error(f"the adapter has a tensor {key}, which is not supported")
+            modules.setdefault(match[1], {})[leaf] = tensor
+        return modules
+
+    def _untie(self, modules: Mapping[str, Mapping[str, Tensor]], embedding: str, head: str) -> None:
+        """Give a tied head a weight of its own if adapters change only the head or only the embedding."""
+        changes_embedding = set(modules.get(embedding, ())) - {_TOKEN_ROWS}
+        if self.spec.tie_word_embeddings and (changes_embedding or head in modules):
+            self.spec = self.spec.model_copy(update={"tie_word_embeddings": False})
+
+    def _update(self, name: str, update: Update) -> None:
+        self.updates.setdefault(name, []).append(update)
+
+    def _replace(self, mapping: TensorMapping | None, key: str, tensor: Tensor) -> None:
+        """Replace whole parameters by those of peft (`modules_to_save`, biases)."""
+        if mapping is None or mapping.expert is not None or mapping.shape != tensor.shape:
+            shape = "none" if mapping is None else list(mapping.shape)
+            raise self._error(f"the adapter replaces {key} by one of shape {list(tensor.shape)}; the model has {shape}")
+        for name, value in mapping.to_jingu(tensor).items():
+            self._update(name, partial(_constant, value))
+
+    def _token_ids(self, module: str, rows: Tensor) -> Tensor:
+        """Return the ids of the tokens whose rows are trained."""
+        indices = self.config.get("trainable_token_indices") or []
+        if isinstance(indices, Mapping):
+            indices = next((ids for name, ids in indices.items() if f".{module}".endswith(f".{name}")), [])
+        if len(indices) != len(rows):
+            raise self._error(
+                f"{module} has {len(rows)} trained tokens, but trainable_token_indices has {len(indices)}"
+            )
+        return torch.tensor(indices)
+
+    def _read_lora(self, adapted: Sequence[Adapted]) -> Lora:
+        """Read LoRA matrices. jingu has one rank and one scale for all: ranks are padded, and B is scaled."""
+        config = self.config
         use_rslora = bool(config.get("use_rslora"))
-        return Lora(rank=rank, alpha=alpha, target_modules=tuple(targets), use_rslora=use_rslora, use_dora=use_dora)
+        use_dora = bool(config.get("use_dora"))
 
-    common = lora(config["r"], config["lora_alpha"])
-    parameters: dict[str, Tensor] = {}
-    experts: dict[str, list[Tensor]] = {}
-    for mapping, modules, leaves in _match(weights, spec, folder):
-        name = mapping.hf_name.removesuffix(".weight")
-        own = lora(ranks.get(name, config["r"]), alphas.get(name, config["lora_alpha"]))
-        a = leaves["lora_A"]
-        # jingu has one scale for all modules: the difference goes into B.
-        b = own.scale / common.scale * leaves["lora_B"]
+        def lora(rank: int, alpha: float) -> Lora:
+            return Lora(rank=rank, alpha=alpha, target_modules=(), use_rslora=use_rslora, use_dora=use_dora)
+
+        modules = [mapping.hf_name.removesuffix(".weight") for mapping, _ in adapted]
+        ranks = self._per_module("rank_pattern", modules, config.get("r", 8))
+        alphas = self._per_module("alpha_pattern", modules, config.get("lora_alpha", 8))
+        # B times the scale of the module, so that pairs of any rank can be padded to the largest rank.
+        pairs = [
+            self._lora_pair(mapping, leaves, lora(rank, alpha))
+            for (mapping, leaves), rank, alpha in zip(adapted, ranks, alphas, strict=True)
+        ]
+        width = max((len(a) for a, _ in pairs), default=1)
+        scale = lora(config.get("r", 8), config.get("lora_alpha", 8)).scale
+        for (mapping, leaves), (a, b) in zip(adapted, pairs, strict=True):
+            self._store(mapping, "lora_a", pad(a, (0, 0, 0, width - len(a))), by_rows=False)
+            self._store(mapping, "lora_b", pad(b, (0, width - len(a))) / scale)
+            if use_dora:
+                self._store(mapping, "lora_m", leaves["lora_magnitude_vector"])
+        return lora(width, scale * (width**0.5 if use_rslora else width))
+
+    def _per_module(self, key: str, modules: Sequence[str], default: Any) -> list[Any]:
+        """Return a setting of each module: that of the first pattern that matches the end of its name, as in peft."""
+        patterns = self.config.get(key) or {}
+        try:
+            compiled = {re.compile(rf"(.*\.)?({pattern})"): value for pattern, value in patterns.items()}
+        except re.error as error:
+            raise self._error(f"{key} has a pattern that is no regular expression ({error})") from error
+        for pattern, text in zip(compiled, patterns, strict=True):
+            if not any(map(pattern.fullmatch, modules)):
+                raise self._error(f"{key} has {text}, which matches no module with an adapter")
+        return [
+            next((value for pattern, value in compiled.items() if pattern.fullmatch(module)), default)
+            for module in modules
+        ]
+
+    def _lora_pair(self, mapping: TensorMapping, leaves: Mapping[str, Tensor], own: Lora) -> tuple[Tensor, Tensor]:
+        """Return the matrices A and, times the scale, B of one of Hugging Face's modules."""
+        module = mapping.hf_name.removesuffix(".weight")
+        if set(leaves) == {"lora_embedding_A", "lora_embedding_B"} and not own.use_dora:
+            a = leaves["lora_embedding_B"].t()
+            b = leaves["lora_embedding_A"].t()
+        elif set(leaves) - {"lora_B.bias"} == {"lora_A", "lora_B", *["lora_magnitude_vector"] * own.use_dora}:
+            a = leaves["lora_A"]
+            b = leaves["lora_B"]
+        else:
+            raise self._error(f"{module} has the tensors {', '.join(sorted(leaves))}, which is not supported")
+        is_transposed = mapping.transform is TRANSPOSE
+        outputs, inputs = reversed(mapping.shape) if is_transposed else mapping.shape
+        if a.shape != (own.rank, inputs) or b.shape != (outputs, own.rank):
+            raise self._error(
+                f"the matrices of {module} have the shapes {list(a.shape)} and {list(b.shape)}, but by the config and "
+                f"the model they would be {[own.rank, inputs]} and {[outputs, own.rank]}",
+                "Use the config and the base model that belong to these tensors.",
+            )
+        if own.use_dora and (mapping.expert is not None or "lora_B.bias" in leaves):
+            raise self._error(f"DoRA of {module} is not supported")
+        if "lora_B.bias" in leaves:
+            self._add_bias(mapping, own.scale * leaves["lora_B.bias"])
+        b = own.scale * b
+        init = str(self.config.get("init_lora_weights", True)).lower()
+        if init in _PLAIN_INITS:
+            return a, b
+        # peft has subtracted the initial matrices from the base model. With a negative sign they join the adapter.
+        read = extend_base(self.base, self.spec).read
+        weight = mapping.to_hf([read(name) for name in mapping.jingu_shapes]).float()
+        initial_a, initial_b = _initial_pair(init, weight.t() if is_transposed else weight, own)
+        return torch.cat([a, initial_a]), torch.cat([b, -own.scale * initial_b], 1)
+
+    def _add_bias(self, mapping: TensorMapping, bias: Tensor) -> None:
+        """Add to the biases of a module; give the model biases if it has none."""
+        sizes = [shape[0] for shape in mapping.jingu_shapes.values()]
+        for name, piece in zip(mapping.jingu_shapes, _rows_from_hf(mapping, bias).split(sizes), strict=True):
+            bias_name = f"{name.removesuffix('.weight')}.bias"
+            field = _BIAS_FIELDS.get(bias_name.split(".")[-2])
+            if bias_name not in parameter_shapes(self.spec):
+                has_experts = isinstance(self.spec.feed_forward, Experts)
+                if field is None or (has_experts and field == "feed_forward.bias"):
+                    raise self._error(f"the adapter adds a bias to {name}, which the model cannot have")
+                self.spec = replace_fields(self.spec, **{field: True})
+            self._update(bias_name, partial(torch.add, other=piece))
+
+    def _read_ia3(self, adapted: Sequence[Adapted]) -> Ia3:
+        for mapping, leaves in adapted:
+            module = mapping.hf_name.removesuffix(".weight")
+            if set(leaves) != {"ia3_l"} or mapping.expert is not None:
+                raise self._error(f"{module} has the tensors {', '.join(sorted(leaves))}, which is not supported")
+            factors = leaves["ia3_l"]
+            if factors.shape[0] == 1:
+                self._store(mapping, "ia3_in", factors.squeeze(0), by_rows=False)
+            else:
+                self._store(mapping, "ia3_out", factors.squeeze(1))
+        return Ia3(target_modules=())
+
+    def _store(self, mapping: TensorMapping, leaf: str, tensor: Tensor, *, by_rows: bool = True) -> None:
+        """Store a tensor under the names of jingu's modules.
+
+        Args:
+            by_rows: whether each of several modules gets its own rows; otherwise it gets the whole tensor.
+        """
+        modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
         if mapping.expert is not None:
-            module = next(iter(modules))
-            experts.setdefault(f"{module}.lora_a", []).append(a)
-            experts.setdefault(f"{module}.lora_b", []).append(b)
-            continue
-        outputs = list(modules.values())
-        parts = {"lora_b": _rows_from_hf(mapping, b).split(outputs)}
-        if use_dora:
-            parts["lora_m"] = _rows_from_hf(mapping, leaves["lora_magnitude_vector"]).split(outputs)
-        for number, module in enumerate(modules):
-            parameters[f"{module}.lora_a"] = a
-            for leaf, pieces in parts.items():
-                parameters[f"{module}.{leaf}"] = pieces[number]
-    parameters |= {name: torch.stack(matrices) for name, matrices in experts.items()}
-    targets = sorted({name.rpartition(".")[0] for name in parameters})
-    return lora(common.rank, common.alpha, targets), parameters
+            assert isinstance(self.spec.feed_forward, Experts)
+            shape = (self.spec.feed_forward.num_experts, *tensor.shape)
+            self.parameters.setdefault(f"{modules[0]}.{leaf}", tensor.new_zeros(shape))[mapping.expert] = tensor
+            return
+        sizes = [shape[0] for shape in mapping.jingu_shapes.values()]
+        pieces = _rows_from_hf(mapping, tensor).split(sizes) if by_rows else [tensor] * len(modules)
+        for module, piece in zip(modules, pieces, strict=True):
+            self.parameters[f"{module}.{leaf}"] = piece
+
+    def _assemble(self, adapter: Lora | Ia3) -> StoredModel:
+        """Return the adapters. Those for which jingu has no modules become updates."""
+        by_module: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.parameters.items():
+            module, _, leaf = name.rpartition(".")
+            by_module.setdefault(module, {})[leaf] = tensor
+        everywhere = adapter.model_copy(update={"target_modules": tuple(by_module)})
+        shapes = parameter_shapes(self.spec.model_copy(update={"adapter": everywhere}))
+        targets = []
+        for module, parts in sorted(by_module.items()):
+            if all(f"{module}.{leaf}" in shapes for leaf in parts):
+                targets.append(module)
+                continue
+            for leaf in ("weight", "bias"):
+                self._update(f"{module}.{leaf}", partial(merge_adapter, leaf=leaf, parts=parts, adapter=adapter))
+        adapter = adapter.model_copy(update={"target_modules": tuple(targets)})
+        spec = self.spec.model_copy(update={"adapter": adapter})
+        parameters = self.parameters
+
+        def read(name: str, expert: int | None = None) -> Tensor:
+            return parameters[name] if expert is None else parameters[name][expert]
+
+        updates = {name: partial(_apply_all, steps) for name, steps in self.updates.items() if name in shapes}
+        return StoredModel(spec, read, None, self.folder, updates=updates)
 
 
-def _read_ia3(
-    weights: Mapping[str, Tensor], spec: ModelSpec, _config: Mapping[str, Any], folder: Path
-) -> tuple[Ia3, dict[str, Tensor]]:
-    parameters: dict[str, Tensor] = {}
-    for mapping, modules, leaves in _match(weights, spec, folder):
-        factors = leaves["ia3_l"]
-        if factors.shape[0] == 1:
-            parameters[f"{next(iter(modules))}.ia3_in"] = factors.squeeze(0)
-            continue
-        rows = _rows_from_hf(mapping, factors.squeeze(1)).split(list(modules.values()))
-        parameters |= {f"{module}.ia3_out": piece for module, piece in zip(modules, rows, strict=True)}
-    return Ia3(target_modules=tuple(sorted({name.rpartition(".")[0] for name in parameters}))), parameters
+def _mappings(spec: ModelSpec) -> dict[str, TensorMapping]:
+    """Return the tensors of Hugging Face's that a model has, by name."""
+    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    return {mapping.hf_name: mapping for mapping in mappings}
+
+
+def _rows_from_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
+    """Put what belongs to the outputs of a matrix into jingu's order. A transposed matrix keeps the order."""
+    return rows if mapping.transform is TRANSPOSE else mapping.transform.to_jingu(rows, mapping.spec)
+
+
+def _initial_pair(init: str, weight: Tensor, own: Lora) -> tuple[Tensor, Tensor]:
+    """Return the matrices A and B that peft initializes from a weight [outputs, inputs] with PiSSA or OLoRA."""
+    rank = own.rank
+    if init == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank], q[:, :rank]
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    roots = (values[:rank] / own.scale).sqrt()
+    return roots.unsqueeze(1) * right[:rank], left[:, :rank] * roots
+
+
+def _constant(value: Tensor, _old: Tensor) -> Tensor:
+    return value
+
+
+def _replace_rows(ids: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return weight.index_copy(0, ids, rows.to(weight.dtype))
+
+
+def _apply_all(updates: Sequence[Update], value: Tensor) -> Tensor:
+    for update in updates:
+        value = update(value)
+    return value
 
 
 def _read_prompt(
     weights: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], folder: Path
 ) -> tuple[SoftPrompt | DeepPrompt, dict[str, Tensor]]:
     tokens = config["num_virtual_tokens"]
-    prompt = weights[_PROMPT]
+    prompt = weights[PROMPT_KEY]
     has_encoder = spec.num_encoder_layers is not None
     is_prefix = config["peft_type"] == "PREFIX_TUNING"
     # With an encoder every other pair of keys and values is for the cross-attention, and unused.
@@ -370,12 +393,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
         f"there is no adapter of peft here (no {ADAPTER_CONFIG}).",
         "Give a folder that has one.",
     )
-    unsupported = [key for key in ("modules_to_save", "target_parameters", "lora_bias") if config.get(key)]
-    if config.get("peft_type") not in _PEFT_TYPES:
-        unsupported.append("peft_type")
-    if config.get("bias", "none") != "none":
-        unsupported.append("bias")
+    kind = config.get("peft_type")
+    unsupported = [] if kind in ("LORA", "IA3", *_PROMPT_TYPES) else ["peft_type"]
+    if kind in _PROMPT_TYPES:
+        unsupported += [key for key in ("modules_to_save",) if config.get(key)]
+    else:
+        unsupported += [key for key, value in config.items() if value and key not in _UNDERSTOOD.split()]
+    init = str(config.get("init_lora_weights", True)).lower()
+    if init not in (*_PLAIN_INITS, "pissa", "olora"):
+        unsupported.append("init_lora_weights")
     if unsupported:
         settings = ", ".join(f"{key} to {config.get(key)!r}" for key in unsupported)
-        raise JinguError(f"the adapter sets {settings}, which is not supported.", where=folder / ADAPTER_CONFIG)
+        raise JinguError(
+            f"the adapter sets {settings}, which is not supported.",
+            where=folder / ADAPTER_CONFIG,
+            fix="Merge it with peft, and use the merged model. If the initialization is not supported, peft's "
+            "save_pretrained can write a plain LoRA (path_initial_model_for_weight_conversion).",
+        )
     return config

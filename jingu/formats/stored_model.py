@@ -21,6 +21,7 @@ from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 
 Shapes = Mapping[str, torch.Size]
+Update = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class StoredModel:
         generation_config: contents of generation_config.json; None if there is none.
         tokenizer_problem: why the model has no tokenizer.
         is_prefix_lm: whether the model was trained to attend to prefixes in both directions.
+        updates: of adapters: functions that compute parameters from those of the base model, by name, for changes
+            beside the adapters' own modules.
     """
 
     spec: ModelSpec
@@ -49,6 +52,7 @@ class StoredModel:
     generation_config: Mapping[str, Any] | None = None
     tokenizer_problem: str = "the model has no tokenizer."
     is_prefix_lm: bool = False
+    updates: Mapping[str, Update] = field(default_factory=dict)
 
     def _token_ids(self, key: str) -> Any:
         """Return a special token's id or ids; generation_config.json has precedence over config.json."""
@@ -88,12 +92,14 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
     adapter = adapters.spec.adapter
     adapted_shapes = parameter_shapes(adapters.spec)
     spec = adapters.spec.model_copy(update={"quantization": None})
-    base = fake_quantize(base, adapters.spec)
+    base = extend_base(fake_quantize(base, adapters.spec), spec)
     if isinstance(adapter, Lora | Ia3):
         # Merged as the weights are read, so that inference costs nothing more.
 
         def read_merged(name: str, expert: int | None = None) -> Tensor:
             weight = base.read(name, expert)
+            if name in adapters.updates:
+                weight = adapters.updates[name](weight)
             return merge_parameter(adapter, adapted_shapes, name, weight, lambda leaf: adapters.read(leaf, expert))
 
         model = replace(base, spec=spec.model_copy(update={"adapter": None}), read=read_merged)
@@ -105,6 +111,20 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
         where=adapters.where,
         is_prefix_lm=adapters.is_prefix_lm,
     )
+
+
+def extend_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
+    """Return a base model that also has what only `spec` has: an untied head, which equals the embedding, and biases of
+    zeros."""
+    shapes = parameter_shapes(spec)
+    names = parameter_shapes(base.spec)
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        if name in names:
+            return base.read(name, expert)
+        return base.read("embedding.weight") if name == "head.weight" else torch.zeros(shapes[name], dtype=base.dtype)
+
+    return replace(base, read=read)
 
 
 def fake_quantize(model: StoredModel, spec: ModelSpec) -> StoredModel:

@@ -10,7 +10,8 @@ from torch import Tensor
 from jingu.errors import JinguError
 from jingu.formats.export import write_model
 from jingu.formats.models import load_adapters, open_adapter_run, open_model
-from jingu.formats.peft import ADAPTER_CONFIG, read_adapters, write_adapters
+from jingu.formats.peft import ADAPTER_CONFIG, read_adapters
+from jingu.formats.peft_export import write_adapters
 from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import ADAPTER_PARAMETERS, unmerge_adapter
 from jingu.model.decoder import parameter_shapes

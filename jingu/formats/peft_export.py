@@ -1,0 +1,210 @@
+"""Writing adapters in the format of peft, which `jingu.formats.peft` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from jingu.errors import JinguError
+from jingu.formats.huggingface import write_json
+from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY
+from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.model.decoder import parameter_shapes
+from jingu.model.families import FAMILIES
+from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
+from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
+from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.runtime.files import create_folder_atomically
+
+_USE_THE_RUN = "Use the run itself: every command accepts it."
+
+# Modules of jingu's that one matrix of Hugging Face's holds, and the number of outputs of each.
+Modules = Mapping[str, int]
+
+
+def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to: Path) -> None:
+    """Write adapters so that peft loads them onto the exported base model.
+
+    Args:
+        base_path: where the base model is, for the config.
+
+    Raises:
+        JinguError: peft has no such adapters.
+    """
+    adapter = adapters.spec.adapter
+    assert adapter is not None
+    if isinstance(adapter, Lora | Ia3):
+        config, tensors = _convert_weights(adapters, base, adapter)
+        # With an encoder, peft's class for the task asks for what transformers 5 no longer has; none is needed.
+        encoder_decoder_task = None
+    else:
+        config, tensors = _convert_prompt(adapters, adapter)
+        encoder_decoder_task = "SEQ_2_SEQ_LM"
+    config |= {
+        "task_type": "CAUSAL_LM" if base.spec.num_encoder_layers is None else encoder_decoder_task,
+        "base_model_name_or_path": str(base_path),
+        "inference_mode": True,
+    }
+    with create_folder_atomically(to) as folder:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_json(folder / ADAPTER_CONFIG, config)
+
+
+def _convert_weights(
+    adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return peft's config and tensors for LoRA or IA3."""
+    shapes = parameter_shapes(adapters.spec)
+    tensors: dict[str, Tensor] = {}
+    # Hugging Face's modules, and how many of jingu's in each have adapters.
+    targets: dict[str, int] = {}
+    feedforward_modules: list[str] = []
+    is_conv = False
+    for mapping, modules in _matrices(base.spec):
+        count = sum(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out"))
+        if not count:
+            continue
+        module = mapping.hf_name.removesuffix(".weight")
+        targets[module] = count
+        is_conv = is_conv or mapping.transform is TRANSPOSE
+        if isinstance(adapter, Lora):
+            leaves = _convert_lora(adapters, base, shapes, mapping, modules)
+        else:
+            leaves = _convert_ia3(adapters, shapes, mapping, modules)
+        tensors |= {f"{PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
+        if f"{next(iter(modules))}.ia3_in" in shapes:
+            feedforward_modules.append(module)
+    # Releases of peft that know experts as one tensor look for the last part of the names that they had before.
+    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in targets})
+    config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": is_conv}
+    if isinstance(adapter, Ia3):
+        return {**config, "peft_type": "IA3", "feedforward_modules": feedforward_modules}, tensors
+    # A fused matrix has the ranks of all its parts; alpha grows with them, so that the scale stays the same.
+    fused = {name: count for name, count in targets.items() if count > 1}
+    lora_config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "rank_pattern": {name: adapter.rank * count for name, count in fused.items()},
+        "alpha_pattern": {
+            name: adapter.alpha * (count**0.5 if adapter.use_rslora else count) for name, count in fused.items()
+        },
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+        "bias": "none",
+    }
+    return config | lora_config, tensors
+
+
+def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
+    """Yield Hugging Face's weight matrices with the modules of jingu's that each holds."""
+    for mapping in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+        if mapping.hf_name.endswith(".weight") and len(mapping.shape) > 1:
+            yield mapping, {name.removesuffix(".weight"): shape[0] for name, shape in mapping.jingu_shapes.items()}
+
+
+def _convert_lora(
+    adapters: StoredModel, base: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules
+) -> dict[str, Tensor]:
+    """Return peft's tensors for one matrix of Hugging Face's."""
+    adapted = [module for module in modules if f"{module}.lora_a" in shapes]
+    a = [adapters.read(f"{module}.lora_a", mapping.expert) for module in adapted]
+    b = {module: adapters.read(f"{module}.lora_b", mapping.expert) for module in adapted}
+    example = next(iter(b.values()))
+    # A part without an adapter has rows of zeros.
+    blocks = [b[module] if module in b else example.new_zeros(rows, 0) for module, rows in modules.items()]
+    tensors = {
+        "lora_A.weight": torch.cat(a),
+        "lora_B.weight": _rows_to_hf(mapping, torch.block_diag(*blocks)),
+    }
+    if f"{adapted[0]}.lora_m" in shapes:
+        # DoRA: the magnitude of a part without an adapter is the norm of its weights.
+        magnitudes = []
+        for module in modules:
+            if module in adapted:
+                magnitudes.append(adapters.read(f"{module}.lora_m"))
+            else:
+                weight = base.read(f"{module}.weight").to(example.dtype)
+                magnitudes.append(weight.square().sum(1).sqrt())
+        tensors["lora_magnitude_vector"] = _rows_to_hf(mapping, torch.cat(magnitudes))
+    return tensors
+
+
+def _convert_ia3(adapters: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules) -> dict[str, Tensor]:
+    """Return peft's tensor for one matrix of Hugging Face's: factors of its inputs or of its outputs."""
+    input_factors = f"{next(iter(modules))}.ia3_in"
+    if input_factors in shapes:
+        return {"ia3_l": adapters.read(input_factors).unsqueeze(0)}
+    adapted = {module: adapters.read(f"{module}.ia3_out") for module in modules if f"{module}.ia3_out" in shapes}
+    example = next(iter(adapted.values()))
+    factors = [adapted[module] if module in adapted else example.new_ones(rows) for module, rows in modules.items()]
+    return {"ia3_l": _rows_to_hf(mapping, torch.cat(factors)).unsqueeze(1)}
+
+
+def _rows_to_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
+    """Put what belongs to the outputs of a matrix into Hugging Face's order. A transposed matrix keeps the order."""
+    return rows if mapping.transform is TRANSPOSE else mapping.transform.to_hf(rows, mapping.spec)
+
+
+def _convert_prompt(
+    adapters: StoredModel, adapter: SoftPrompt | DeepPrompt
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return peft's config and tensor for prompt tuning, P-tuning or prefix tuning."""
+    spec = adapters.spec
+    config: dict[str, Any] = {
+        "num_virtual_tokens": adapter.num_virtual_tokens,
+        "num_layers": spec.num_layers,
+        "num_attention_heads": spec.attention.num_heads,
+        "token_dim": spec.hidden_size,
+        "num_transformer_submodules": 1,
+    }
+    if isinstance(adapter, DeepPrompt):
+        prefix = _convert_prefix(adapters, adapter)
+        heads = spec.attention.num_kv_heads
+        config |= {
+            "peft_type": "PREFIX_TUNING",
+            "num_layers": prefix.shape[1] // (2 * heads * spec.attention.head_dim),
+            "num_attention_heads": heads,
+            "token_dim": heads * spec.attention.head_dim,
+            "num_transformer_submodules": 1 if spec.num_encoder_layers is None else 2,
+        }
+        return config, {PROMPT_KEY: prefix}
+    if adapter.after_input:
+        raise JinguError("peft has no prompts after a text.", where=adapters.where, fix=_USE_THE_RUN)
+    name = "prompt" if spec.num_encoder_layers is None else "encoder.prompt"
+    layer = SoftPromptLayer(adapter, spec)
+    _load_parameters(layer, name, adapters)
+    if adapter.encoder == "none":
+        config |= {"peft_type": "PROMPT_TUNING"}
+    else:
+        config |= {"peft_type": "P_TUNING", "encoder_hidden_size": adapter.encoder_hidden_size}
+    return config, {PROMPT_KEY: layer.vectors().detach()}
+
+
+def _convert_prefix(adapters: StoredModel, adapter: DeepPrompt) -> Tensor:
+    """Return the keys and values of all layers side by side, [virtual tokens, 2 × layers × K]."""
+    spec = adapters.spec
+    if spec.prompts[1]:
+        raise JinguError("peft has no prompts in the blocks of an encoder.", where=adapters.where, fix=_USE_THE_RUN)
+    parts: list[Tensor] = []
+    for number in range(spec.num_layers):
+        layer = DeepPromptLayer(adapter, spec)
+        _load_parameters(layer, f"blocks.{number}.attention.prompt", adapters)
+        keys_and_values = [x.flatten(1).detach() for x in layer.keys_and_values()]
+        parts += keys_and_values
+        if spec.num_encoder_layers is not None:
+            # Every other pair is for the cross-attention, and unused.
+            parts += [torch.zeros_like(x) for x in keys_and_values]
+    return torch.cat(parts, 1)
+
+
+def _load_parameters(module: nn.Module, prefix: str, adapters: StoredModel) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.data = adapters.read(f"{prefix}.{name}")
