@@ -5,16 +5,16 @@ from __future__ import annotations
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+# A connection: `conn` is the HTTP/1.1 parser (h11), `transport` the socket (asyncio), `loop` its event loop.
 HttpProtocol = H11Protocol
-"""A connection: `conn` is the HTTP/1.1 parser (h11), `transport` the socket (asyncio), `loop` its event loop."""
 
+# Methods of `uvicorn.Server` that jingu overrides.
 SERVER_HOOKS = ("startup", "capture_signals", "handle_exit", "on_tick", "shutdown")
-"""Methods of `uvicorn.Server` that jingu overrides."""
+# Methods of `HttpProtocol` that jingu overrides.
 PROTOCOL_HOOKS = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
     "send_400_response",
 )
-"""Methods of `HttpProtocol` that jingu overrides."""
 
 
 def bound_address(server: uvicorn.Server) -> tuple[str, int]:

@@ -7,22 +7,35 @@ this rank's shards, and fill them from a seed or from files. No rank ever holds 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from jingu.compat.torch import apply_to_tensors
-from jingu.model.decoder import Decoder
+from jingu.compat.torch import apply_to_tensors, set_recompile_limit
+from jingu.model.decoder import Decoder, iterate_blocks
+from jingu.model.experts import GroupedLinear
+from jingu.model.layers import Embedding, Linear
 from jingu.model.quantized_weight import TensorReader, quantizing_reader
 from jingu.model.spec import ModelSpec
+from jingu.parallel.expert import apply_expert_parallel
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.offload import DiskStorage
-from jingu.parallel.parallelize import parallelize
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import ShardingPlan, shard_parameters
+from jingu.parallel.tensor import apply_tensor_parallel
+from jingu.parallel.zero import apply_zero
 
 # What fills the parameters: a seed, a function that reads a whole parameter by name, or nothing.
 Weights = int | TensorReader | None
+# Prefixes of the slow operations, whose results selective activation checkpointing saves.
+SAVED_OPERATIONS = (
+    *("mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
+    *("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
+)
 
 
 def materialize(
@@ -81,3 +94,77 @@ def _assign(model: ParallelModel, read: TensorReader, dtype: torch.dtype) -> Non
             module, _, leaf = name.rpartition(".")
             tensor = nn.Parameter(weight.contiguous(), requires_grad=parameter.requires_grad)
             setattr(stage.get_submodule(module), leaf, tensor)
+
+
+# Dividing
+
+
+def parallelize(
+    spec: ModelSpec,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    precision: Precision,
+    prepare: Callable[[Decoder], object] = lambda stage: None,
+) -> ParallelModel:
+    """Return this rank's stages of a model, divided over the mesh, on the meta device.
+
+    The order is: pipeline stages, tensor, context and expert parallelism, activation checkpointing, compile, ZeRO.
+    Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
+
+    Args:
+        mesh: None if one process has the whole model; then nothing is divided.
+        prepare: changes each stage on the meta device before it is divided.
+    """
+    # Rows of supervised data have up to eight lengths. Each compiles its own code, and so do the first block and
+    # evaluations.
+    set_recompile_limit(32)
+    model = ParallelModel(spec, mesh, layout, precision, prepare)
+    if mesh is not None:
+        for stage in model.stages:
+            _parallelize_stage(stage, model.sharding, layout, precision)
+    return model
+
+
+def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, precision: Precision) -> None:
+    if stage.spec.adapter is not None:
+        _narrow_frozen(stage, precision.compute)
+    # Tensor, context and expert parallelism: leave this rank's part of each parameter, and compute with it.
+    shard_parameters(stage, plan)
+    apply_tensor_parallel(stage, plan.mesh, ring=layout.parallel.context_method == "ring")
+    if plan.experts is not None:
+        apply_expert_parallel(stage, plan.experts["expert"])
+    # Activation checkpointing lies inside of compiled code, which may then keep what is cheap to keep.
+    checkpointing = layout.activation_checkpointing
+    for number, block in iterate_blocks(stage):
+        if checkpointing.type != "none" and number % checkpointing.every == 0:
+            block.forward = _checkpointed(block.forward, selective=checkpointing.type == "selective")
+        if layout.compile:
+            block.forward = torch.compile(block.forward, dynamic=False)
+    apply_zero(stage, plan, layout.parallel, precision)
+
+
+def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep frozen matrices in the dtype in which they are multiplied: nothing needs wider copies of them.
+
+    Routers and biases of positions keep theirs, because they compute in fp32.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Linear | GroupedLinear | Embedding) and "router" not in name and "bias" not in name:
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
+
+
+def _checkpointed(forward: Any, *, selective: bool) -> Any:
+    """Wrap a block's `forward` so that its activations are recomputed in backward: all, or only the cheap ones."""
+    if not selective:
+        return partial(checkpoint, forward, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _save_slow_operations)
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def _save_slow_operations(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+    name = operation.name().partition("::")[2]
+    if name.startswith(SAVED_OPERATIONS):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -22,8 +22,8 @@ from jingu.compat.torch import compiler_is_loaded, cpu_has_bf16_units, has_trito
 
 T = TypeVar("T")
 
+# PyTorch's dtypes by their names in settings and options.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""PyTorch's dtypes by their names in settings and options."""
 
 
 def has_fast_bf16(device: torch.device) -> bool:

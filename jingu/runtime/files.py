@@ -53,27 +53,21 @@ def lock_folder(folder: Path, what: str, fix: str, where: Path | None = None) ->
         JinguError: another process has locked it. `what`, `fix` and `where` (None: the folder) are its parts.
         OSError: the folder cannot be opened.
     """
+    locked_error = JinguError(what, where=where or folder, fix=fix)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems have no locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise JinguError(what, where=where or folder, fix=fix) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise locked_error from None
+        except OSError:
+            pass  # some network file systems have no locks
         # Another process may have renamed the folder before we locked it; then the lock is of no use.
-        if not _is_same_file(folder, descriptor):
-            raise JinguError(what, where=where or folder, fix=fix)
+        if not folder.exists() or not os.path.samestat(folder.stat(), os.fstat(descriptor)):
+            raise locked_error
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_same_file(path: Path, descriptor: int) -> bool:
-    """Return whether an open descriptor and a path are the same file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -18,8 +18,8 @@ from jingu.errors import JinguError
 from jingu.runtime.gpus import cuda_visible_devices, num_usable_cores
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
 
+# Time for the other ranks to exit by themselves after one has failed.
 GRACE_SECONDS = 10.0
-"""Time for the other ranks to exit by themselves after one has failed."""
 _POLL_SECONDS = 0.05
 
 Child = subprocess.Popen[bytes]

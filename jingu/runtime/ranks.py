@@ -24,8 +24,8 @@ from jingu.errors import JinguError
 from jingu.runtime.device import retain_freed_memory
 from jingu.runtime.gpus import nccl_environment, num_usable_cores
 
+# How long a collective waits for other ranks.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for other ranks."""
 _PATIENCE = 30.0
 
 
@@ -37,8 +37,8 @@ class RankInfo:
     world: int
     device: torch.device
     host: str = ""
+    # Messages to log about the setup of this machine.
     notes: tuple[str, ...] = ()
-    """Messages to log about the setup of this machine."""
 
     @property
     def is_first(self) -> bool:

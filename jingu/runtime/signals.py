@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+# Exit code after Ctrl-C; the run was saved.
 EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C; the run was saved."""
+# Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again.
 EXIT_PREEMPTED = 75
-"""Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -86,12 +86,12 @@ def defer_interrupt() -> Iterator[Callable[[], bool]]:
 class StopDecision(NamedTuple):
     """What all ranks agree on at a step."""
 
+    # Exit code with which to stop; 0: continue.
     stop: int
-    """Exit code with which to stop; 0: continue."""
+    # Whether some rank wants to save.
     save: bool
-    """Whether some rank wants to save."""
+    # Whether some rank is still saving.
     busy: bool
-    """Whether some rank is still saving."""
 
 
 class CollectiveStop:
@@ -105,8 +105,8 @@ class CollectiveStop:
         self._world = world
         self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
+        # Exit code with which all ranks stop; 0: they continue.
         self.code = 0
-        """Exit code with which all ranks stop; 0: they continue."""
 
     def ask(self, save: bool = False, busy: bool = False) -> StopDecision:
         """Return what all ranks agreed on. Every rank must call this once a step."""

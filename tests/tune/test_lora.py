@@ -20,7 +20,7 @@ from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
 from jingu.formatting import format_rounded
 from jingu.model.adapter_layers import is_adapter
 from jingu.model.decoder import build_model
-from jingu.parallel import parallelize
+from jingu.parallel import materialize
 from jingu.training.run import Run, open_run
 from jingu.tune.adapter_commands import export, merge
 from tests.conftest import Done, MakeRun
@@ -175,18 +175,18 @@ def test_the_base_is_stored_in_the_compute_dtype(
     """In bf16 it takes half the memory and gives the same results, also sharded."""
     config = adapted({"precision.type": "bf16", "train.steps": 3})
     saved: dict[str, torch.dtype] = {}
-    narrow = parallelize._narrow_frozen
+    narrow = materialize._narrow_frozen
 
     def seen(model: torch.nn.Module, dtype: torch.dtype) -> None:
         narrow(model, dtype)
         saved.update({name: parameter.dtype for name, parameter in model.named_parameters()})
 
-    monkeypatch.setattr(parallelize, "_narrow_frozen", seen)
+    monkeypatch.setattr(materialize, "_narrow_frozen", seen)
     train_on(1, config)
     losses = done(config).column("loss")
     assert saved["blocks.0.attention.q.weight"] == saved["embedding.weight"] == torch.bfloat16
     assert saved["blocks.0.attention.q.lora_a"] == saved["blocks.0.attention_norm.weight"] == torch.float32
-    monkeypatch.setattr(parallelize, "_narrow_frozen", lambda *_: None)
+    monkeypatch.setattr(materialize, "_narrow_frozen", lambda *_: None)
     wide = adapted({"precision.type": "bf16", "train.steps": 3}, name="wide")
     train_on(1, wide)
     assert done(wide).column("loss") == losses
