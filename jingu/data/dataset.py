@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -177,14 +177,6 @@ def _describe_prefix(prefix: Path, eos_token_id: int) -> DatasetManifest:
         train=SplitEntry(shards=[shard]),
         validation=SplitEntry(),
     )
-
-
-def concatenate_datasets(datasets: list[TokenDataset]) -> TokenDataset:
-    """Return splits of several data sets of one tokenizer, one after another."""
-    shards = [shard for dataset in datasets for shard in dataset.shards]
-    readers = [reader for dataset in datasets for reader in dataset.readers]
-    starts = np.cumsum([0, *map(len, shards)], dtype=np.int64)
-    return replace(datasets[0], shards=shards, shard_starts=starts, readers=readers)
 
 
 def check_tokenizer(dataset: TokenDataset, tokenizer: Tokenizer) -> None:

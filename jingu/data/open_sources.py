@@ -113,7 +113,9 @@ def build_mixture(config: RunConfig, sources: Sequence[WindowDataset | PackedDat
 def count_epochs(config: RunConfig, dataset: MixtureDataset) -> list[tuple[str, float, float]]:
     """Return for each source its name, its share of the run's samples, and the epochs that the run takes of it."""
     samples = config.train.steps * config.batch.global_batch_size
-    names = [Path(source.path).name for source in config.data.all_sources]
+    paths = [Path(source.path) for source in config.data.all_sources]
+    last_parts = [path.name for path in paths]
+    names = [path.name if last_parts.count(path.name) == 1 else str(path) for path in paths]
     return [
         (name, count / samples, count / len(source))
         for name, count, source in zip(names, dataset.mixture.counts(samples), dataset.sources, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from jingu.config.sections.data import SupervisedSettings
 from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
-from jingu.data.dataset import TokenDataset, concatenate_datasets, open_dataset
+from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.dataset_manifest import SplitName
 from jingu.data.indexed_dataset import IndexedReader
 from jingu.data.permutation import Int64Array, Permutation
@@ -108,13 +107,4 @@ def open_supervised(
         group_size = batch.global_batch_size
     return SupervisedDataset(
         dataset, batch.sequence_length, seed, replace(dataset, shards=weights), is_packed, group_size
-    )
-
-
-def concatenate_supervised(parts: Sequence[SupervisedDataset]) -> SupervisedDataset:
-    """Return the rows of several data sets, packed together."""
-    return replace(
-        parts[0],
-        dataset=concatenate_datasets([part.dataset for part in parts]),
-        weights=concatenate_datasets([part.weights for part in parts]),
     )

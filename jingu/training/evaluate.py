@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,13 +70,34 @@ def evaluate(
             counts_2[0] += labels.numel()
             counts_2[1] += lengths[labels].sum()
     loss = float(sum_losses(loss_1, mesh).item())
-    # Ranks that share a row have pluralize it as often as there are such ranks.
+    # Ranks that share a row have counted it as often as there are such ranks.
     tokens, size = (sum_over_ranks(counts_2) / num_row_replicas(mesh)).tolist()
     tokens = max(tokens, 1.0)
     size = max(size, 1.0)
     if isinstance(rows.objective, SpanCorruption):
         return EvaluationResult(loss / tokens, None, int(tokens), None)
     return EvaluationResult(loss / tokens, loss / math.log(2) / size, int(tokens), int(size))
+
+
+def average_results(results: Mapping[str, EvaluationResult], shares: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the metrics of all sources: means that are weighted by their shares of the run, and each source's own."""
+    if not results:
+        return {}
+    losses = {name: result.loss for name, result in results.items()}
+    bits = {name: result.bits_per_byte for name, result in results.items() if result.bits_per_byte is not None}
+    metrics: dict[str, float | None] = {"loss": _weighted_mean(losses, shares), "bits_per_byte": None}
+    if bits:
+        metrics["bits_per_byte"] = _weighted_mean(bits, shares)
+    metrics["tokens"] = sum(result.tokens for result in results.values())
+    metrics["bytes"] = sum(result.bytes or 0 for result in results.values()) or None
+    if len(results) > 1:
+        metrics |= {f"loss/{name}": loss for name, loss in losses.items()}
+        metrics |= {f"bits_per_byte/{name}": value for name, value in bits.items()}
+    return metrics
+
+
+def _weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    return sum(weights[name] * value for name, value in values.items()) / sum(weights[name] for name in values)
 
 
 def generate_samples(run: Run, model: ParallelModel) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from jingu.parallel.tensor import VocabShard
 from jingu.parallel.token_sharding import TokenSharding
 from jingu.runtime.log import log_info
 from jingu.training.batch_transforms import add_dropout_seeds, add_embedding_noise, model_inputs, prepend_virtual_tokens
-from jingu.training.evaluate import evaluate, generate_samples
+from jingu.training.evaluate import average_results, evaluate, generate_samples
 from jingu.training.loss import ChunkLoss, chunk_loss, linear_cross_entropy
 from jingu.training.run import Run
 from jingu.training.task import Evaluation, TaskFactory
@@ -109,20 +109,25 @@ class Pretraining:
         return total
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
-        """Measure the loss on the validation split, and let the model continue the sample prompts."""
+        """Measure the loss on the validation split of each source, and let the model continue the sample prompts.
+
+        The sequences are divided over the sources by their shares of the run.
+        """
         assert self._run is not None
-        rows, settings = self._run.validation, self._config.evaluation
-        metrics = {}
-        if rows is not None:
-            limit = settings.num_sequences
-            if final and settings.num_sequences_at_end:
-                limit = settings.num_sequences_at_end
-            if limit == "all":
-                log_info(f"Evaluating on the whole validation split, {pluralize(len(rows), 'sequence')}.")
-            num_rows = len(rows) if limit == "all" else min(limit, len(rows))
-            byte_lengths = self._run.tokenizer.byte_lengths()
-            metrics = asdict(evaluate(model, self, rows, byte_lengths, num_rows, micro_batch_size))
-        return Evaluation(metrics, generate_samples(self._run, model))
+        settings = self._run.config.evaluation
+        limit = settings.num_sequences
+        if final and settings.num_sequences_at_end:
+            limit = settings.num_sequences_at_end
+        if limit == "all" and self._run.validation:
+            total = sum(map(len, self._run.validation))
+            log_info(f"Evaluating on the whole validation split, {pluralize(total, 'sequence')}.")
+        byte_lengths = self._run.tokenizer.byte_lengths()
+        results = {}
+        for rows in self._run.validation:
+            num_rows = len(rows) if limit == "all" else min(max(round(limit * rows.share), 1), len(rows))
+            results[rows.name] = evaluate(model, self, rows, byte_lengths, num_rows, micro_batch_size)
+        shares = {rows.name: rows.share for rows in self._run.validation}
+        return Evaluation(average_results(results, shares), generate_samples(self._run, model))
 
 
 PRETRAINING = TaskFactory(Pretraining.from_run)

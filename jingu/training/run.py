@@ -59,6 +59,7 @@ class Run:
     """Everything that training reads, opened and checked. Opening a run writes nothing.
 
     Attributes:
+        validation: validation rows of each source; empty without evaluation.
         objective: how rows of text become inputs and labels; None: every token predicts the next one.
         changes: settings that have changed since the last start of the run.
     """
@@ -68,7 +69,7 @@ class Run:
     spec: ModelSpec
     tokenizer: Tokenizer
     source: MixtureDataset
-    validation: ValidationRows | None
+    validation: tuple[ValidationRows, ...]
     objective: Objective | None
     resume_options: ResumeOptions
     changes: list[str] = field(default_factory=list)
@@ -103,8 +104,7 @@ def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> 
     _check_train_settings(config, spec)
     _check_sample_prompts(config, spec, tokenizer)
     objective = _build_objective(config, spec, source, tokenizer)
-    paths = [source.dataset.path for source in source.sources]
-    validation = open_validation(config, spec, paths, objective)
+    validation = open_validation(config, spec, source, objective)
     run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes)
     _check_checkpoints(run)
     return run

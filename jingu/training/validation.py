@@ -1,18 +1,18 @@
-"""The validation split of a run's data sets, as rows to evaluate on."""
+"""The validation splits of a run's sources, as rows to evaluate on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import SupervisedSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
-from jingu.data.dataset import TokenDataset, concatenate_datasets, open_dataset
+from jingu.data.dataset import TokenDataset, open_dataset
+from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective
+from jingu.data.open_sources import count_epochs
 from jingu.data.row_sources import count_validation_windows, validation_batch
-from jingu.data.supervised import SupervisedDataset, concatenate_supervised, open_supervised
+from jingu.data.supervised import SupervisedDataset, open_supervised
 from jingu.errors import JinguError
 from jingu.model.spec import ModelSpec
 from jingu.training.batch_transforms import prepend_virtual_tokens
@@ -20,14 +20,18 @@ from jingu.training.batch_transforms import prepend_virtual_tokens
 
 @dataclass(frozen=True)
 class ValidationRows:
-    """Rows that together predict each validation token once; for an encoder, the whole windows of the text.
+    """Rows of one source that together predict each validation token once; for an encoder, whole windows of its text.
 
     Attributes:
+        name: name of the source.
+        share: share of the run's samples that come from the source.
         document_mask: whether attention stays inside documents.
         supervised: the rows of a supervised objective.
         spec: spec of the model that the rows are for.
     """
 
+    name: str
+    share: float
     dataset: TokenDataset
     sequence_length: int
     document_mask: bool
@@ -63,27 +67,30 @@ class ValidationRows:
 
 
 def open_validation(
-    config: RunConfig, spec: ModelSpec, paths: Sequence[Path], objective: Objective | None
-) -> ValidationRows | None:
-    """Open the validation split of all data sets; None where the run never evaluates or has no such split.
+    config: RunConfig, spec: ModelSpec, source: MixtureDataset, objective: Objective | None
+) -> tuple[ValidationRows, ...]:
+    """Open the validation split of each source that the run trains on; empty if the run never evaluates.
 
     Raises:
-        JinguError: the split does not fill one row of an encoder.
+        JinguError: a data set has no validation split, or no split fills a row of an encoder.
     """
-    if not (config.evaluation.every and config.data.validation_fraction):
-        return None
-    dataset = concatenate_datasets([open_dataset(path, "validation") for path in paths])
-    length, settings = config.batch.sequence_length, config.data.objective
-    supervised = None
-    if isinstance(settings, SupervisedSettings):
-        supervised = concatenate_supervised(
-            [open_supervised(path, "validation", settings, config.batch, config.seed) for path in paths]
-        )
-    if spec.num_encoder_layers is not None and dataset.tokens < length:
-        raise JinguError(
-            f"the validation split has {dataset.tokens:,} tokens, fewer than one sequence of {length:,}.",
-            where=config.data.path,
-            fix="Rebuild the data set with a larger data.validation_fraction, lower batch.sequence_length, or set "
-            "evaluation.every to 0.",
-        )
-    return ValidationRows(dataset, length, config.data.separates_documents, supervised, spec, objective)
+    data, length = config.data, config.batch.sequence_length
+    validation = []
+    for settings, part, (name, share, _) in zip(
+        data.all_sources, source.sources, count_epochs(config, source), strict=True
+    ):
+        if not (config.evaluation.every and data.for_source(settings).validation_fraction and share):
+            continue
+        path = part.dataset.path
+        dataset = open_dataset(path, "validation")
+        supervised = None
+        if isinstance(data.objective, SupervisedSettings):
+            supervised = open_supervised(path, "validation", data.objective, config.batch, config.seed)
+        rows = ValidationRows(name, share, dataset, length, data.separates_documents, supervised, spec, objective)
+        if len(rows):
+            validation.append(rows)
+            continue
+        what = f"the validation split has {dataset.tokens:,} tokens, fewer than one sequence of {length:,}."
+        fix = "Rebuild the data set with a larger data.validation_fraction, or lower batch.sequence_length."
+        raise JinguError(what, where=path, fix=fix)
+    return tuple(validation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from jingu.data.build import build
+from jingu.data.dataset import TokenDataset
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.weight_init import init_weights
@@ -60,14 +63,12 @@ def test_equals_a_bare_loop(family, tiny_run, train_on, done):
         torch.testing.assert_close(tensors[f"model/{name}"], parameter.detach(), rtol=1e-9, atol=1e-12)
     (measured,) = done(config).lines("evaluation")
     assert measured["step"] == STEPS
-    for name, value in held_out(model, run).items():
+    for name, value in held_out(model, run, run.validation[0].dataset).items():
         assert measured[name] == pytest.approx(value, rel=1e-10), name
 
 
-def held_out(model: Decoder, run: Run) -> dict[str, Any]:
+def held_out(model: Decoder, run: Run, text: TokenDataset) -> dict[str, Any]:
     """Each held-out token predicted once, window by window, each after the token before it."""
-    assert run.validation is not None
-    text = run.validation.dataset
     ids = [run.tokenizer.eos_token_id, *text.gather(torch.tensor([0]).numpy(), text.tokens)[0].tolist()]
     length, total = run.config.batch.sequence_length, 0.0
     for start in range(0, len(ids) - 1, length):
@@ -78,6 +79,43 @@ def held_out(model: Decoder, run: Run) -> dict[str, Any]:
     size = sum(shard.text_bytes for shard in text.manifest.validation.shards)
     tokens = len(ids) - 1
     return {"loss": total / tokens, "bits_per_byte": total / math.log(2) / size, "tokens": tokens, "bytes": size}
+
+
+def test_every_source_of_a_mixture_is_evaluated(tiny_run, train_on, done, library, tmp_path):
+    """The mean is weighted by the shares of the run, 3 to 1, whatever the sizes of the splits."""
+    sources = [{"path": str(library.data), "weight": 3.0}]
+    sources.append({"path": str(tmp_path / "other"), "input": str(library.text / "shlex.py"), "weight": 1.0})
+    sources[1]["validation_fraction"] = 0.5
+    data = {"data.input": [], "data.path": "data", "data.sources": sources, "data.documents": "line"}
+    changes = {**data, "train.steps": 2, "evaluation.every": 2, "evaluation.num_sequences": "all"}
+    config = tiny_run(changes)
+    build(config)
+    train_on(1, config)
+    run = open_run(config)
+    tensors = done(config).tensors()
+    model = Decoder(run.spec).double()
+    model.load_state_dict({name: tensors[f"model/{name}"] for name in parameter_shapes(run.spec)})
+    assert [(rows.name, rows.share) for rows in run.validation] == [("data", 0.75), ("other", 0.25)]
+    manifest = run.validation[1].dataset.manifest
+    assert manifest.validation.tokens > 0.3 * manifest.train.tokens  # its own fraction, not data.validation_fraction
+    expected = {rows.name: held_out(model, run, rows.dataset) for rows in run.validation}
+    (line,) = done(config).lines("evaluation")
+    for metric in ("loss", "bits_per_byte"):
+        values = {name: result[metric] for name, result in expected.items()}
+        for name, value in values.items():
+            assert line[f"{metric}/{name}"] == pytest.approx(value, rel=1e-10)
+        assert line[metric] == pytest.approx(0.75 * values["data"] + 0.25 * values["other"], rel=1e-10)
+    assert line["tokens"] == sum(result["tokens"] for result in expected.values())
+
+
+def test_the_sequences_of_an_evaluation_are_divided_by_the_shares(tiny_run, train_on, done, library, tmp_path):
+    sources = [{"path": str(library.data), "weight": 3.0}, {"path": str(tmp_path / "copy"), "weight": 1.0}]
+    shutil.copytree(library.data, tmp_path / "copy")
+    data = {"data.input": [], "data.path": "data", "data.sources": sources}
+    config = tiny_run({**data, "train.steps": 1, "evaluation.every": 1, "evaluation.num_sequences": 8})
+    train_on(1, config)
+    (line,) = done(config).lines("evaluation")
+    assert line["tokens"] == 8 * 33 and {"loss/data", "loss/copy"} <= line.keys()
 
 
 def test_a_logged_loss_is_the_mean_since_the_last_line(tiny_run, train_on, done):

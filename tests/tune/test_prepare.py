@@ -238,19 +238,18 @@ def test_one_row_per_sequence(sequences: str, tuning: Callable[..., RunConfig]) 
     assert not torch.equal(source.batch(0, 0, 8).documents, source.batch(steps, 0, 8).documents)
 
 
-def test_sources_are_evaluated_together(tuning: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_every_source_is_evaluated(tuning: Callable[..., RunConfig], tmp_path: Path) -> None:
     for name, rows in (("a", ROWS[:30]), ("b", ROWS[30:70])):
         (tmp_path / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
     sources = [{"path": str(tmp_path / name), "input": str(tmp_path / f"{name}.json")} for name in "ab"]
     config = tuning(data__input=[], data__path="data", data__sources=sources, evaluation__every=10)
     prepare(config)
     run = open_run(config)
-    assert run.validation is not None
-    result = run.validation.supervised
-    assert result is not None
-    manifests = [DatasetManifest.load(tmp_path / name) for name in "ab"]
-    tokens = sum(item.validation.tokens - item.validation.documents for item in manifests if item is not None)
-    assert int((result.batch(0, len(result)).documents >= 0).sum()) == tokens
+    for name, rows in zip("ab", run.validation, strict=True):
+        manifest = DatasetManifest.load(tmp_path / name)
+        assert manifest is not None and rows.supervised is not None and rows.name == name
+        tokens = manifest.validation.tokens - manifest.validation.documents
+        assert int((rows.supervised.batch(0, len(rows)).documents >= 0).sum()) == tokens
 
 
 def test_several_processes_equal_one(tuning: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field
 
@@ -58,6 +58,7 @@ class SourceSettings(Settings):
         path: Folder of its built data set. The last part of the path names the source.
         input: Files from which `jingu data build` builds it, as in `data.input`; an empty list: it is built already.
         weight: Its share of the samples, relative to the weights of the other sources.
+        validation_fraction: Fraction of its documents to use for validation; null: that of `data.validation_fraction`.
         max_epochs: Maximum number of passes over its text; after them the other sources share its weight. null: no
             limit.
     """
@@ -66,6 +67,7 @@ class SourceSettings(Settings):
     input: list[PathText] | PathText = []
     weight: Annotated[float, Field(ge=0)] = 1.0
     max_epochs: Annotated[float, Field(gt=0)] | None = None
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 class StageSettings(Settings):
@@ -296,4 +298,7 @@ class DataSettings(Settings):
 
     def for_source(self, source: SourceSettings) -> DataSettings:
         """Return the settings of one source alone."""
-        return self.model_copy(update={"path": source.path, "input": source.input, "sources": []})
+        update: dict[str, Any] = {"path": source.path, "input": source.input, "sources": []}
+        if source.validation_fraction is not None:
+            update["validation_fraction"] = source.validation_fraction
+        return self.model_copy(update=update)
