@@ -14,7 +14,7 @@ from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.save_folder import write_all
 from jingu.checkpoint.shards import DTYPE_NAMES, tensor_bytes
 from jingu.errors import JinguError
-from jingu.formats.huggingface import INDEX, SPECIAL_TOKEN_KEYS, WEIGHTS, write_json
+from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
 from jingu.formats.models import open_model
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
@@ -106,7 +106,8 @@ def export_hf(
     special_ids = {} if source is None else dict(source.special_token_ids)
     if not special_ids:
         tokenizer = Tokenizer.load(tokenizer_folder)
-        special_ids = dict.fromkeys(SPECIAL_TOKEN_KEYS[:3], tokenizer.eos_token_id)
+        # Not as padding, too: transformers never trains the embedding of the padding token.
+        special_ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
         if spec.num_encoder_layers is not None:
             start = tokenizer.decoder_start_token_id
             special_ids |= {"pad_token_id": start, "decoder_start_token_id": start}

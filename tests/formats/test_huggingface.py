@@ -426,3 +426,16 @@ def test_weights_in_the_dtype_asked_for_are_not_copied(exported: Path) -> None:
     other = load_model(open_hf(exported), torch.float64)
     assert {mapped_file(weight.data_ptr()) for weight in other.parameters()} <= {"", "[heap]"}
     assert other.embedding.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_transformers_can_train_every_exported_embedding(family: str, tokenizer_path: Path, tmp_path: Path) -> None:
+    """It never trains the row of the padding token, which must not be the end token."""
+    model = made_model(family)
+    export_hf(model.spec, model.state_dict().__getitem__, tokenizer_path, tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    end = Tokenizer.load(tokenizer_path).eos_token_id
+    tokens = torch.tensor([[end, 3, end, 4]])
+    states = exported.base_model(tokens).last_hidden_state
+    states.square().sum().backward()
+    assert (exported.get_input_embeddings().weight.grad[end] != 0).any()
