@@ -177,7 +177,8 @@ def check_targets(names: Collection[str], adapter: Adapter) -> None:
             raise JinguError(
                 f"no matrix of the model has a name like {pattern}.",
                 where="tune.target_modules",
-                fix="Names are such as blocks.0.attention.q and blocks.0.feed_forward.up; * stands for anything.",
+                fix="Use names such as blocks.0.attention.q and blocks.*.feed_forward.up, or Hugging Face's, such as "
+                "q_proj.",
             )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES, Family
+from jingu.model.families.name_map import expand_rules
 from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
 
 
@@ -153,3 +156,27 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
         experts["router"] = {"type": router}
     values |= {f".{name}": value for name, value in experts.items()}
     return {f"feed_forward{path}": value for path, value in values.items()}
+
+
+def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
+    """Return patterns of jingu's modules for `tune.target_modules`, which may have Hugging Face's names.
+
+    As in peft, `q_proj` stands for every module whose name ends in it, and `all-linear` for all matrices of the blocks.
+    """
+    patterns: list[str] = []
+    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    for target in targets:
+        if target == "all-linear":
+            patterns += ["*attention.*", "*.feed_forward.*"]
+            continue
+        names = [
+            name.removesuffix(".weight")
+            for mapping in mappings
+            if f".{mapping.hf_name}".endswith(f".{target}.weight")
+            for name in mapping.jingu_shapes
+        ]
+        # One pattern for all blocks, unless the target is a module of one block.
+        if not re.search(r"\b\d+\b", target):
+            names = [re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names]
+        patterns += names or [target]
+    return tuple(dict.fromkeys(patterns))

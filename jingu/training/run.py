@@ -27,7 +27,7 @@ from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
 from jingu.model.adapter_layers import check_targets, matches_any
 from jingu.model.decoder import parameter_shapes
-from jingu.model.resolve import spec_from_settings
+from jingu.model.resolve import expand_targets, spec_from_settings
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, flatten_fields
 from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
@@ -333,7 +333,7 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             where="tune.position",
             fix="Set it to front.",
         )
-    adapter = _build_adapter(settings, spec.hidden_size)
+    adapter = _build_adapter(settings, spec)
     tuned = spec.model_copy(update={"adapter": adapter, "quantization": settings.quantization})
     check_targets(list(parameter_shapes(tuned)), adapter)
     # Virtual tokens take positions of their own.
@@ -350,16 +350,16 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     return tuned
 
 
-def _build_adapter(settings: tune.Tune, hidden_size: int) -> Adapter:
+def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
     if isinstance(settings, tune.LoraSettings):
-        fields = settings.model_dump(include={"rank", "alpha", "target_modules", "use_rslora", "dropout", "use_dora"})
-        return Lora(**fields)
+        fields = settings.model_dump(include={"rank", "alpha", "use_rslora", "dropout", "use_dora"})
+        return Lora(**fields, target_modules=expand_targets(settings.target_modules, spec))
     if isinstance(settings, tune.Ia3Settings):
-        return Ia3(target_modules=tuple(settings.target_modules))
+        return Ia3(target_modules=expand_targets(settings.target_modules, spec))
     if isinstance(settings, tune.SoftPromptBase):
         prompt = SoftPrompt(num_virtual_tokens=settings.num_virtual_tokens, after_input=settings.position == "back")
         if isinstance(settings, tune.PTuningSettings):
-            size = settings.encoder_hidden_size or hidden_size
+            size = settings.encoder_hidden_size or spec.hidden_size
             return prompt.model_copy(update={"encoder": settings.encoder, "encoder_hidden_size": size})
         return prompt
     assert isinstance(settings, tune.DeepPromptBase)

@@ -197,8 +197,8 @@ def test_the_base_is_stored_in_the_compute_dtype(
 
 
 def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train, tmp_path: Path) -> None:
-    with pytest.raises(JinguError, match=r"no matrix of the model has a name like \*q_proj"):
-        train_on(1, adapted({"tune.target_modules": ["*q_proj"]}))
+    with pytest.raises(JinguError, match=r"no matrix of the model has a name like \*query"):
+        train_on(1, adapted({"tune.target_modules": ["*query"]}))
     with pytest.raises(JinguError, match="the run starts from none"):
         train_on(1, tiny_run({"tune": {"type": "lora"}}, name="none"))
     with pytest.raises(JinguError, match="trained no adapters"):

@@ -45,7 +45,8 @@ class LoraSettings(AdapterBase):
         use_rslora: Scale by alpha / √rank instead (rank-stabilized LoRA, Kalajdzievski, 2023).
         use_dora: Also train the norm of each row of the adapted matrix (DoRA, Liu et al., 2024).
         dropout: Dropout probability of the adapter's input.
-        target_modules: Patterns of names of the adapted matrices, such as `blocks.*.attention.q`.
+        target_modules: Patterns of names of the adapted matrices, such as `blocks.*.attention.q`; or names of
+            modules in Hugging Face's model, such as `q_proj`; or `all-linear`, for all matrices of the blocks.
     """
 
     type: Literal["lora"] = "lora"
@@ -62,7 +63,7 @@ class Ia3Settings(AdapterBase):
     `down`.
 
     Attributes:
-        target_modules: Patterns of names of the matrices.
+        target_modules: Patterns of names of the adapted matrices, or names of modules in Hugging Face's model.
     """
 
     type: Literal["ia3"] = "ia3"
