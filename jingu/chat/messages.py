@@ -22,14 +22,20 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        tool_calls: what an assistant calls; each has a `name` and `arguments`.
+        tool_calls: what an assistant calls; each has a `name` and `arguments`, and may have an `id`.
         weight: factor on the loss of an assistant's tokens. With 0 the model reads the turn but is not trained on it.
+        reasoning_content: what an assistant thought before its answer.
+        name: of the author, or of the tool whose result this is.
+        tool_call_id: the call whose result this is.
     """
 
     role: Role
     content: str
     tool_calls: tuple[JsonObject, ...] = ()
     weight: float = 1.0
+    reasoning_content: str = ""
+    name: str = ""
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True)

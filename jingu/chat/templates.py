@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,19 +83,32 @@ class ChatTemplate:
     Args:
         source: the Jinja source.
         where: names the template in error messages.
+        tools_source: the template of conversations with tools, where that is another.
         parse_special_tokens: whether special tokens written inside messages act as such.
 
     Raises:
         JinguError: the source is not valid Jinja.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, where: str, *, parse_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        where: str,
+        *,
+        tools_source: str | None = None,
+        parse_special_tokens: bool = False,
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.where = where
+        self._for_tools = self
+        if tools_source is not None:
+            self._for_tools = ChatTemplate(tools_source, tokenizer, where, parse_special_tokens=parse_special_tokens)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -102,8 +117,9 @@ class ChatTemplate:
         self._variables = {**self._template.globals, "documents": None, **tokenizer.special_names}
         self._special_tokens = tuple(tokenizer.special_tokens)
         # Longest first, so that a token that is a prefix of another does not match in its place.
-        self._escaped_tokens = [] if parse_special_tokens else sorted(self._special_tokens, key=len, reverse=True)
-        self._escaped_pattern = re.compile("|".join(map(re.escape, self._escaped_tokens)))
+        longest_first = sorted(self._special_tokens, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._escaped_tokens = [] if parse_special_tokens else longest_first
 
     def render(
         self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = (), *, locate_answers: bool = True
@@ -117,26 +133,29 @@ class ChatTemplate:
             ConversationError: the template refuses the conversation or ignores its tools.
             JinguError: the answers cannot be located reliably.
         """
-        variables, tool_variables = self._message_variables(messages, tools)
-        text = self._render(variables, tool_variables)
-        # A template that renders the same without tools, or without calls, would silently drop them.
-        if tools and text == self._render(variables, None):
-            raise self._tools_unsupported()
-        if any(message.tool_calls for message in messages):
-            without_calls = [{**message, "tool_calls": None} for message in variables]
-            if text == self._render(without_calls, tool_variables):
-                raise self._tools_unsupported()
+        if tools and self._for_tools is not self:
+            return self._for_tools.render(messages, tools, locate_answers=locate_answers)
+        variables, tool_variables, text = self._render_messages(messages, tools)
+        # A template that renders the same without calls or reasoning would silently drop them.
+        for key, what in (("tool_calls", "tools"), ("reasoning_content", "reasoning")):
+            if any(key in message for message in variables):
+                without = [{name: value for name, value in entry.items() if name != key} for entry in variables]
+                self._refuse_if_equal(text, without, tool_variables, what)
         answers: list[Span] = []
+        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if self._has_generation_tag:
             text, answers = _strip_answer_marks(text)
+            if len(answers) == len(indices):
+                for index, (start, end) in zip(indices, answers, strict=True):
+                    self._find_answer(variables[index], text[start:end])
         elif locate_answers:
-            for index, message in enumerate(messages):
-                if message.role == "assistant":
-                    start = self._prefix_length(text, variables[:index], tool_variables, add_generation_prompt=True)
-                    end = len(text)
-                    if index + 1 < len(messages):
-                        end = self._prefix_length(text, variables[: index + 1], tool_variables)
-                    answers.append((start, self._trim_after_special_token(text, end)))
+            for index in indices:
+                start = self._prefix_length(text, variables[:index], tool_variables, add_generation_prompt=True)
+                end = len(text)
+                if index + 1 < len(messages):
+                    end = self._prefix_length(text, variables[: index + 1], tool_variables)
+                answers.append((start, self._trim_after_special_token(text, end)))
+                self._check_span(text, answers, variables[: index + 1], tool_variables)
         return self._restore_mentions(text, answers)
 
     def render_prompt(self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = ()) -> RenderedChat:
@@ -145,27 +164,89 @@ class ChatTemplate:
         Raises:
             ConversationError: the template refuses the conversation or ignores its tools.
         """
-        variables, tool_variables = self._message_variables(messages, tools)
-        text = self._render(variables, tool_variables, add_generation_prompt=True)
-        if tools and text == self._render(variables, None, add_generation_prompt=True):
-            raise self._tools_unsupported()
+        if tools and self._for_tools is not self:
+            return self._for_tools.render_prompt(messages, tools)
+        _, _, text = self._render_messages(messages, tools, add_generation_prompt=True)
         return self._restore_mentions(_strip_answer_marks(text)[0], [])
 
-    def _tools_unsupported(self) -> ConversationError:
-        return ConversationError(f"the chat template {self.where} does not support tools")
+    def _refuse_if_equal(
+        self, text: str, messages: list[JsonObject], tools: list[Any] | None, what: str, prompt: bool = False
+    ) -> None:
+        """Raise ConversationError if messages without a part of them render to the same text."""
+        try:
+            is_equal = text == self._render(messages, tools, add_generation_prompt=prompt)
+        except ConversationError:
+            return  # a template that refuses them without the part supports it
+        if is_equal:
+            raise ConversationError(f"the chat template {self.where} does not support {what}")
 
-    def _message_variables(
-        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...]
-    ) -> tuple[list[Any], list[Any] | None]:
-        """Return messages and tools as templates expect them, with mentions escaped."""
-        variables: list[Any] = []
-        for message in messages:
-            entry: JsonObject = {"role": message.role, "content": self._escape_mentions(message.content)}
-            if message.tool_calls:
-                calls = [{"type": "function", "function": dict(call)} for call in message.tool_calls]
-                entry["tool_calls"] = self._escape_mentions(calls)
-            variables.append(entry)
-        return variables, self._escape_mentions(list(tools)) or None
+    def _render_messages(
+        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], *, add_generation_prompt: bool = False
+    ) -> tuple[list[JsonObject], list[Any] | None, str]:
+        """Return messages and tools as the template expects them, with mentions escaped, and the rendered text."""
+        tool_variables = self._escape_mentions(list(tools)) or None
+        variables: list[JsonObject] = [self._escape_mentions(_message_variables(message)) for message in messages]
+        calls = [call["function"] for message in variables for call in message.get("tool_calls", [])]
+        text = ""
+        error: ConversationError | None = None
+        try:
+            text = self._render(variables, tool_variables, add_generation_prompt=add_generation_prompt)
+        except ConversationError as failure:
+            error = failure
+        # Some templates expect arguments as JSON text: they fail with objects, or write them as Python does.
+        if calls and (error or any(call["arguments"] and str(call["arguments"]) in text for call in calls)):
+            for call in calls:
+                call["arguments"] = _to_json(call["arguments"])
+            text = self._render(variables, tool_variables, add_generation_prompt=add_generation_prompt)
+        elif error:
+            raise error
+        # A template that renders the same without tools would silently drop them.
+        if tools:
+            self._refuse_if_equal(text, variables, None, "tools", add_generation_prompt)
+        return variables, tool_variables, text
+
+    def _find_answer(self, message: JsonObject, text: str) -> Span:
+        """Return where an answer begins and ends in its span. Raise ConversationError where not all of it is there."""
+        content = message["content"].strip()
+        if content not in text:
+            # Templates may write reasoning in their own form.
+            content = content.rpartition("</think>")[2].strip()
+        parts = [content, *(call["function"]["name"] for call in message.get("tool_calls", []))]
+        parts = [part for part in parts if part]
+        missing = next((part for part in parts if part not in text), None)
+        if missing is not None:
+            raise ConversationError(f"the chat template {self.where} does not write this answer: {missing[:40]}")
+        if not parts:
+            return 0, 0
+        return text.index(parts[0]), max(text.rindex(part) + len(part) for part in parts)
+
+    def _check_span(self, text: str, answers: list[Span], messages: list[JsonObject], tools: list[Any] | None) -> None:
+        """Raise ConversationError unless the last span is the answer of the last message with its end, no less and no
+        more: prefixes alone do not prove this for every template."""
+        *earlier, (start, end) = answers
+        answer_start, answer_end = self._find_answer(messages[-1], text[start:end])
+        before = text[start : start + answer_start]
+        after = text[start + answer_end : end]
+        # 1. Where the generation prompt is empty, the header of the turn may stand in the span: text before the
+        # content, or before a call a special token that also stands outside of answers.
+        outside = "".join(text[left:right] for (_, left), (right, _) in pairwise([(0, 0), *earlier, (start, end)]))
+        headers = [token for token in self._special_pattern.findall(before) if token in outside]
+        is_plain = messages[-1]["content"].strip() and "reasoning_content" not in messages[-1]
+        if headers or (is_plain and before.strip()):
+            with_prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
+            if with_prompt == self._render(messages[:-1], tools):
+                raise self._wrong_span("the header of an answer", before)
+        # 2. Behind the content, the header of the next answer: what precedes this one from its last special token.
+        tokens = list(self._special_pattern.finditer(text, 0, start))
+        header = text[tokens[-1].start() : start].strip() if tokens else ""
+        if header and header in after and header != after.strip():
+            raise self._wrong_span("the header of the next turn", header)
+
+    def _wrong_span(self, what: str, text: str) -> ConversationError:
+        return ConversationError(
+            f"in the chat template {self.where} {what} would be trained ({text.strip()[:40]!r}); mark the answers with "
+            "{% generation %}…{% endgeneration %}, or choose another data.objective.template"
+        )
 
     def _render(self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
         variables = {
@@ -211,7 +292,7 @@ class ChatTemplate:
             return [self._escape_mentions(item) for item in value]
         if not isinstance(value, str):
             return value
-        return self._escaped_pattern.sub(self._escape, value)
+        return self._special_pattern.sub(self._escape, value)
 
     def _escape(self, match: re.Match[str]) -> str:
         return f"{_MENTION_MARK}{chr(_FIRST_MENTION + self._escaped_tokens.index(match[0]))}{_MENTION_MARK}"
@@ -240,13 +321,14 @@ def load_template(
     """Load a chat template.
 
     Args:
-        name: `auto` for the tokenizer's own, the name of a shipped template, or a file.
+        name: `auto` for the tokenizer's own, the name of one of several that it has, or of a shipped one, or a file.
         where: the setting that names it, for error messages.
 
     Raises:
         JinguError: there is no such template, or it is not valid Jinja.
     """
     label = name
+    tools_source = None
     if name == "auto":
         if tokenizer.chat_template is None:
             raise JinguError(
@@ -255,7 +337,10 @@ def load_template(
                 fix=f"Name one: {', '.join(NAMED_TEMPLATES)}, or a file.",
             )
         source = tokenizer.chat_template
+        tools_source = tokenizer.chat_templates.get("tool_use")
         label = "of the tokenizer"
+    elif name in tokenizer.chat_templates:
+        source = tokenizer.chat_templates[name]
     elif name in NAMED_TEMPLATES:
         source = NAMED_TEMPLATES[name]
     else:
@@ -267,7 +352,21 @@ def load_template(
                 where=where,
                 fix=f"Use auto (the tokenizer's own), {', '.join(NAMED_TEMPLATES)}, or a file.",
             ) from error
-    return ChatTemplate(source, tokenizer, label, parse_special_tokens=parse_special_tokens)
+    return ChatTemplate(source, tokenizer, label, tools_source=tools_source, parse_special_tokens=parse_special_tokens)
+
+
+def _message_variables(message: Message) -> JsonObject:
+    """Return a message as templates expect it."""
+    variables: JsonObject = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        variables["tool_calls"] = []
+        for call in message.tool_calls:
+            entry = {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            variables["tool_calls"].append({"id": call["id"], **entry} if "id" in call else entry)
+    for key in ("reasoning_content", "name", "tool_call_id"):
+        if value := getattr(message, key):
+            variables[key] = value
+    return variables
 
 
 def _strip_answer_marks(text: str) -> tuple[str, list[Span]]:

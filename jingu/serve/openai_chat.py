@@ -118,11 +118,18 @@ def _parse_message(message: ChatMessage, index: int) -> Message:
                 arguments = None
         if not isinstance(arguments, dict):
             raise bad_request(f"`{label}.tool_calls` has arguments that are not a JSON object", "messages")
-        calls.append({"name": call.function.name, "arguments": arguments})
+        calls.append({"name": call.function.name, "arguments": arguments, **({"id": call.id} if call.id else {})})
     if content is None and not calls:
         raise bad_request(f"`{label}` has no content", "messages")
     role = "system" if message.role == "developer" else message.role
-    return Message(role, content or "", tuple(calls))
+    return Message(
+        role,
+        content or "",
+        tuple(calls),
+        reasoning_content=message.reasoning_content or "",
+        name=message.name or "",
+        tool_call_id=message.tool_call_id or "",
+    )
 
 
 def _finish_reason(reason: FinishReason, has_calls: bool) -> str:

@@ -259,7 +259,7 @@ class ChatMessage(RequestBody):
     audio: Any = None
     function_call: Any = None
     annotations: Any = None
-    reasoning_content: Any = None
+    reasoning_content: str | None = None
 
 
 class FunctionDefinition(RequestBody):

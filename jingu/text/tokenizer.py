@@ -187,12 +187,17 @@ class Tokenizer:
         return names
 
     @property
+    def chat_templates(self) -> dict[str, str]:
+        """The tokenizer's own chat templates by name; most have a single one, called default."""
+        templates = self._config.get("chat_template") or []
+        if isinstance(templates, str):
+            return {"default": templates}
+        return {item["name"]: item["template"] for item in templates}
+
+    @property
     def chat_template(self) -> str | None:
-        """The tokenizer's own chat template; of several, the one called default."""
-        template = self._config.get("chat_template")
-        if isinstance(template, list):
-            template = next((item["template"] for item in template if item.get("name") == "default"), None)
-        return template if isinstance(template, str) else None
+        """The chat template called default; None: there is none."""
+        return self.chat_templates.get("default")
 
     @property
     def decoder_start_token_id(self) -> int:
@@ -348,6 +353,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
+    # Further templates by name, such as tool_use.
+    named = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    if named:
+        templates = config.get("chat_template") or []
+        if isinstance(templates, str):
+            templates = [{"name": "default", "template": templates}]
+        further = [{"name": file.stem, "template": file.read_text(encoding="utf-8")} for file in named]
+        config["chat_template"] = [*templates, *further]
     return config
 
 

@@ -12,6 +12,11 @@ from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Ro
 # Weights are stored in hundredths, in one byte.
 MAX_WEIGHT = 2.0
 
+# Fields that hold what only multimodal models can read.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Fields for what an assistant thought before its answer.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
 # The roles of OpenAI's messages and of ShareGPT's conversations.
 _ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -38,6 +43,22 @@ def parse_row(value: Any) -> Row:
     """
     if not isinstance(value, dict):
         raise ConversationError(f"expected an object with fields, not {_quote(value)}")
+    _check_media(value, "")
+    if value.get("label") is False:
+        raise ConversationError("field label: false marks an answer not to be imitated, which tuning cannot use")
+    row = _parse_form(value)
+    weight = _weight(value, "")
+    if not weight:
+        raise ConversationError("fields weight and train: nothing of the row is to be trained")
+    if weight == 1.0:
+        return row
+    if row.segments:
+        raise ConversationError("field weight: expected a row of messages, as only their answers have weights")
+    messages = (replace(message, weight=message.weight * weight) for message in row.messages)
+    return replace(row, messages=tuple(messages))
+
+
+def _parse_form(value: JsonObject) -> Row:
     kind = value.get("type")
     if kind is not None:
         if not isinstance(kind, str) or kind not in _PARSERS_BY_TYPE:
@@ -87,10 +108,25 @@ def _list(value: JsonObject, name: str) -> list[Any]:
     return items
 
 
-def _weight(value: Any, name: str) -> float:
+def _weight(value: JsonObject, prefix: str) -> float:
+    """Return the weight of a row or a message, which `train: false` sets to 0."""
+    train = value.get("train")
+    if not isinstance(train, bool | None):
+        raise _unexpected(f"{prefix}train", "true or false", train)
+    weight = value.get("weight")
+    return 0.0 if train is False else _check_weight(1.0 if weight is None else weight, f"{prefix}weight")
+
+
+def _check_weight(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
         raise _unexpected(name, f"a number from 0 to {MAX_WEIGHT:g}", value)
     return float(value)
+
+
+def _check_media(value: JsonObject, prefix: str) -> None:
+    for field in _MEDIA:
+        if value.get(field):
+            raise ConversationError(f"field {prefix}{field}: only text can be trained on")
 
 
 def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
@@ -106,7 +142,10 @@ def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
 def _tool_call(value: Any, name: str) -> JsonObject:
     """Return a tool call: an object with name and arguments, possibly under `function`, possibly as JSON text."""
     call = _parse_json(value) if isinstance(value, str) else value
+    identity = {}
     if isinstance(call, dict):
+        if call.get("id"):
+            identity = {"id": _check_text(call["id"], f"{name}.id")}
         call = call.get("function", call)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise _unexpected(name, "a call with name and arguments", value)
@@ -115,7 +154,7 @@ def _tool_call(value: Any, name: str) -> JsonObject:
         arguments = _parse_json(arguments)
     if not isinstance(arguments, dict):
         raise _unexpected(f"{name}.arguments", "an object", call.get("arguments"))
-    return {"name": call["name"], "arguments": arguments}
+    return {"name": call["name"], "arguments": arguments, **identity}
 
 
 def _parse_json(text: str) -> Any:
@@ -188,7 +227,8 @@ def _rounds(value: JsonObject) -> Row:
             case ["ans", text]:
                 messages.append(Message("assistant", _check_text(text, name)))
             case ["ans", text, weight]:
-                message = Message("assistant", _check_text(text, name), weight=_weight(weight, f"{name}[2]"))
+                weight = _check_weight(weight, f"{name}[2]")
+                message = Message("assistant", _check_text(text, name), weight=weight)
                 messages.append(message)
             case ["api", call, *results] if len(results) <= 1:
                 messages.append(Message("assistant", "", (_tool_call(call, f"{name}[1]"),)))
@@ -235,12 +275,28 @@ def _messages(value: JsonObject, field: str, role_key: str, content_key: str) ->
         if not isinstance(calls, list):
             raise _unexpected(f"{name}.tool_calls", "a list", calls)
         tool_calls = tuple(_tool_call(call, f"{name}.tool_calls[{place}]") for place, call in enumerate(calls))
+        _check_media(turn, f"{name}.")
         if isinstance(content, list):
-            # A list of parts, of which only text can be used.
-            content = "".join(_text(part, "text") for part in content if isinstance(part, dict))
+            content = "".join(_content_part(part, f"{name}.{content_key}[{at}]") for at, part in enumerate(content))
         text = _check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
-        messages.append(Message(_ROLES[role], text, tool_calls, _weight(turn.get("weight", 1), f"{name}.weight")))
+        reasoning = next((_optional_text(turn, field) for field in _REASONING if turn.get(field)), "")
+        if reasoning and _ROLES[role] != "assistant":
+            raise ConversationError(f"field {name}: only an assistant's turn can have reasoning, not that of {role}")
+        names = {field: _optional_text(turn, field) for field in ("name", "tool_call_id")}
+        weight = _weight(turn, f"{name}.")
+        if turn.get("label") is False:
+            weight = 0.0
+        messages.append(Message(_ROLES[role], text, tool_calls, weight, reasoning, **names))
     return messages
+
+
+def _content_part(part: Any, name: str) -> str:
+    """Return the text of a part of a message: a text, or an object of type text."""
+    if isinstance(part, dict):
+        if part.get("type", "text") != "text":
+            raise ConversationError(f"field {name}: only text can be trained on, not {_quote(part['type'])}")
+        part = part.get("text")
+    return _check_text(part, name)
 
 
 def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, ...] = ()) -> Row:
@@ -249,9 +305,9 @@ def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, .
     for number, message in enumerate(messages, start=1):
         last = merged[-1] if merged else None
         repeats = last is not None and last.role == message.role
-        if last is not None and repeats and message.role != "tool" and last.weight == message.weight:
+        if last is not None and repeats and _can_merge(last, message):
             content = "\n".join(text for text in (last.content, message.content) if text)
-            merged[-1] = Message(message.role, content, last.tool_calls + message.tool_calls, message.weight)
+            merged[-1] = replace(last, content=content, tool_calls=last.tool_calls + message.tool_calls)
             continue
         # Results of several calls follow each other, and so do answers of different weights.
         may_repeat = repeats and message.role in ("tool", "assistant")
@@ -266,6 +322,13 @@ def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, .
     if merged[-1].role != "assistant":
         raise ConversationError(f"expected an answer at the end; the last turn is of {merged[-1].role}")
     return Row(kind, tuple(merged), tools)
+
+
+def _can_merge(first: Message, second: Message) -> bool:
+    """Return whether two messages of one role can be one, in which the text stands before the calls."""
+    if first.role == "tool" or (first.tool_calls and second.content) or second.reasoning_content:
+        return False
+    return (first.weight, first.name) == (second.weight, second.name)
 
 
 _PARSERS_BY_TYPE: dict[str, Callable[[JsonObject], Row]] = {

@@ -211,6 +211,131 @@ def test_a_template_whose_answers_cannot_be_located_is_refused(tokenizer: Tokeni
         ChatTemplate(counting, tokenizer, "a").render(tuple(CHAT))
 
 
+TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+WRONG_SPANS = {
+    # As Command-R7B: the header of an answer is always written at the end.
+    "the header of the next turn": f"{{% for m in messages %}}{TURN}{{% endfor %}}<|im_start|>assistant\n",
+    # ChatML without generation prompt.
+    "the header of an answer": f"{{% for m in messages %}}{TURN}{{% endfor %}}",
+    # Only lists of parts are rendered.
+    "does not write this answer: quick brown": (
+        "{% for m in messages %}{{ m.role }}:{% if m.content is not string %}{{ m.content }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG_SPANS)
+def test_spans_that_are_not_the_answer_are_refused(reason: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(WRONG_SPANS[reason], tokenizer, "a")
+    with pytest.raises(ConversationError, match=reason):
+        template.render((Message("user", "The fox"), Message("assistant", "quick brown")))
+
+
+def test_an_answer_after_a_tool_result_without_generation_prompt_is_refused(tokenizer: Tokenizer) -> None:
+    """As in Gemma 4: the header after a tool's result comes with the answer."""
+    source = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+    source += "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+    template = ChatTemplate(
+        source.replace("m.content +", "m.content + (m.tool_calls or '') | string +"), tokenizer, "a"
+    )
+    call = Message("assistant", "", ({"name": "weather", "arguments": {}},))
+    messages = (Message("user", "a"), call, Message("tool", "3"), Message("assistant", "three"))
+    assert template.render(messages[:2]).answers
+    with pytest.raises(ConversationError, match="the header of an answer would be trained"):
+        template.render(messages)
+
+
+LLAMA_31 = """{{- bos_token }}{%- set date = strftime_now("%d %b %Y") %}{{- date }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' + tool_call.arguments | tojson + "}<|eot_id|>" }}
+    {%- elif message.role == "tool" or message.role == "ipython" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" + message.content | tojson + "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}"""
+# As DeepSeek's: arguments are concatenated, and must be text.
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.id + ' ' + call.function.name + '\n' + ARGUMENTS }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LLAMA_31,
+        TEXT_ARGUMENTS.replace("ARGUMENTS", "call.function.arguments"),
+        TEXT_ARGUMENTS.replace("ARGUMENTS", "(call.function.arguments | string)"),
+    ],
+)
+def test_tool_rows_equal_those_of_transformers(source: str, tokenizer: Tokenizer, theirs: Any) -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "天气？"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3°", "tool_call_id": "call00001", "name": "weather"},
+        {"role": "assistant", "content": "三度"},
+    ]
+    row = parse_row({"messages": messages})
+    rendered = ChatTemplate(source, tokenizer, "a").render(row.messages)
+    if source != LLAMA_31:
+        call["function"] |= {"arguments": '{"city": "北京"}'}
+    assert rendered.text == theirs.apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert len(rendered.answers) == 2 and "weather" in rendered.text[slice(*rendered.answers[0])]
+
+
+def test_reasoning_is_rendered_or_refused(tokenizer: Tokenizer) -> None:
+    row = parse_row(
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "quick", "reasoning_content": "brown"},
+            ]
+        }
+    )
+    source = NAMED_TEMPLATES["chatml"].replace(
+        "generation %}{{", "generation %}{{ '<think>' + message.reasoning_content + '</think>' +"
+    )
+    rendered = ChatTemplate(source, tokenizer, "a").render(row.messages)
+    assert rendered.text[slice(*rendered.answers[0])] == "<think>brown</think>quick<|im_end|>"
+    with pytest.raises(ConversationError, match="does not support reasoning"):
+        load_template("chatml", tokenizer).render(row.messages)
+
+
+def test_named_templates_of_a_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    named = {
+        "default": NAMED_TEMPLATES["chatml"],
+        "tool_use": NAMED_TEMPLATES["qwen"],
+        "rag": "{{ messages | length }}",
+    }
+    templates = [{"name": name, "template": source} for name, source in named.items()]
+    of_config = Tokenizer(tokenizer.content, {**tokenizer._config, "chat_template": templates})
+    folder = tmp_path / "tokenizer"
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(named["default"], encoding="utf-8")
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("rag", "tool_use"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(named[name], encoding="utf-8")
+    for of in (of_config, Tokenizer.load(folder)):
+        own = load_template("auto", of)
+        assert own.render(tuple(CHAT)) == load_template("chatml", of).render(tuple(CHAT))
+        assert "<tools>" in own.render(tuple(CHAT), ({"name": "weather"},)).text
+        assert load_template("rag", of).render_prompt(tuple(CHAT)).text == "5"
+
+
 def test_errors(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match="has no chat template"):
         load_template("auto", tokenizer)

@@ -154,3 +154,22 @@ def test_weights_require_answers_that_can_be_located(tokenizer: Tokenizer) -> No
         tokenize_row(row, ChatTemplate(source, tokenizer, "last"), tokenizer, "assistant")
     unmarked = ChatTemplate("{{ messages | length }}{{ messages[-1].content }}", tokenizer, "counts")
     assert shown(tokenize_row(row, unmarked, tokenizer, "all"), tokenizer) == "⟦4d⟧"
+
+
+def test_turns_keep_their_order(tokenizer: Tokenizer) -> None:
+    """Two turns of the assistant, of which the first has a call."""
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"function": CALL}]},
+        {"role": "assistant", "content": "c"},
+    ]
+    row = parse_row({"messages": turns, "tools": [TOOL]})
+    called = CALLED.replace("⟦", "⟦b\n")
+    assert shown(tokenize_row(row, load_template("qwen", tokenizer), tokenizer, "assistant"), tokenizer) == (
+        TOOLS + user("a") + called + said("c")
+    )
+    alternating = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}"
+    )
+    with pytest.raises(ConversationError, match="refuses it"):
+        tokenize_row(row, ChatTemplate(f"{alternating}{{% endif %}}{{% endfor %}}", tokenizer, "a"), tokenizer, "all")

@@ -248,3 +248,59 @@ def test_spans_of_a_file_have_each_row_once(
         result += [(count_rows_before(span) + number, row.segments[0][0]) for number, row in read_rows(span, bad)]
     texts = ["bad" if text == "{}" else json.loads(text)["text"] for text in rows]
     assert sorted(result) == list(enumerate(texts, start=1))
+
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "weights"),
+    [
+        ({"messages": [QUESTION, {**ANSWER, "train": False}, QUESTION, ANSWER]}, [0.0, 1.0]),
+        ({"messages": [QUESTION, {**ANSWER, "label": False}, QUESTION, {**ANSWER, "weight": 0.5}]}, [0.0, 0.5]),
+        ({"messages": [QUESTION, ANSWER], "weight": 0.5}, [0.5]),
+        ({"instruction": "q", "output": "a", "weight": 2, "train": True, "label": True}, [2.0]),
+    ],
+)
+def test_weights_of_rows_and_turns(row: dict[str, Any], weights: list[float]) -> None:
+    assert [message.weight for message in parse_row(row).messages if message.role == "assistant"] == weights
+
+
+def test_what_turns_say_of_themselves_reaches_the_template() -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    row = parse_row(
+        {
+            "messages": [
+                {"role": "user", "name": "ann", "content": ["one ", {"type": "text", "text": "two"}]},
+                {"role": "assistant", "thinking": "hm", "tool_calls": [call]},
+                {"role": "tool", "content": "3", "tool_call_id": "call00001", "name": "f"},
+                ANSWER,
+            ]
+        }
+    )
+    first, called, result, _ = row.messages
+    assert (first.content, first.name) == ("one two", "ann")
+    assert called.reasoning_content == "hm"
+    assert called.tool_calls == ({"name": "f", "arguments": {}, "id": "call00001"},)
+    assert (result.tool_call_id, result.name) == ("call00001", "f")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "q", "completion": "a", "label": False}, "field label: false marks an answer not to be imitated"),
+        ({"messages": [QUESTION, ANSWER], "train": False}, "nothing of the row is to be trained"),
+        ({"text": "a", "weight": 0.5}, "field weight: expected a row of messages"),
+        ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "field images: only text can be trained on"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, ANSWER]},
+            'field messages\\[0\\].content\\[0\\]: only text can be trained on, not "image_url"',
+        ),
+        ({"messages": [{**QUESTION, "thinking": "hm"}, ANSWER]}, "only an assistant's turn can have reasoning"),
+        ({"messages": [QUESTION, {**ANSWER, "train": 1}]}, r"field messages\[1\].train: expected true or false"),
+    ],
+)
+def test_fields_that_cannot_be_used_are_refused(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConversationError, match=reason):
+        parse_row(row)
