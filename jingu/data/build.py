@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ MAX_BUFFERED_IDS = 1 << 22
 PROGRESS_NAME = "progress.json"
 UNITS_NAME = "units"
 SKIPPED_NAME = "skipped.txt"
+# Hashes that decide for validation and for training, whatever the fraction.
+MIN_HASH = 1
+MAX_HASH = 2**64 - 1
 # A build that fails after this time keeps its finished units, so that the next one can resume.
 RESUMABLE_AFTER_SECONDS = 10.0
 
@@ -113,12 +116,14 @@ def build_source(
     if is_already_built(Path(data.path), settings):
         return
     units = plan_units(files)
+    # Of a corpus of one text, the last lines are for validation.
+    is_single_text = len(files) == 1 and files[0].kind == "text" and data.documents == "file"
     max_workers = num_usable_cores() if data.num_workers == "auto" else data.num_workers
     job = BuildJob(
         data,
         tokenizer,
         settings,
-        partial(_encode_documents, tokenizer_path.absolute(), tokenizer.fingerprint(), data),
+        partial(_encode_documents, tokenizer_path.absolute(), tokenizer.fingerprint(), data, is_single_text),
         units,
         sizes=[sum(span.end - span.start for span in unit) for unit in units],
         workers=min(max_workers, max(len(units), 1)),
@@ -287,7 +292,7 @@ def load_worker_tokenizer(path: Path, fingerprint: str) -> Tokenizer:
 
 
 def _encode_documents(
-    path: Path, fingerprint: str, data: DataSettings, unit: tuple[Span, ...], counts: ReadCounts
+    path: Path, fingerprint: str, data: DataSettings, is_single_text: bool, unit: tuple[Span, ...], counts: ReadCounts
 ) -> Iterator[EncodedDocuments]:
     """Encode the documents of a unit with the tokenizer in `path`, about `MAX_BUFFERED_IDS` ids at a time."""
     tokenizer = load_worker_tokenizer(path, fingerprint)
@@ -296,7 +301,10 @@ def _encode_documents(
     eos = np.array([tokenizer.eos_token_id], dtype)
     batch: list[tuple[CorpusDocument, npt.NDArray[Any]]] = []
     buffered_ids = 0
-    for document in read_documents(unit, data, counts):
+    documents = read_documents(unit, data, counts)
+    if is_single_text and data.validation_fraction:
+        documents = (part for document in documents for part in _divide_text(document, data.validation_fraction))
+    for document in documents:
         # A long document is encoded in parts.
         ids = np.concatenate([bos, *tokenizer.encode_parts(document.text, dtype), eos])
         batch.append((document, ids))
@@ -309,13 +317,27 @@ def _encode_documents(
         yield _pack_documents(batch)
 
 
+def _divide_text(document: CorpusDocument, validation_fraction: float) -> list[CorpusDocument]:
+    """Return the beginning of a text for training, and its last lines for validation."""
+    text = document.text
+    target = int(len(text) * (1 - validation_fraction))
+    # Cut at a line, if one begins near; the training part then has at least half as much as it should.
+    cut = text.rfind("\n", max(target // 2, 2 * target - len(text)), target) + 1 or target
+    if not 0 < cut < len(text):
+        return [document]
+    size = len(text[:cut].encode())
+    beginning = replace(document, text=text[:cut], bytes=size, hash=MAX_HASH)
+    end = replace(document, text=text[cut:], bytes=document.bytes - size, position=size, hash=MIN_HASH)
+    return [beginning, end]
+
+
 def _pack_documents(batch: list[tuple[CorpusDocument, npt.NDArray[Any]]]) -> EncodedDocuments:
     """Return documents and their ids as arrays."""
     return EncodedDocuments(
         ids=np.concatenate([ids for _, ids in batch]),
         lengths=np.array([len(ids) for _, ids in batch]),
         text_bytes=np.array([document.bytes for document, _ in batch]),
-        hashes=np.array([hash_document(document.text.encode()) for document, _ in batch], dtype=np.uint64),
+        hashes=np.array([document.hash or hash_document(document.text.encode()) for document, _ in batch], np.uint64),
         sidecar=np.array([(document.file.number, document.position) for document, _ in batch]),
     )
 

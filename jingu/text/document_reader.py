@@ -29,6 +29,7 @@ class CorpusDocument:
     file: CorpusFile
     # Its first byte in the file, or its row from 1 in files of rows; -1: the whole file is this document.
     position: int
+    hash: int = 0  # decides whether it is for validation; 0: the hash of its text does
 
 
 def format_location(path: str, position: int) -> str:

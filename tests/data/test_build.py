@@ -22,6 +22,7 @@ import jingu.data.build as build_module
 import jingu.data.shard_writer as writing_module
 from jingu.config.schema import RunConfig
 from jingu.data.build import build
+from jingu.data.dataset import open_dataset
 from jingu.data.dataset_manifest import DatasetManifest
 from jingu.data.indexed_dataset import IndexedReader, IndexedWriter
 from jingu.data.inspection import inspect
@@ -161,6 +162,30 @@ def test_a_small_corpus_holds_out_at_least_one(
     manifest = manifest_of(config)
     assert (manifest.train.documents, manifest.validation.documents) == sizes
     assert len(list(Path(config.data.path).glob("validation-0*.bin"))) == min(sizes[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "validation"),
+    [
+        ("".join(f"line {index}\n" for index in range(50)), "".join(f"line {i}\n" for i in range(39, 50))),
+        ("ab" * 40, 16),
+    ],
+)
+def test_the_end_of_a_single_text_is_held_out(
+    make_config: MakeConfig, tmp_path: Path, text: str, validation: str | int
+) -> None:
+    (tmp_path / "only.txt").write_text(text)
+    config = make_config(input=str(tmp_path / "only.txt"))
+    build(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    parts = []
+    for split in ("train", "validation"):
+        dataset = open_dataset(Path(config.data.path), split)
+        parts.append(tokenizer.decode(dataset.gather(np.array([0]), dataset.tokens)[0].tolist()))
+    assert "".join(parts) == text
+    assert parts[1] == (text[-validation:] if isinstance(validation, int) else validation)
+    manifest = manifest_of(config)
+    assert [manifest.train.text_bytes, manifest.validation.text_bytes] == [len(part) for part in parts]
 
 
 def test_one_document_cannot_be_split(make_config: MakeConfig, tmp_path: Path) -> None:
