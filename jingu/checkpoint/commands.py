@@ -16,8 +16,9 @@ from jingu.checkpoint.remote import CheckpointPath, checkpoint_path
 from jingu.checkpoint.resume import all_steps, copies_url, find_latest, newest_complete, step_folder
 from jingu.checkpoint.retention import Retention, delete_leftovers
 from jingu.checkpoint.retention import prune as prune_steps
-from jingu.checkpoint.save_folder import delete_folder, read_state
+from jingu.checkpoint.save_folder import delete_folder, read_state, tensor_names
 from jingu.checkpoint.save_folder import verify as find_problems
+from jingu.checkpoint.shards import has_nan_or_infinity
 from jingu.checkpoint.store import CheckpointReader
 from jingu.errors import JinguError
 from jingu.formatting import format_bytes, print_table
@@ -85,7 +86,7 @@ def verify(path: CheckpointPath) -> None:
         raise _no_checkpoint(path)
     damaged = []
     for folder in folders:
-        problems = find_problems(folder)
+        problems = find_problems(folder) or _find_nonfinite_weights(folder)
         if not problems:
             _print_contents(folder)
         elif not _is_checkpoint(path) and not folder.is_dir():
@@ -105,6 +106,13 @@ def verify(path: CheckpointPath) -> None:
             if newest is None
             else f"Delete what is damaged; training resumes from the newest good checkpoint, step {newest}.",
         )
+
+
+def _find_nonfinite_weights(folder: CheckpointPath) -> list[str]:
+    """Return a sentence about the weights that contain NaN or infinity, if any do."""
+    reader = CheckpointReader(folder)
+    names = [name for name in tensor_names(folder, "model/") if has_nan_or_infinity(reader.read(name))]
+    return [f"{len(names)} of the weights contain NaN or infinity, such as {names[0]}"] if names else []
 
 
 def _print_contents(folder: CheckpointPath) -> None:

@@ -19,7 +19,7 @@ _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run stay; the newest always does.
+    """Which checkpoints of a run stay; the newest always does, and the newest whose loss was finite.
 
     Attributes:
         last: this many of the newest ones.
@@ -109,15 +109,21 @@ def prune(checkpoints: CheckpointPath, retention: Retention, current: int) -> li
 def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Retention) -> list[int]:
     """Return the steps whose checkpoints need not stay. Of equally good ones the later counts as better."""
     measured = []
-    for step in steps if retention.best else []:
+    stay = set(steps[-retention.last :])
+    has_finite = False
+    for step in reversed(steps):
+        if has_finite and not retention.best:
+            break
         try:
             progress = read_state(step_folder(checkpoints, step)).get("progress", {})
         except CheckpointError:
             continue
+        if not has_finite and not progress.get("nonfinite_steps"):
+            has_finite = True
+            stay.add(step)
         value = (progress.get("evaluation") or {}).get(retention.metric)
         if isinstance(value, int | float) and value == value:  # not NaN
             measured.append((value, -step))
-    stay = set(steps[-retention.last :])
     stay |= {-negative_step for _, negative_step in sorted(measured)[: retention.best]}
     if retention.every:
         stay |= {step for step in steps if step % retention.every == 0}

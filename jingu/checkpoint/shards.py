@@ -119,6 +119,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def has_nan_or_infinity(tensor: Tensor) -> bool:
+    """Return whether some element is not finite."""
+    # Both show in the smallest or the largest element.
+    return bool(tensor.numel()) and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
 def piece_bytes(block: TensorBlock, piece: Piece) -> memoryview:
     """Return the row-major bytes of a piece of a block; without a copy where they are contiguous in main memory."""
     return tensor_bytes(subblock(block.local, block.offset, piece.offset, piece.shape).contiguous().cpu())

@@ -31,6 +31,7 @@ CHANGEABLE_KEYS = frozenset(
         "train.compile",
         "train.activation_checkpointing",
         "train.log_every",
+        "train.on_divergence",
         "train.tensorboard",
         "device",
         # Evaluations and checkpoints do not change training.

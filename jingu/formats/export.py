@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.save_folder import write_all
-from jingu.checkpoint.shards import DTYPE_NAMES, tensor_bytes
+from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_bytes
 from jingu.errors import JinguError
 from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
 from jingu.formats.models import open_model
@@ -26,6 +27,7 @@ from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
 
+_LOGGER = logging.getLogger("jingu")
 ReadTensor = Callable[[str], Tensor]
 
 # Largest size of a weight file, except for one with a single larger tensor.
@@ -130,20 +132,21 @@ def export_hf(
         if not (folder / "tokenizer.json").is_file():
             Tokenizer.load(tokenizer_folder).save(folder)
         with single_thread():  # casts and checks keep up with the disk
-            broken = _write_weights(folder, spec, read, dtype, shard_bytes, check)
-        if broken:
+            broken = _write_weights(folder, spec, read, dtype, shard_bytes)
+        problem = f"{len(broken)} of the weights contain NaN or infinity in {config['dtype']}: {', '.join(broken)}."
+        if broken and not check:
+            _LOGGER.warning("%s: %s", to, problem)
+        elif broken:
             raise JinguError(
-                f"{len(broken)} of the weights contain NaN or infinity in {config['dtype']}: {', '.join(broken)}.",
+                problem,
                 where=to,
                 fix="Nothing was written. Use an earlier checkpoint, or another dtype if the weights are too large "
                 "for this one.",
             )
 
 
-def _write_weights(
-    folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int, check: bool
-) -> list[str]:
-    """Write the weight files, and their index if there are several; return the names of tensors that fail the check."""
+def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+    """Write the weight files, and their index if there are several; return the names of tensors that are not finite."""
     mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
     sizes = [prod(mapping.shape) * dtype.itemsize for mapping in mappings]
     shards = _split_into_shards(mappings, sizes, shard_bytes)
@@ -159,7 +162,7 @@ def _write_weights(
                 is_finite = True
                 elements = 0
                 for chunk in _chunks(_hf_parts(mapping, read), dtype):
-                    is_finite = is_finite and not (check and _has_nan_or_infinity(chunk))
+                    is_finite = is_finite and not has_nan_or_infinity(chunk)
                     elements += chunk.numel()
                     write_all(file, tensor_bytes(chunk))
                 # The header promises this many.
@@ -178,11 +181,6 @@ def _chunks(parts: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     for part in parts:
         for chunk in part.split(max(1, CHUNK_ELEMENTS * len(part) // max(1, part.numel()))):
             yield chunk.to("cpu", dtype).contiguous()
-
-
-def _has_nan_or_infinity(tensor: Tensor) -> bool:
-    # Both show in the smallest or the largest element.
-    return bool(tensor.numel()) and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def _cache_last(read: ReadTensor) -> ReadTensor:

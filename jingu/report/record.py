@@ -34,6 +34,7 @@ class RunRecord:
     evaluations: dict[int, Row] = field(default_factory=dict)
     samples: dict[tuple[int, str], Row] = field(default_factory=dict)
     baselines: dict[str, Row] = field(default_factory=dict)
+    divergences: list[Row] = field(default_factory=list)
     config: str = ""
     model: str = ""
     family: str = ""
@@ -43,6 +44,11 @@ class RunRecord:
     def resumes(self) -> list[int]:
         """Steps from which the run was resumed."""
         return [start["step"] for start in self.starts[1:]]
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the loss was not finite at the last step."""
+        return bool(self.train) and not math.isfinite(get_number(self.train[max(self.train)], "loss"))
 
     @property
     def alike(self) -> list[dict[int, Row]]:
@@ -129,6 +135,8 @@ def _add_row(row: Row, record: RunRecord) -> None:
         return
     if kind == "start":
         record.starts.append(row)
+    elif kind == "divergence":
+        record.divergences.append(row)
     elif kind == "train":
         record.train[step] = row
     elif kind == "evaluation":

@@ -5,6 +5,7 @@ They are saved in the background or at once, and loaded from disk, from an addre
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -62,6 +63,10 @@ class Progress:
         optimizer_reset_step: step at which --fresh-optimizer reset the optimizer, if every start since then had that
             option, too.
         sample_hash: hash of the samples that the run was trained on.
+        nonfinite_steps: number of steps in a row, up to the last one, whose loss or gradient was not finite.
+        lr_scale: factor on the learning rate, which every rollback halves.
+        mean_loss: moving average of the logged losses.
+        lowest_loss: the lowest value of that average.
     """
 
     step: int = 0
@@ -74,6 +79,22 @@ class Progress:
     loss_scale: LossScale = field(default_factory=LossScale)
     optimizer_reset_step: int | None = None
     sample_hash: SampleHash = field(default_factory=SampleHash)
+    nonfinite_steps: int = 0
+    lr_scale: float = 1.0
+    mean_loss: float | None = None
+    lowest_loss: float | None = None
+
+    def add_loss(self, loss: float) -> bool:
+        """Add a logged loss to the moving average. Returns whether the average has just risen far above its past."""
+        if not math.isfinite(loss):
+            return False
+        if self.mean_loss is None or self.lowest_loss is None:
+            self.mean_loss = self.lowest_loss = loss
+        limit = 1.3 * self.lowest_loss + 0.3
+        was_high = self.mean_loss > limit
+        self.mean_loss += 0.25 * (loss - self.mean_loss)
+        self.lowest_loss = min(self.lowest_loss, self.mean_loss)
+        return self.mean_loss > limit and not was_high
 
 
 def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, TensorBlock]:
@@ -183,7 +204,7 @@ class Checkpointer:
             except CheckpointError as error:
                 log_warning(f"{error} Training continues without this checkpoint.")
         else:
-            self._wait_for_saver()
+            self.wait()
             folder = step_folder(self._run.checkpoints, progress.step)
             copies = copies_url(self._run.config)
             self._saver.save(folder, self._get_tensors(), self._state(progress), self._retention, copies)
@@ -212,7 +233,7 @@ class Checkpointer:
             timer.daemon = True
             timer.start()
         try:
-            self._wait_for_saver()
+            self.wait()
             self._save_now(progress)
             if self._memory is not None:
                 self._memory.delete()
@@ -232,7 +253,7 @@ class Checkpointer:
         if result is not None and result.problem is not None:
             log_warning(f"{result.folder}: {result.problem.removesuffix('.')}. Training continues.")
 
-    def _wait_for_saver(self) -> None:
+    def wait(self) -> None:
         """Wait until no rank has a save in progress. The first rank's includes the copy to another place."""
 
         def is_done(seconds: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from tqdm import tqdm
 from jingu.checkpoint.resume import step_folder
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.train import FP16Settings
-from jingu.errors import pluralize
+from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_duration, format_rounded
 from jingu.parallel.pipeline import ParallelModel
 from jingu.runtime.device import peak_memory
-from jingu.runtime.log import log_info
+from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import CollectiveStop
 from jingu.training.checkpointing import Checkpointer, Progress
@@ -30,6 +29,16 @@ from jingu.training.throughput import ThroughputMeter
 
 # `MetricsFile.write`; on ranks other than the first it does nothing.
 WriteMetrics = Callable[..., None]
+
+
+# The loop reads at least every so many steps whether the loss is finite: reading waits for the device.
+CHECK_EVERY = 10
+# Steps in a row without a finite loss and gradient after which a run has diverged.
+DIVERGENCE_STEPS = 3
+
+
+class DivergenceError(JinguError):
+    """The loss of a run is no longer finite."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +69,25 @@ def train_loop(
 
     Returns:
         Whether the run is complete; False if a signal stopped it (and the state is saved).
+
+    Raises:
+        DivergenceError: the loss is not finite, and `train.on_divergence` is not `continue`.
     """
     config = trainer.run.config
     steps = config.train.steps
     # Losses are summed on the device, so that most steps never wait for it.
     loss_sum = torch.tensor(progress.loss_sum, dtype=torch.float64, device=trainer.ranks.device)
-    has_diverged = False
+    nonfinite_steps = torch.tensor(progress.nonfinite_steps, device=trainer.ranks.device)
     if progress.evaluation_due:
         # The run was stopped right before this evaluation.
-        progress.evaluation_due = False
         _evaluate(trainer, progress, write)
     trainer.meter.start(progress)
-    # tqdm disables a bar by itself (None) where there is no terminal.
-    disable_bar = None if trainer.ranks.is_first else True
-    with tqdm(total=steps, initial=progress.step, unit="step", disable=disable_bar, dynamic_ncols=True) as bar:
+    with _progress_bar(trainer, progress) as bar:
         while progress.step < steps:
             # 1. Take one optimizer step.
             result = _run_step(trainer, progress)
             loss_sum += result.loss
-            progress.step += 1
-            progress.loss_steps += 1
-            progress.tokens += trainer.plan.tokens_per_step
+            nonfinite_steps = (nonfinite_steps + 1) * ~result.is_finite
             bar.update()
 
             # 2. Decide, equally on all ranks, what follows the step.
@@ -94,37 +101,89 @@ def train_loop(
             evaluates = evaluation_due and not is_stopped
             # A stopped run evaluates when it resumes.
             progress.evaluation_due = evaluation_due and is_stopped
-            if not (logs or saves or copies or evaluates):
+            if not (logs or saves or copies or evaluates or _is_due(progress.step, CHECK_EVERY)):
                 continue
 
             # 3. Read the losses, which waits for the device; only then does the clock show the time of the steps.
             progress.loss_sum = float(loss_sum.item())
             trainer.meter.update(progress)
 
-            # 4. Log, evaluate and save.
+            # 4. Log, and end a run that has diverged.
             if logs:
-                has_diverged = _log(trainer, progress, result, write, bar, has_diverged)
+                _log(trainer, progress, result, write, bar)
                 loss_sum.zero_()
+            is_valid = _check_divergence(trainer.run, progress, int(nonfinite_steps.item()))
+
+            # 5. Evaluate and save.
             if evaluates:
                 _evaluate(trainer, progress, write)
             if is_last:
                 checkpointer.save_final(progress)
-            elif is_stopped:
+            elif is_stopped and is_valid:
                 checkpointer.save_final(progress, config.checkpoint.grace_seconds, shared.stop)
-            elif saves:
+            elif saves and is_valid:
                 checkpointer.save(progress)
-            if copies:
+            if copies and is_valid:
                 checkpointer.copy(progress)
             if is_stopped:
-                log_info(f"Stopped and saved at step {progress.step} of {steps}. The same command resumes the run.")
+                _log_stop(progress, steps, is_valid)
                 break
-            # 5. Leave evaluation and saving out of the training time.
+            # 6. Leave evaluation and saving out of the training time.
             trainer.meter.skip()
     stop.settle()
     if progress.step == steps:
-        results = ", ".join(filter(None, [pluralize(steps, "step"), _format_validation(progress)]))
-        log_info(f"Complete: {results}. The checkpoint is {step_folder(trainer.run.checkpoints, steps)}.")
+        _log_completion(trainer, progress)
     return progress.step >= steps
+
+
+def _progress_bar(trainer: Trainer, progress: Progress) -> tqdm:
+    # tqdm disables a bar by itself (None) where there is no terminal.
+    disable = None if trainer.ranks.is_first else True
+    steps = trainer.run.config.train.steps
+    return tqdm(total=steps, initial=progress.step, unit="step", disable=disable, dynamic_ncols=True)
+
+
+def _log_stop(progress: Progress, steps: int, is_saved: bool) -> None:
+    action = "Stopped and saved" if is_saved else "Stopped without saving"
+    log_info(f"{action} at step {progress.step} of {steps}. The same command resumes the run.")
+
+
+def _log_completion(trainer: Trainer, progress: Progress) -> None:
+    warning = "the loss is not finite" if progress.nonfinite_steps else ""
+    results = ", ".join(filter(None, [pluralize(progress.step, "step"), _format_validation(progress), warning]))
+    log_info(f"Complete: {results}. The checkpoint is {step_folder(trainer.run.checkpoints, progress.step)}.")
+
+
+def _check_divergence(run: Run, progress: Progress, nonfinite_steps: int) -> bool:
+    """Log when the loss becomes non-finite, and when it recovers.
+
+    Returns:
+        Whether the weights may be saved.
+
+    Raises:
+        DivergenceError: the run has diverged, and `train.on_divergence` is not `continue`.
+    """
+    train = run.config.train
+    first = progress.step - nonfinite_steps + 1
+    if nonfinite_steps and not progress.nonfinite_steps:
+        log_warning(f"The loss or its gradient is not finite since step {first}. A lower optimizer.lr may help.")
+    elif progress.nonfinite_steps and not nonfinite_steps:
+        log_info(f"The loss is finite again at step {progress.step}.")
+    progress.nonfinite_steps = nonfinite_steps
+    # fp16 skips these steps, and its weights stay as they were.
+    keeps_weights = run.config.precision.type == "fp16"
+    limit = DIVERGENCE_STEPS
+    if progress.step == train.steps and not keeps_weights:
+        limit = 1
+    if train.on_divergence == "continue" or nonfinite_steps < limit:
+        return train.on_divergence == "continue" or keeps_weights or not nonfinite_steps
+    raise DivergenceError(
+        f"the run has diverged: its loss or gradient is not finite since step {first}.",
+        where=run.folder,
+        fix="Its checkpoints are from before. Resume with a lower rate (optimizer.lr=... --allow optimizer), or let "
+        "train.on_divergence=rollback halve it; a longer schedule.warmup or a lower train.max_grad_norm may help a new "
+        "run.",
+    )
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -132,11 +191,11 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
-    """Take one optimizer step with the learning rate and the loss scale of the moment."""
+    """Take one optimizer step with the learning rate and the loss scale of the moment, and count it."""
     config = trainer.run.config
     # The schedule is a pure function of the step, so a resumed run needs no other state.
     lr = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
-    set_learning_rate(trainer.optimizer, lr)
+    set_learning_rate(trainer.optimizer, lr * progress.lr_scale)
     precision = config.precision
     is_fp16 = isinstance(precision, FP16Settings)
     result = train_step(
@@ -155,17 +214,14 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
             f"Step {progress.step + 1} is skipped: its gradient overflowed fp16. The loss scale is now "
             f"{progress.loss_scale.value:g}."
         )
+    progress.step += 1
+    progress.loss_steps += 1
+    progress.tokens += trainer.plan.tokens_per_step
     return result
 
 
-def _log(
-    trainer: Trainer, progress: Progress, result: StepResult, write: WriteMetrics, bar: tqdm, has_diverged: bool
-) -> bool:
-    """Write a line of metrics, and warn when the loss becomes non-finite and when it recovers.
-
-    Returns:
-        Whether the loss is non-finite.
-    """
+def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteMetrics, bar: tqdm) -> None:
+    """Write a line of metrics, and warn when the loss rises far above its past."""
     loss = progress.loss_sum / progress.loss_steps
     progress.loss_sum = 0.0
     progress.loss_steps = 0
@@ -196,15 +252,17 @@ def _log(
         peak_share=share,
         memory_bytes=peak_memory(trainer.ranks.device),
     )
-    if has_diverged and math.isfinite(loss):
-        log_info(f"The loss is finite again at step {progress.step}.")
-    elif not has_diverged and not math.isfinite(loss):
-        log_info(f"The loss is {loss} at step {progress.step}: the run has diverged. A lower optimizer.lr may help.")
-    return not math.isfinite(loss)
+    if progress.add_loss(loss):
+        log_warning(
+            f"The loss has risen far above its past: {loss:.3f} at step {progress.step}, from about "
+            f"{progress.lowest_loss:.3f}. If it stays there, resume from an earlier step with a lower optimizer.lr."
+        )
+        write("divergence", progress.step, action="none", loss=loss, lowest_loss=progress.lowest_loss)
 
 
 def _evaluate(trainer: Trainer, progress: Progress, write: WriteMetrics) -> None:
     """Let the task evaluate the model, and write what it returns."""
+    progress.evaluation_due = False
     config = trainer.run.config
     if not config.evaluation.every:
         return

@@ -125,7 +125,6 @@ class AdamW8bit(AdamW):
     def __init__(self, *arguments: Any) -> None:
         import_bitsandbytes()
         super().__init__(*arguments)
-        self._steps: dict[nn.Parameter, int] = {}
 
     def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
         """Return the state of a parameter.
@@ -148,7 +147,8 @@ class AdamW8bit(AdamW):
         scales = shard.new_empty((*shard.shape[:-1], shard.shape[-1] // QUANTIZATION_BLOCK), dtype=torch.float32)
         slots = {"exp_avg": codes, "exp_avg_scale": scales, "exp_avg_sq": codes, "exp_avg_sq_scale": scales}
         moments = {slot: self.zeros_like(tensor) for slot, tensor in slots.items()}
-        return {"step": step_counter(parameter), **moments}
+        # The kernel takes the step from the host: a counter on the device would have to be waited for.
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         super().update([parameter for parameter in params if "exp_avg_scale" not in self.state[parameter]], group)
@@ -161,10 +161,6 @@ class AdamW8bit(AdamW):
 
         state = self.state[parameter]
         weight = local_tensor(parameter)
-        # The steps are counted on the host, too, since reading the tensor would wait for the device.
-        if parameter not in self._steps:
-            self._steps[parameter] = int(state["step"])
-        self._steps[parameter] += 1
         state["step"] += 1
         if not weight.numel():
             return
@@ -179,7 +175,7 @@ class AdamW8bit(AdamW):
             beta3=0.0,
             alpha=0.0,
             eps=self.settings.eps,
-            step=self._steps[parameter],
+            step=int(state["step"]),
             lr=group["lr"],
             qmap1=_codebook(weight.device, signed=True),
             qmap2=_codebook(weight.device, signed=False),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -35,12 +36,12 @@ from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import local_tensor
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.runtime.device import has_compiler, is_out_of_memory, measure_peak_flops, total_memory
-from jingu.runtime.log import log_info
+from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo, all_ranks_agree
 from jingu.runtime.signals import CollectiveStop
 from jingu.training.batch_transforms import to_device
 from jingu.training.checkpointing import Checkpointer, Progress, checkpoint_tensors, open_memory_copies, resume
-from jingu.training.loop import Trainer, WriteMetrics, train_loop
+from jingu.training.loop import DivergenceError, Trainer, WriteMetrics, train_loop
 from jingu.training.metrics import MetricsFile
 from jingu.training.optimizer import build_optimizer
 from jingu.training.precision import choose_precision
@@ -52,6 +53,8 @@ from jingu.training.throughput import ThroughputMeter, training_flops_per_token
 COMPILE_SECONDS = 30.0
 # Share of a run's time that compiled blocks save, at least.
 COMPILE_SAVING = 0.05
+# A run that diverges at a smaller share of its learning rate has another problem than the rate.
+MIN_LR_SCALE = 1 / 32
 
 
 def train_run(
@@ -89,7 +92,8 @@ def train_run(
     # 3. The newest checkpoint, or the initial weights.
     get_tensors = partial(checkpoint_tensors, trainer.model, trainer.optimizer)
     memory = open_memory_copies(run, ranks, get_tensors)
-    progress = resume(run, trainer.model, ranks, get_tensors, memory)
+    load = partial(resume, run, trainer.model, ranks, get_tensors, memory)
+    progress = load()
     trainer.model.synchronize_tied_weights()
     if on_model is not None:
         on_model(trainer.model)
@@ -121,7 +125,33 @@ def train_run(
         Checkpointer(run, ranks, get_tensors, trainer.optimizer, memory) as checkpointer,
         _open_metrics(run, ranks, progress, start) as write,
     ):
-        return train_loop(trainer, progress, checkpointer, stop, write)
+        while True:
+            try:
+                return train_loop(trainer, progress, checkpointer, stop, write)
+            except DivergenceError as error:
+                checkpointer.wait()
+                progress = _roll_back(trainer, progress, load, error, write)
+
+
+def _roll_back(
+    trainer: Trainer, diverged: Progress, load: Callable[[], Progress], error: DivergenceError, write: WriteMetrics
+) -> Progress:
+    """Load the newest checkpoint, and return the progress from which to continue at half the learning rate.
+
+    Raises:
+        DivergenceError: `train.on_divergence` is `stop`, there is no checkpoint, or the rate was halved often enough.
+    """
+    scale = diverged.lr_scale / 2
+    resumed = Progress()
+    if trainer.run.config.train.on_divergence == "rollback" and scale >= MIN_LR_SCALE:
+        resumed = load()
+        trainer.model.synchronize_tied_weights()
+    if not resumed.step:
+        write("divergence", diverged.step, action="stop")
+        raise error
+    log_warning(f"{error.what} Training goes back to step {resumed.step}, at {scale:g} times the learning rate.")
+    write("divergence", resumed.step, action="rollback", diverged_step=diverged.step, lr_scale=scale)
+    return replace(resumed, lr_scale=scale)
 
 
 @contextmanager

@@ -34,6 +34,11 @@ class StepResult:
     metrics: dict[str, Tensor]
     skipped: bool
 
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether loss and gradient are finite. A gradient that overflows fp16 changes nothing, and does not count."""
+        return self.loss.isfinite() & (self.grad_norm.isfinite() | self.skipped)
+
 
 def train_step(
     model: ParallelModel,

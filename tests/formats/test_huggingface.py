@@ -315,7 +315,9 @@ def test_shards_and_tied_heads_come_back_to_the_last_bit(family: str, tokenizer_
     assert json.loads((whole / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_the_check_names_broken_weights(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_names_broken_weights(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     path, to = exported / "model.safetensors", tmp_path / "to"
     tensors = load_file(path)
     tensors["model.norm.weight"][3] = torch.nan
@@ -331,6 +333,8 @@ def test_the_check_names_broken_weights(exported: Path, tmp_path: Path, capsys: 
         assert names in capsys.readouterr().err
         assert not to.exists()
     converted(exported, to)
+    # Without the check they are written, with a warning.
+    assert f"{to}: 2 of the weights contain NaN or infinity in float32: {broken}." in caplog.text
 
 
 def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:

@@ -219,6 +219,21 @@ def _table(source: str) -> list[list[str]]:
     return [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in body.split("<tr>")[2:]]
 
 
+def test_divergence_has_a_headline(make_run: MakeRun, realistic: Rows) -> None:
+    _, seen = written(make_run(realistic))
+    assert "diverged" not in seen
+    rows = [row for row in realistic if row["type"] == "train"]
+    rows[-1] = rows[-1] | {"loss": "nan"}
+    rows.append({"type": "divergence", "step": 900, "action": "rollback", "diverged_step": 1013, "lr_scale": 0.5})
+    rows.append({"type": "divergence", "step": 1100, "action": "none", "loss": 4.5, "lowest_loss": 2.25})
+    rows.append({"type": "divergence", "step": 1200, "action": "stop"})
+    _, seen = written(make_run(rows, name="diverged"))
+    assert "This run has diverged: its last loss is not finite." in seen
+    assert "Step 1,013: the loss was not finite. Training went back to step 900, at 0.5 times the learning rate" in seen
+    assert "Step 1,100: the loss rose far above its past, from about 2.25 to 4.5." in seen
+    assert "Step 1,200: the loss was not finite, and training stopped." in seen
+
+
 def test_a_single_step(make_run: MakeRun) -> None:
     source, seen = written(make_run([{"type": "train", "step": 1, "loss": 8.25, "lr": 1e-5}]))
     assert "model.json" in seen and "1 step" in seen and "8.25" in seen
@@ -264,7 +279,7 @@ values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 names = st.sampled_from(
     ["loss", "lr", "grad_norm", "tokens", "seconds", "bits_per_byte", "memory_bytes", "ranks", "text"]
 )
-kinds = st.sampled_from(["start", "train", "evaluation", "sample", "baseline"])
+kinds = st.sampled_from(["divergence", "start", "train", "evaluation", "sample", "baseline"])
 any_row = st.builds(
     lambda kind, step, rest: {**rest, "type": kind, "step": step},
     kinds,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from jingu.checkpoint.commands import verify
+from jingu.cli import main
+from jingu.config.load import dump_yaml
 from jingu.data.build import build
 from jingu.data.dataset import TokenDataset
 from jingu.errors import JinguError
@@ -22,6 +26,7 @@ from jingu.training.run import Run, open_run
 from jingu.training.schedule import learning_rate
 
 STEPS = 7
+DIVERGING = {"optimizer.lr": 1e300, "train.max_grad_norm": None, "schedule.warmup": 0}
 
 
 def bare_loop(run: Run) -> tuple[Decoder, list[float], list[float]]:
@@ -145,23 +150,102 @@ def test_the_lines_of_the_metrics_file(tiny_run, train_on, done):
 
 
 def test_a_non_finite_loss_is_logged(tiny_run, train_on, done, capsys):
-    """Training continues: earlier checkpoints stay, and the user decides."""
-    config = tiny_run({"train.steps": 3, "optimizer.lr": 1e300, "train.max_grad_norm": None, "schedule.warmup": 0})
+    """Where the user wants training to continue, and to end with the weights as they are."""
+    changes = {"train.on_divergence": "continue", "checkpoint.every": 1, "checkpoint.keep_last": 1}
+    config = tiny_run({"train.steps": 6, **DIVERGING, **changes})
     train_on(1, config)
     assert done(config).column("loss")[-1] == "nan"
-    assert "The loss is nan at step " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "WARNING: The loss or its gradient is not finite since step 2. A lower optimizer.lr may help.\n" in said
+    assert "Complete: 6 steps, the loss is not finite. The checkpoint is " in said
+    # The last one before that stays, whatever the retention.
+    assert [path.name for path in sorted((done(config).folder / "checkpoints").iterdir())] == [
+        "step-00000001", "step-00000006",
+    ]  # fmt: skip
+    with pytest.raises(JinguError, match=r"1 of 2 checkpoints is damaged: step-00000006"):
+        verify(done(config).folder)
+    assert "NaN or infinity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_diverges_stops_with_an_error_and_a_finite_checkpoint(world, tiny_run, done, train_on, capsys):
+    changes = {"checkpoint.every": 1, "checkpoint.keep_last": 1, "parallel.zero_stage": 0}
+    config = tiny_run({"train.steps": 20, "train.log_every": 1, **DIVERGING, **changes})
+    with pytest.raises(
+        (JinguError, AssertionError), match="the run has diverged: its loss or gradient is not finite since step 2"
+    ):
+        train_on(world, config)
+    run = done(config)
+    assert run.column("step") == [1, 2, 3, 4]
+    assert [path.name for path in sorted((run.folder / "checkpoints").iterdir())] == ["step-00000001"]
+    assert [(line["step"], line["action"]) for line in run.lines("divergence")] == [(4, "stop")]
+    if world == 1:
+        assert "Complete" not in capsys.readouterr().err
+        assert main(["train", str(written(run, config))]) == 2
+        assert "train.on_divergence=rollback" in capsys.readouterr().err
+        verify(run.folder)
+
+
+def written(run: Any, config: Any) -> Path:
+    file: Path = run.folder / "again.yaml"
+    file.write_text(dump_yaml(config))
+    return file
+
+
+def test_a_run_that_diverges_goes_back_and_lowers_the_rate(tiny_run, done, train_on, monkeypatch, capsys):
+    """The loss of steps 4 and on is infinite while the rate is the full one."""
+    step = loop.train_step
+
+    def planted(model: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = step(model, optimizer, *arguments, **keywords)
+        is_high = optimizer.param_groups[0]["lr"] > 0.3 * config.optimizer.lr
+        return replace(result, loss=result.loss * (math.inf if is_high and keywords["step"] >= 3 else 1.0))
+
+    monkeypatch.setattr(loop, "train_step", planted)
+    changes = {"train.on_divergence": "rollback", "checkpoint.every": 2, "schedule": {"type": "constant", "warmup": 0}}
+    config = tiny_run({"train.steps": 9, "train.log_every": 1, **changes})
+    train_on(1, config)
+    run = done(config)
+    assert run.column("step") == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 3, 4, 5, 6, 7, 8, 9]
+    assert run.column("lr") == [config.optimizer.lr * scale for scale in [1] * 6 + [0.5] * 4 + [0.25] * 7]
+    lines = run.lines("divergence")
+    assert [(line["step"], line["diverged_step"], line["lr_scale"]) for line in lines] == [(2, 6, 0.5), (2, 6, 0.25)]
+    assert "Training goes back to step 2, at 0.25 times the learning rate." in capsys.readouterr().err
+    # Steps that are repeated see the same batches with the same weights.
+    losses = run.column("loss")
+    assert losses[6] == losses[2] == losses[10]
+
+
+def test_a_run_without_checkpoint_cannot_go_back(tiny_run, train_on):
+    config = tiny_run({"train.steps": 20, **DIVERGING, "train.on_divergence": "rollback"})
+    with pytest.raises(JinguError, match="the run has diverged"):
+        train_on(1, config)
+
+
+def test_a_loss_that_rises_far_above_its_past_is_logged(tiny_run, train_on, done, monkeypatch, capsys):
+    values, step = iter([3.0, 2.0, 1.5, 1.6, 1.4, 5.0, 6.0, 1.4, 1.3, 1.4]), loop.train_step
+    monkeypatch.setattr(
+        loop, "train_step", lambda *a, **k: replace(step(*a, **k), loss=torch.tensor(next(values)).double())
+    )
+    config = tiny_run({"train.steps": 10, "train.log_every": 1})
+    train_on(1, config)
+    said = [line for line in capsys.readouterr().err.splitlines() if "far above its past" in line]
+    assert len(said) == 1 and said[0].startswith("WARNING: The loss has risen far above its past: 6.000 at step 7,")
+    assert [(line["step"], line["action"]) for line in done(config).lines("divergence")] == [(7, "none")]
 
 
 def test_a_non_finite_loss_is_logged_once(tiny_run, train_on, monkeypatch, capsys):
     """And once more when it is finite again."""
-    values, step = iter([1.0, math.nan, math.inf, 2.0, 3.0, math.nan]), loop.train_step
+    values, step = iter([1.0, math.nan, math.inf, 1.2, 1.1, math.nan]), loop.train_step
     monkeypatch.setattr(
         loop, "train_step", lambda *a, **k: replace(step(*a, **k), loss=torch.tensor(next(values)).double())
     )
-    train_on(1, tiny_run({"train.steps": 6, "train.log_every": 1, "evaluation.every": 0}))
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("The loss is")]
-    assert [line.partition(":")[0] for line in told] == [
-        "The loss is nan at step 2", "The loss is finite again at step 4.", "The loss is nan at step 6",
+    changes = {"train.on_divergence": "continue", "evaluation.every": 0}
+    train_on(1, tiny_run({"train.steps": 6, "train.log_every": 1, **changes}))
+    told = [line for line in capsys.readouterr().err.splitlines() if "The loss" in line]
+    assert [line.removeprefix("WARNING: ").partition(" A lower")[0] for line in told] == [
+        "The loss or its gradient is not finite since step 2.", "The loss is finite again at step 4.",
+        "The loss or its gradient is not finite since step 6.",
     ]  # fmt: skip
 
 

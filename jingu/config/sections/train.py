@@ -228,6 +228,8 @@ class TrainSettings(Settings):
         z_loss_coef: Weight of the squared log of the softmax's normalizer, such as 1e-4; evaluations ignore it.
         neftune_alpha: Scale of the noise on token embeddings (NEFTune's alpha, such as 5), for decoders.
         compile: Whether to compile the blocks; auto: if there is a compiler and the run is long enough to benefit.
+        on_divergence: What to do when the loss is not finite for several steps: stop with an error; rollback: load the
+            newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
     """
@@ -239,6 +241,7 @@ class TrainSettings(Settings):
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
     compile: bool | Literal["auto"] = "auto"
     activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()
+    on_divergence: Literal["stop", "rollback", "continue"] = "stop"
     log_every: Positive = 10
     tensorboard: bool = False
 
