@@ -125,10 +125,11 @@ def load(
     lora_weights = read_lora_adapters(adapters or {}, stored_model)  # before the model, as loading takes time
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(resolve_device(device)) if ranks is None else ranks.device
-    default_precision = "bf16" if has_fast_bf16(place) else "fp32"
+    kind = _KINDS.get(precision)
+    # The CPU kernels for quantized matrices are fast with bf16 activations only, also on CPUs without units for bf16.
+    default_precision = "bf16" if kind is not None or has_fast_bf16(place) else "fp32"
     name = precision if precision in DTYPES else default_precision
     dtype = DTYPES[name]
-    kind = _KINDS.get(precision)
     offloader: ExpertOffloader | None = None
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)

@@ -180,7 +180,7 @@ def test_ranks_share_matrices_of_few_bits(precision: Any, folders: dict[str, Pat
 
 def few_bits_answers(folder: Path, precision: Any, ranks: Any = None, pipeline: int = 1) -> list[Any]:
     """Greedy tokens and their log-probabilities, computed in fp32."""
-    with patch("jingu.infer.inference_model.has_fast_bf16", lambda _: False):
+    with patch.dict("jingu.infer.inference_model.DTYPES", bf16=torch.float32):
         loaded = load(folder, precision, "cpu", ranks=ranks, pipeline=pipeline)
     linear = [each for each in loaded.module.modules() if isinstance(each, Linear | GroupedLinear)]
     assert any(isinstance(each.weight, PrepackedQuantizedWeight | tuple) for each in linear)

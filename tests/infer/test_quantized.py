@@ -190,6 +190,16 @@ def test_no_room_for_rounded_experts_is_told(folders: dict[str, Path], monkeypat
         load(folders["mixtral"], "int4", resident_experts="40%")
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_cpus_without_bf16_units_use_the_fast_kernels(
+    folders: dict[str, Path], precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fp32 activations PyTorch's kernels for quantized matrices are an order of magnitude slower."""
+    monkeypatch.setattr("jingu.infer.inference_model.has_fast_bf16", lambda _: False)
+    assert load(folders["llama"], precision=precision).parameter.dtype == torch.bfloat16
+    assert load(folders["llama"]).parameter.dtype == torch.float32
+
+
 def test_shapes_that_kernels_take() -> None:
     assert can_quantize(48, 48, "int8") and not can_quantize(48, 48, "int4") and can_quantize(16, 32, "int4")
     assert not can_quantize(33, 64, "int8") and not can_quantize(32, 40, "int8")
