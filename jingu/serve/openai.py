@@ -6,7 +6,7 @@ import base64
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
     }
     echoes = [service.model.tokenizer.decode(list(prompt)) if body.echo else "" for prompt in prompts]
     if body.stream:
-        return EventStream(handle, _stream(handle, body, head, echoes, service))
+        return EventStream(handle, stream_chunks(handle, body, head, _stream(handle, body, echoes, service)))
 
     async def collect() -> Any:
         choices: list[dict[str, Any]] = []
@@ -209,61 +209,50 @@ def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0)
     }
 
 
-def _stream(
-    handle: RequestHandle, body: CompletionRequest, head: dict[str, Any], echoes: Sequence[str], service: Service
-) -> AsyncIterator[bytes]:
-    """Return the server-sent events of a completion."""
+async def _stream(
+    handle: RequestHandle, body: CompletionRequest, echoes: Sequence[str], service: Service
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """Yield the choices of the chunks of each engine step."""
     n = body.n or 1
     # Characters of each choice so far.
     lengths: dict[int, int] = {}
 
-    def format_chunks(request_index: int, event: Event, token: Token) -> Iterator[dict[str, Any]]:
-        if not token.text and event.finish_reason is None and body.logprobs is None:
-            return
-        index = request_index * n + event.choice
+    def format_chunk(index: int, event: Event, token: Token) -> dict[str, Any]:
         logprobs = None
         if body.logprobs is not None and event.finish_reason != "end":
             offset = lengths.get(index, 0)
             logprobs = _format_logprobs([token], service, offset)
             lengths[index] = offset + len(logprobs["tokens"][0])
-        yield _format_choice(index, token.text, logprobs, event.finish_reason)
+        return _format_choice(index, token.text, logprobs, event.finish_reason)
 
-    first = [
+    yield [
         _format_choice(request_index * n + choice, echo)
         for request_index, echo in enumerate(echoes)
         if echo
         for choice in range(n)
     ]
-    return stream_chunks(handle, body, head, first, format_chunks)
+    async for batch in handle.batches():
+        yield [
+            format_chunk(index * n + event.choice, event, event.token)
+            for index, event in batch
+            if event.token is not None
+            and (event.token.text or event.finish_reason is not None or body.logprobs is not None)
+        ]
 
 
 async def stream_chunks(
-    handle: RequestHandle,
-    body: SamplingFields,
-    head: dict[str, Any],
-    first: list[dict[str, Any]],
-    format_chunks: Callable[[int, Event, Token], Iterator[dict[str, Any]]],
+    handle: RequestHandle, body: SamplingFields, head: dict[str, Any], batches: AsyncIterator[list[dict[str, Any]]]
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events with one choice each, and at the end the usage if it is requested.
 
     Args:
         head: the fields that all chunks share.
-        first: choices to send before the first token.
-        format_chunks: returns the choices for an event, given the index of its request, the event, and its token.
+        batches: the choices of each engine step. They are sent together, which saves writes to the socket.
     """
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     usage = {"usage": None} if include_usage else {}
-
-    def format_events(choices: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(format_event({**head, "choices": [choice], **usage}) for choice in choices)
-
-    yield format_events(first)
-    # All events of an engine step are sent together, which saves writes to the socket.
-    async for batch in handle.batches():
-        parts = [
-            format_events(format_chunks(index, event, event.token)) for index, event in batch if event.token is not None
-        ]
-        yield b"".join(parts)
+    async for choices in batches:
+        yield b"".join(format_event({**head, "choices": [choice], **usage}) for choice in choices)
     if include_usage:
         yield format_event({**head, "choices": [], "usage": format_usage(handle.stats)})
     yield b"data: [DONE]\n\n"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jingu.infer.request import Constraint
+from jingu.serve.chat_run import forced_function
 from jingu.serve.http_errors import ApiError
-from jingu.serve.openai_chat import forced_function
 from jingu.serve.protocol import ChatRequest
 
 

@@ -1,0 +1,245 @@
+"""Answer a conversation: what the chat protocols (OpenAI, Anthropic, Ollama) share.
+
+Each protocol converts its body to a `ChatRequest`, and formats the answers or their deltas in its own way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.tool_calls import ToolCall, ToolCallParser
+from jingu.errors import JinguError
+from jingu.infer.request import Constraint, FinishReason, Token
+from jingu.serve.async_engine import RequestHandle
+from jingu.serve.http_errors import bad_request
+from jingu.serve.openai import build_engine_request
+from jingu.serve.protocol import ChatMessage, ChatRequest, FunctionDefinition, ToolChoice
+from jingu.serve.service import Service, run_off_loop
+
+
+@dataclass(frozen=True)
+class ChatDelta:
+    """What a token adds to an answer.
+
+    Attributes:
+        text: that belongs to no tool call.
+        calls: all tool calls of the answer, with its last token.
+        finish_reason: None before the last token.
+    """
+
+    choice: int
+    token: Token
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """A complete answer; `text` belongs to no tool call."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    tokens: list[Token]
+    finish_reason: FinishReason
+
+
+class ChatRun:
+    """A conversation that is being answered.
+
+    Attributes:
+        handle: of the engine's request.
+    """
+
+    def __init__(self, handle: RequestHandle, parsers: list[ToolCallParser]) -> None:
+        self.handle = handle
+        # Each choice has a parser of its own, since choices are streamed in turns.
+        self._parsers = parsers
+
+    async def deltas(self) -> AsyncIterator[list[ChatDelta]]:
+        """Yield the deltas of each engine step. Raises ApiError."""
+        async for batch in self.handle.batches():
+            deltas = []
+            for _, event in batch:
+                if event.token is None:
+                    continue
+                parser = self._parsers[event.choice]
+                text = parser.push(event.token.text)
+                calls: list[ToolCall] = []
+                if event.finish_reason is not None:
+                    rest, calls = parser.finish()
+                    text += rest
+                deltas.append(ChatDelta(event.choice, event.token, text, tuple(calls), event.finish_reason))
+            yield deltas
+
+    async def collect(self) -> list[ChatAnswer]:
+        """Wait until all choices have ended; return them in order. Raises ApiError."""
+        (completions,) = await self.handle.collect()
+        answers = []
+        for completion, parser in zip(completions, self._parsers, strict=True):
+            text = parser.push(completion.text)
+            rest, calls = parser.finish()
+            answers.append(ChatAnswer(text + rest, tuple(calls), completion.tokens, completion.finish_reason))
+        return answers
+
+
+async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) -> ChatRun:
+    """Submit a conversation to the engine.
+
+    Raises:
+        ApiError: it cannot be answered as requested, or the server does not accept it now.
+        JinguError: it does not fit the model.
+    """
+    # Tools restrict the answer by a constraint, and so does a response format.
+    names = {function.name for function in allowed_functions(body)}
+    forced_name, tool_constraint = forced_function(body)
+    format_constraint = body.response_format.constraint() if body.response_format else None
+    if format_constraint is not None and names:
+        raise bad_request("`response_format` and `tools` cannot be combined", "response_format")
+    prompt = await encode_conversation(body, service)
+    engine_request = build_engine_request(
+        body,
+        prompt,
+        service,
+        n=body.n or 1,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        max_tokens=body.max_tokens or body.max_completion_tokens or service.max_new_tokens(prompt),
+        constraint=tool_constraint or format_constraint,
+        stop=service.chat_format.stop if service.chat_format else (),
+    )
+    try:
+        handle = await service.submit(request, [engine_request])
+    except JinguError as error:
+        # The constraint is made of the tools' parameters, so these are at fault.
+        if tool_constraint is not None and error.where == "constraint":
+            raise JinguError(error.what, where="tools", fix=error.fix) from error
+        raise
+    parsers = [
+        ToolCallParser(names, forced_name, tool_constraint is not None, body.parallel_tool_calls is not False)
+        for _ in range(body.n or 1)
+    ]
+    return ChatRun(handle, parsers)
+
+
+async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int, ...]:
+    """Return the token ids of a conversation."""
+    chat_format = service.chat_format
+    if chat_format is None:
+        raise bad_request(
+            "the model has no chat template: use /v1/completions, or start the server with --template", "messages"
+        )
+    if body.tool_prompt:
+        raise bad_request("`tool_prompt` is not supported: the chat template describes the tools", "tool_prompt")
+    messages = tuple(_parse_message(message, index) for index, message in enumerate(body.messages))
+    tools: tuple[JsonObject, ...] = ()
+    if allowed_functions(body):
+        tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
+    length = sum(len(message.content) for message in messages)
+    try:
+        return await run_off_loop(lambda: chat_format.encode_prompt(messages, tools), length)
+    except ConversationError as error:
+        raise bad_request(str(error), "messages") from error
+
+
+def _parse_message(message: ChatMessage, index: int) -> Message:
+    """Return a message as chat templates use it."""
+    label = f"messages[{index}]"
+    content = message.content
+    # A list of parts, of which only text can be rendered.
+    if isinstance(content, list):
+        for part in content:
+            if part.type not in ("text", "refusal") or part.text is None:
+                raise bad_request(
+                    f"`{label}.content` has a part of type {part.type[:40]!r}; only text is supported", "messages"
+                )
+        content = "".join(part.text or "" for part in content)
+    calls: list[JsonObject] = []
+    for call in message.tool_calls or []:
+        arguments: Any = call.function.arguments
+        if isinstance(arguments, str):
+            # OpenAI's form is JSON text, but templates expect an object.
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise bad_request(f"`{label}.tool_calls` has arguments that are not a JSON object", "messages")
+        calls.append({"name": call.function.name, "arguments": arguments, **({"id": call.id} if call.id else {})})
+    if content is None and not calls:
+        raise bad_request(f"`{label}` has no content", "messages")
+    role = "system" if message.role == "developer" else message.role
+    return Message(
+        role,
+        content or "",
+        tuple(calls),
+        reasoning_content=message.reasoning_content or "",
+        name=message.name or "",
+        tool_call_id=message.tool_call_id or "",
+    )
+
+
+# Tools: which functions the model may call, and constraints that make it call one.
+
+
+def allowed_functions(body: ChatRequest) -> list[FunctionDefinition]:
+    """Return the functions that the model may call."""
+    if body.tool_choice == "none":
+        return []
+    return [tool.function for tool in body.tools or []]
+
+
+def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
+    """Return the constraint that makes the model call a function, and that function's name.
+
+    If a single function is possible, the answer is its arguments. Otherwise the name is None, and the answer is an
+    object with `name` and `arguments`. If no call is required, both are None.
+    """
+    functions = allowed_functions(body)
+    choice = body.tool_choice
+    if isinstance(choice, ToolChoice):
+        functions = [function for function in functions if function.name == choice.function.name]
+        if not functions:
+            raise bad_request(f"`tool_choice` names {choice.function.name!r}, which is not in `tools`", "tool_choice")
+    elif choice != "required":
+        return None, None
+    if not functions:
+        raise bad_request("`tool_choice` requires a tool, but there are no `tools`", "tool_choice")
+    # With a single candidate the model has no name to choose, so it writes only the arguments.
+    if len(functions) == 1:
+        return functions[0].name, Constraint("json_schema", json.dumps(_parameters(functions[0])))
+    # One alternative per function: its name is a constant, and its arguments follow its schema.
+    variants = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                "arguments": _relocate(_parameters(function), f"#/anyOf/{index}/properties/arguments"),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for index, function in enumerate(functions)
+    ]
+    return None, Constraint("json_schema", json.dumps({"anyOf": variants}))
+
+
+def _parameters(function: FunctionDefinition) -> dict[str, Any]:
+    return function.parameters or function.arguments or {"type": "object", "additionalProperties": False}
+
+
+def _relocate(schema: Any, root: str) -> Any:
+    """Return a schema to embed in another at `root`, with its references adjusted."""
+    if isinstance(schema, list):
+        return [_relocate(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: root + value[1:] if key == "$ref" and str(value).startswith("#") else _relocate(value, root)
+        for key, value in schema.items()
+    }
