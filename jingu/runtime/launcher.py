@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime.gpus import cuda_visible_devices, num_usable_cores
-from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
+from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, LAUNCHER_PIPE, STOP_SIGNALS, handle_signals
 
 # Time for the other ranks to exit by themselves after one has failed.
 GRACE_SECONDS = 10.0
@@ -30,6 +30,7 @@ def launch_local_ranks(
     arguments: Sequence[str],
     output: Path | None = None,
     gpus: Sequence[int] | None = None,
+    inherit: Sequence[int] = (),
     advice: str = "Run the same command again to resume from the last checkpoint.",
 ) -> int:
     """Run `jingu ARGUMENTS` as `processes` local ranks.
@@ -40,6 +41,7 @@ def launch_local_ranks(
     Args:
         output: file for what they print; None: the terminal.
         gpus: indices of the GPUs for the ranks, in order; None: the first ones.
+        inherit: descriptors of this process that the ranks get, too.
         advice: how to fix it if a rank is killed.
 
     Returns:
@@ -60,9 +62,14 @@ def launch_local_ranks(
     }
     if gpus is not None:
         common["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    # The ranks wait for the end of this pipe, which comes when this process ends, however that happens.
+    read_end, write_end = os.pipe()
+    common[LAUNCHER_PIPE] = str(read_end)
     children: list[Child] = []
     pending_signals: list[int] = []
     with ExitStack() as stack:
+        stack.callback(os.close, read_end)
+        stack.callback(os.close, write_end)
         # Signals are forwarded once all ranks are running: a rank that starts later would miss them.
         stack.enter_context(handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS))
         log_file = stack.enter_context(output.open("wb")) if output else None
@@ -73,7 +80,12 @@ def launch_local_ranks(
                 # In a process group of its own, so that Ctrl-C reaches it only through this process, and only once.
                 children.append(
                     subprocess.Popen(
-                        command, env={**common, **rank_variables}, process_group=0, stdout=log_file, stderr=log_file
+                        command,
+                        env={**common, **rank_variables},
+                        process_group=0,
+                        stdout=log_file,
+                        stderr=log_file,
+                        pass_fds=[read_end, *inherit],
                     )
                 )
             codes = _watch(children, pending_signals)

@@ -11,10 +11,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -23,10 +25,13 @@ import torch.distributed as dist
 from jingu.errors import JinguError
 from jingu.runtime.device import retain_freed_memory
 from jingu.runtime.gpus import nccl_environment, num_usable_cores
+from jingu.runtime.signals import stop_with_launcher
 
 # How long a collective waits for other ranks.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _PATIENCE = 30.0
+# How long a machine may take to answer before it counts as unreachable.
+_CONNECT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def join_process_group(device_type: str, threads: int | None) -> Iterator[RankIn
         device_type: auto, cpu or cuda.
         threads: CPU threads of this process; None: the usable cores divided by the local ranks.
     """
+    stop_with_launcher()
     rank = _variable("RANK", 0)
     world = _variable("WORLD_SIZE", 1)
     local_rank = _variable("LOCAL_RANK", 0)
@@ -101,6 +107,9 @@ def join_process_group(device_type: str, threads: int | None) -> Iterator[RankIn
     notes = _prepare_nccl() if device.type == "cuda" else ()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if is_launched():
+        # Rank 0 itself has the store, unless its launcher has it.
+        if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):
+            _wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
         # When torchrun restarts ranks, its store may still have the addresses of the previous ones.
         attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
@@ -118,6 +127,36 @@ def join_process_group(device_type: str, threads: int | None) -> Iterator[RankIn
     finally:
         dist.destroy_process_group()
         clear_mesh_caches()
+
+
+def _wait_for_master(address: str, port: int) -> None:
+    """Wait until the process where the ranks meet answers.
+
+    Raises:
+        JinguError: its machine cannot be reached, or it has not started within the timeout.
+    """
+    start = time.monotonic()
+    is_announced = False
+    while True:
+        limit = 0.0
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+            return
+        except ConnectionRefusedError as refused:
+            # The machine is there: rank 0 may start later than this rank.
+            error: OSError = refused
+            limit = COLLECTIVE_TIMEOUT.total_seconds()
+        except OSError as caught:
+            error = caught
+        waited = time.monotonic() - start
+        if waited > limit:
+            fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
+            what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
+            raise JinguError(what, fix=fix) from error
+        if waited > _CONNECT_SECONDS and not is_announced:
+            print(f"jingu: waiting for rank 0 to start at {address}:{port}.", file=sys.stderr)
+            is_announced = True
+        time.sleep(0.2)
 
 
 def clear_mesh_caches() -> None:
@@ -165,6 +204,27 @@ def gather_from_all(value: Any) -> list[Any]:
     buffers = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
     dist.all_gather(buffers, torch.nn.functional.pad(text, (0, len(buffers[0]) - len(text))))
     return [json.loads(bytes(buffer[: int(size)].tolist())) for buffer, size in zip(buffers, sizes, strict=True)]
+
+
+def check_equal_on_all_ranks(values: Mapping[str, Any], host: str) -> None:
+    """Raise JinguError on every rank, with nodes and keys, unless all ranks have the same JSON values."""
+    # First a digest, so that many equal ranks exchange little.
+    digests = gather_from_all(sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
+    rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if rank is None:
+        return
+    everywhere = gather_from_all([host, values])
+    first_host, first = everywhere[0]
+    other_host, other = everywhere[rank]
+    differences = [
+        f"{key} is {first.get(key)} on {first_host} (rank 0) and {other.get(key)} on {other_host} (rank {rank})"
+        for key in sorted(first.keys() | other.keys())
+        if first.get(key) != other.get(key)
+    ]
+    raise JinguError(
+        f"the ranks were not started alike: {'; '.join(differences)}.",
+        fix="Start every node with the same configuration, code, libraries, data and tokenizer.",
+    )
 
 
 def is_first_failure(ranks: RankInfo) -> bool:

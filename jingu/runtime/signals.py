@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,8 @@ EXIT_INTERRUPTED = 130
 # Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again.
 EXIT_PREEMPTED = 75
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Environment variable with the descriptor of a pipe whose other end only the launcher of the ranks has.
+LAUNCHER_PIPE = "JINGU_LAUNCHER_PIPE"
 
 
 class StopRequest:
@@ -42,6 +45,19 @@ class StopRequest:
             with contextlib.suppress(OSError):
                 os.write(2, b"\nStopping after this step, and saving. Repeat to stop at once.\n")
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def stop_with_launcher() -> None:
+    """Send this process SIGTERM when the launcher that started it as a rank ends, also if it is killed."""
+    descriptor = os.environ.pop(LAUNCHER_PIPE, None)
+    if descriptor is None:
+        return
+
+    def watch() -> None:
+        os.read(int(descriptor), 1)  # returns when the other end is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

@@ -118,6 +118,12 @@ def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -
     return tensors
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of jingu and of the libraries on which the numbers of a run depend."""
+    libraries = {name: version(name) for name in ("numpy", "safetensors", "tokenizers")}
+    return {"jingu": __version__, "torch": torch.__version__, **libraries}
+
+
 class Checkpointer:
     """Saves checkpoints as the section `checkpoint` of the configuration asks for. Every rank has one, and all call
     the same methods.
@@ -144,8 +150,7 @@ class Checkpointer:
         self._settings = settings
         self._retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best, settings.best_metric)
         self._restart_clock(-1)
-        self._versions = {"python": platform.python_version(), "jingu": __version__, "torch": torch.__version__}
-        self._versions |= {name: version(name) for name in ("numpy", "safetensors", "tokenizers")}
+        self._versions = {"python": platform.python_version(), **library_versions()}
         if memory is not None:
             log_info(
                 f"The state is copied to main memory every {settings.in_memory.every} steps, twice if there are two "

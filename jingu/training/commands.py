@@ -9,8 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import xxhash
 
+import jingu
 from jingu.config.batch_plan import BatchPlan
+from jingu.config.compare import flatten
 from jingu.config.explain import closest_match
 from jingu.config.introspect import all_keys
 from jingu.config.load import dump_yaml
@@ -20,13 +23,28 @@ from jingu.parallel.stages import plan_layout
 from jingu.runtime.gpus import select_gpus
 from jingu.runtime.launcher import launch_local_ranks
 from jingu.runtime.log import log_info, log_to_folder, report_first_failure
-from jingu.runtime.ranks import RankInfo, all_ranks_agree, is_launched, join_process_group
+from jingu.runtime.ranks import (
+    RankInfo,
+    all_ranks_agree,
+    check_equal_on_all_ranks,
+    is_launched,
+    join_process_group,
+)
 from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
+from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
 from jingu.training.run import ResumeOptions, Run, lock_run, open_run, write_run_files
 from jingu.training.session import train_run
 from jingu.training.task import TaskFactory
 from jingu.training.trace import Trace
+
+# Settings that may differ from node to node: where things are, and how fast they are read.
+NODE_KEYS = frozenset(
+    {
+        *("runs_dir", "tokenizer.path", "data.path", "data.local_cache", "data.num_workers", "data.reader"),
+        *("device.threads", "parallel.offload.path", "checkpoint.in_memory.folder"),
+    }
+)
 
 
 def train(
@@ -92,7 +110,12 @@ def train_on_rank(
         # After a failure a collective may still be in flight, and the group must not be left before it ends.
         stack.callback(stop.settle, timedelta(seconds=5))
         stack.enter_context(report_first_failure(ranks))
+        if ranks.world > 1:
+            check_equal_on_all_ranks(_describe_start(config, resume_options), ranks.host)
         run, plan = open_run_with_plan(config, ranks.world, resume_options, task_factory)
+        if ranks.world > 1:
+            inputs = {"checksums of the data": run.data_checksums, "tokenizer": run.tokenizer.fingerprint()}
+            check_equal_on_all_ranks(inputs, ranks.host)
         # Only the first rank writes into the run's folder; the others must learn whether it could.
         error: Exception | None = None
         try:
@@ -115,6 +138,20 @@ def train_on_rank(
             on_model = tracer.attach
         is_complete = train_run(run, plan, ranks, stop, task_factory, on_model)
         return 0 if is_complete else stop.code
+
+
+def _describe_start(config: RunConfig, resume_options: ResumeOptions | None) -> dict[str, object]:
+    """Return what every rank must be started with: settings, options, code and libraries."""
+    settings = flatten(config.model_dump(mode="json"))
+    code = xxhash.xxh3_64()
+    for file in sorted(Path(jingu.__file__).parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    return {
+        **{key: value for key, value in settings.items() if key not in NODE_KEYS},
+        "resume options": str(resume_options or ResumeOptions()),
+        "code of jingu": code.hexdigest(),
+        **{f"version of {name}": number for name, number in library_versions().items()},
+    }
 
 
 def open_run_with_plan(
@@ -155,7 +192,9 @@ def _launch_ranks(
         arguments += ["--allow", key]
     if resume_options.fresh_optimizer:
         arguments.append("--fresh-optimizer")
-    with tempfile.TemporaryDirectory(prefix="jingu-") as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(dump_yaml(config), encoding="utf-8")
-        return launch_local_ranks(processes, ["train", str(file), *arguments], gpus=gpus)
+    # A file without a name, which is gone with the last process that has it open.
+    with tempfile.TemporaryFile() as file:
+        file.write(dump_yaml(config).encode())
+        file.flush()
+        words = ["train", f"/dev/fd/{file.fileno()}", *arguments]
+        return launch_local_ranks(processes, words, gpus=gpus, inherit=[file.fileno()])

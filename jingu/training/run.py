@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -221,8 +223,18 @@ def lock_run(run: Run) -> Iterator[None]:
     except OSError as error:
         raise run_write_error(error, run.folder) from error
     fix = "Wait for it, stop it, or choose another name (name=...)."
-    with files.lock_folder(run.folder, "another process is training this run now.", fix):
-        yield
+    owner = run.folder / ".trained-by"
+    name = "another process"
+    with suppress(OSError):
+        name = owner.read_text(encoding="utf-8") or name
+    with files.lock_folder(run.folder, f"{name} is training this run now.", fix):
+        with suppress(OSError):  # it only serves the message above
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                owner.unlink(missing_ok=True)
 
 
 def write_run_files(run: Run) -> None:

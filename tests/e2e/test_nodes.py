@@ -1,0 +1,122 @@
+"""Nodes that were started differently, that cannot meet, or whose launcher is killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import jingu
+from jingu.errors import JinguError
+from jingu.runtime.ranks import check_equal_on_all_ranks
+from jingu.training.run import lock_run, open_run
+from tests.e2e.conftest import heard
+from tests.e2e.test_dying_rank import LOCAL, LONG, PATIENCE
+
+ROOT = str(Path(jingu.__file__).parents[1])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start_node(number: int, port: int, *words: str) -> subprocess.Popen[str]:
+    """Start one of two torchrun agents with one rank each."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
+    agent += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    command = [*agent, "-m", "jingu", "train", *words]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_nodes_with_different_settings_do_not_train(run_file, tiny_run, done):
+    """Two torchrun agents, of which one was started with another learning rate and another seed."""
+    config = {"train.steps": 4}
+    file = run_file(config, name="two-nodes")
+    port = free_port()
+    nodes = [start_node(0, port, file), start_node(1, port, file, "optimizer.lr=0.123", "seed=77")]
+    output = "".join(node.communicate(timeout=PATIENCE)[1] for node in nodes)
+    assert all(node.returncode not in (0, None) for node in nodes)
+    host = socket.gethostname()
+    lr = tiny_run(config).optimizer.lr
+    assert f"optimizer.lr is {lr} on {host} (rank 0) and 0.123 on {host} (rank 1)" in output
+    assert f"seed is {tiny_run(config).seed} on {host} (rank 0) and 77 on {host} (rank 1)" in output
+    assert output.count("the ranks were not started alike") == 1
+    assert not done(tiny_run(config, name="two-nodes")).folder.exists()
+
+
+def compare_tokenizers(rank: int, world: int) -> str:
+    values = {"same": [1, 2], "tokenizer": "b" if rank == 2 else "a"}
+    try:
+        check_equal_on_all_ranks(values, f"node-{rank}")
+    except JinguError as error:
+        return error.what
+    return ""
+
+
+def test_every_rank_names_the_node_and_the_key_that_differ(ranks):
+    what = "the ranks were not started alike: tokenizer is a on node-0 (rank 0) and b on node-2 (rank 2)."
+    assert ranks.run(compare_tokenizers, 3) == [what] * 3
+
+
+def test_a_killed_launcher_takes_its_ranks_along(run_file, tiny_run, done, tmp_path):
+    """They stop as after SIGTERM: the state is saved. Nothing is left in the temporary folder."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    command = [sys.executable, *(word.format(file=run_file(LONG, name="orphans")) for word in LOCAL)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1)
+    heard(process, "epochs)")  # the last words before the first step
+    ranks = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+    process.stderr.close()
+    assert done(tiny_run(LONG, name="orphans")).checkpoint().is_dir()
+    assert [path.name for path in temporary.iterdir()] == []
+
+
+def test_a_run_in_training_names_the_process_that_trains_it(tiny_run):
+    run = open_run(tiny_run(name="owned"))
+    with lock_run(run), pytest.raises(JinguError) as caught, lock_run(run):
+        pass
+    assert caught.value.what == f"process {os.getpid()} on {socket.gethostname()} is training this run now."
+    with lock_run(run):
+        pass
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoints"]
+
+
+JOIN = """
+import sys
+from datetime import timedelta
+from jingu.errors import JinguError
+from jingu.runtime import ranks
+ranks.COLLECTIVE_TIMEOUT = timedelta(0)
+try:
+    with ranks.join_process_group("cpu", 1):
+        pass
+except JinguError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
+def test_an_unreachable_master_address_is_one_sentence(address):
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": ROOT, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    environment |= {"RANK": "1", "WORLD_SIZE": "2"}
+    result = subprocess.run([sys.executable, "-c", JOIN], env=environment, capture_output=True, text=True)
+    assert result.stdout.startswith(f"the master address {address}:{port} cannot be reached (")
+    assert "Check MASTER_ADDR and MASTER_PORT" in result.stdout
+    assert result.stderr == "" and result.returncode == 0
