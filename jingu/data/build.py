@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SupervisedSettings
-from jingu.data.dataset_manifest import CORPUS_FILES_NAME, DatasetManifest, check_sizes, print_summary
+from jingu.data.dataset_manifest import CORPUS_FILES_NAME, DatasetManifest, check_files, print_summary
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, UnitFile, encode_unit, write_splits
 from jingu.data.task_pool import Executor, map_tasks
@@ -153,7 +153,7 @@ def is_already_built(path: Path, settings: dict[str, Any]) -> bool:
         return False
     fix = "Delete the folder to build it again, or set data.path to another folder."
     refuse_changes(manifest.settings, settings, "the data set here was built", path, fix)
-    check_sizes(path, manifest.train, manifest.validation)
+    check_files(path, manifest.train, manifest.validation)
     print(f"data: already built in {path}.")
     print_summary(manifest)
     return True

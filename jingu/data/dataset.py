@@ -17,7 +17,7 @@ from jingu.data.dataset_manifest import (
     ShardEntry,
     SplitEntry,
     SplitName,
-    check_sizes,
+    check_files,
     damaged_dataset_error,
 )
 from jingu.data.indexed_dataset import IndexedReader
@@ -46,6 +46,8 @@ class TokenDataset:
     shard_starts: Int64Array
     # The index of each shard.
     readers: list[IndexedReader]
+    # Ids are below this. 0: the numbers are not ids, or the vocabulary is unknown.
+    vocab_size: int = 0
 
     @property
     def tokens(self) -> int:
@@ -104,7 +106,19 @@ class TokenDataset:
                 filled += len(ids)
                 offset = 0
                 shard = (shard + 1) % len(self.shards)
+        if self.vocab_size and rows.size and not 0 <= rows.min() <= rows.max() < self.vocab_size:
+            raise self._invalid_id_error(rows, starts)
         return rows
+
+    def _invalid_id_error(self, rows: Int64Array, starts: Int64Array) -> JinguError:
+        """Return the error for the first id outside of the vocabulary."""
+        row, column = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
+        offset = (int(starts[row]) + column) % self.tokens
+        shard, number = self.find_document(offset)
+        what = (
+            f"document {number:,} has the id {rows[row, column]:,}, but the vocabulary has {self.vocab_size:,} entries."
+        )
+        return damaged_dataset_error(self.readers[shard].path.with_suffix(".bin"), what)
 
 
 @lru_cache(maxsize=4)
@@ -143,7 +157,7 @@ def open_dataset(
     if not entry.shards:
         fix = "Build it with data.validation_fraction above 0, or set evaluation.every to 0."
         raise JinguError("the data set has no validation split.", where=path, fix=fix)
-    check_sizes(folder, entry)
+    check_files(folder, entry)
     readers = []
     for shard in entry.shards:
         reader = IndexedReader(folder / shard.name, reader_type)
@@ -151,7 +165,9 @@ def open_dataset(
             raise damaged_dataset_error(reader.path, "the index is of another data set than the manifest.")
         readers.append(reader)
     starts = np.cumsum([0, *(reader.tokens for reader in readers)], dtype=np.int64)
-    return TokenDataset(path, split, manifest, [reader.storage for reader in readers], starts, readers)
+    return TokenDataset(
+        path, split, manifest, [reader.storage for reader in readers], starts, readers, manifest.vocab_size
+    )
 
 
 def _describe_prefix(prefix: Path, eos_token_id: int) -> DatasetManifest:

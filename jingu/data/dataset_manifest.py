@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jingu.config.legacy import migrate_data_manifest
@@ -14,6 +16,9 @@ from jingu.text.build_record import read_record, write_record
 MANIFEST_NAME = "manifest.json"
 # The names of the corpus files, in their order.
 CORPUS_FILES_NAME = "files.json"
+# What `sample_checksum` reads of a file.
+SAMPLE_BLOCKS = 16
+SAMPLE_BLOCK_BYTES = 64 << 10
 SplitName = Literal["train", "validation"]
 
 
@@ -34,6 +39,9 @@ class ShardEntry(ManifestModel):
     idx_bytes: int
     bin_xxh3: str
     idx_xxh3: str
+    # What `sample_checksum` returns; empty in data sets of older versions.
+    bin_sample_xxh3: str = ""
+    idx_sample_xxh3: str = ""
 
 
 class SplitEntry(ManifestModel):
@@ -110,10 +118,24 @@ class DatasetManifest(ManifestModel):
             raise JinguError(what, where=folder / MANIFEST_NAME, fix=fix) from error
 
 
-def check_sizes(folder: Path, *splits: SplitEntry) -> None:
-    """Raise JinguError if a file of the splits is missing or has another size than the manifest says."""
+def sample_checksum(path: Path) -> str:
+    """Return the checksum of evenly spaced blocks of a file: of all of a file up to 1 MiB."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as stream:
+        last_start = max(os.fstat(stream.fileno()).st_size - SAMPLE_BLOCK_BYTES, 0)
+        for number in range(SAMPLE_BLOCKS):
+            stream.seek(number * last_start // (SAMPLE_BLOCKS - 1))
+            digest.update(stream.read(SAMPLE_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def check_files(folder: Path, *splits: SplitEntry) -> None:
+    """Raise JinguError if a file of the splits is missing, or differs from the manifest in its size or a sample."""
     for entry in (entry for split in splits for entry in split.files):
-        for name, size in ((f"{entry.name}.bin", entry.bin_bytes), (f"{entry.name}.idx", entry.idx_bytes)):
+        for name, size, sample in (
+            (f"{entry.name}.bin", entry.bin_bytes, entry.bin_sample_xxh3),
+            (f"{entry.name}.idx", entry.idx_bytes, entry.idx_sample_xxh3),
+        ):
             path = folder / name
             if not path.is_file():
                 raise damaged_dataset_error(path, f"the file is missing; the manifest says {size:,} bytes.")
@@ -121,6 +143,8 @@ def check_sizes(folder: Path, *splits: SplitEntry) -> None:
             if actual != size:
                 what = f"the file has {actual:,} bytes; the manifest says {size:,} bytes."
                 raise damaged_dataset_error(path, what)
+            if sample and sample_checksum(path) != sample:
+                raise damaged_dataset_error(path, "the content of the file does not match its checksum.")
 
 
 def damaged_dataset_error(path: Path, what: str) -> JinguError:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from jingu.data.array_reader import ArrayReader, IdArray, ReaderType, open_array
-from jingu.data.dataset_manifest import ShardEntry, damaged_dataset_error
+from jingu.data.dataset_manifest import ShardEntry, damaged_dataset_error, sample_checksum
 from jingu.errors import JinguError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -75,7 +75,8 @@ class IndexedWriter:
         header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1)
         documents = np.arange(len(lengths) + 1)
         index = b"".join([header, lengths.tobytes(), offsets.tobytes(), documents.tobytes()])
-        self._prefix.with_name(f"{self._prefix.name}.idx").write_bytes(index)
+        index_path = self._prefix.with_name(f"{self._prefix.name}.idx")
+        index_path.write_bytes(index)
         return ShardEntry(
             name=self._prefix.name,
             documents=len(lengths),
@@ -85,6 +86,8 @@ class IndexedWriter:
             idx_bytes=len(index),
             bin_xxh3=self._hash.hexdigest(),
             idx_xxh3=xxhash.xxh3_128_hexdigest(index),
+            bin_sample_xxh3=sample_checksum(self._prefix.with_name(f"{self._prefix.name}.bin")),
+            idx_sample_xxh3=sample_checksum(index_path),
         )
 
 

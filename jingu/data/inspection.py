@@ -11,7 +11,7 @@ import xxhash
 
 from jingu.config.schema import RunConfig
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
-from jingu.data.dataset_manifest import DatasetManifest, check_sizes, damaged_dataset_error, print_summary
+from jingu.data.dataset_manifest import DatasetManifest, check_files, damaged_dataset_error, print_summary
 from jingu.data.objective import batch_function, build_objective
 from jingu.data.open_sources import MAX_USEFUL_EPOCHS, count_epochs, open_sources
 from jingu.data.permutation import Int64Array
@@ -39,7 +39,7 @@ def inspect(path: Path, document: int | None = None, tokenizer: Path | None = No
     print(f"data: {path}, ids as {manifest.dtype} of a vocabulary of {manifest.vocab_size:,}.")
     print_summary(manifest)
     _print_lengths(dataset.document_lengths())
-    check_sizes(path, manifest.train, manifest.validation)
+    check_files(path, manifest.train, manifest.validation)
     for entry in (*manifest.train.files, *manifest.validation.files):
         _check_file(path / f"{entry.name}.bin", entry.bin_xxh3)
         _check_file(path / f"{entry.name}.idx", entry.idx_xxh3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
@@ -79,6 +80,8 @@ def _open_source(config: RunConfig, path: Path, seed: int, tokenizer: Tokenizer)
         return rows
     dataset = open_dataset(path, "train", data.reader, tokenizer.eos_token_id)
     check_tokenizer(dataset, tokenizer)
+    # Data sets that other tools wrote do not store the size of their vocabulary.
+    dataset = replace(dataset, vocab_size=tokenizer.vocab_size)
     if data.packing == "best_fit":
         return PackedDataset(dataset, length, seed)
     if isinstance(data.order, BlockOrderSettings):

@@ -106,5 +106,5 @@ def open_supervised(
     if objective.packing == "group_by_length" and not is_packed:
         group_size = batch.global_batch_size
     return SupervisedDataset(
-        dataset, batch.sequence_length, seed, replace(dataset, shards=weights), is_packed, group_size
+        dataset, batch.sequence_length, seed, replace(dataset, shards=weights, vocab_size=0), is_packed, group_size
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from jingu.data.batch import IGNORE_INDEX
 from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
+from jingu.data.dataset_manifest import MANIFEST_NAME, sample_checksum
 from jingu.data.indexed_dataset import IndexedReader
 from jingu.data.mixture import MixtureDataset, plan_mixture
 from jingu.data.permutation import window_offset
@@ -212,8 +214,56 @@ def test_opening_what_is_damaged(tmp_path: Path, built_folder: Path) -> None:
     with pytest.raises(JinguError) as caught:
         open_dataset(path, "train")
     assert str(caught.value) == (
+        f"{path / 'train-00000.idx'}: the content of the file does not match its checksum. {fix}"
+    )
+    # Data sets of older versions have no checksums of samples.
+    manifest = re.sub(
+        '"(bin|idx)_sample_xxh3": "[0-9a-f]*"', r'"\1_sample_xxh3": ""', (path / MANIFEST_NAME).read_text()
+    )
+    (path / MANIFEST_NAME).write_text(manifest)
+    with pytest.raises(JinguError) as caught:
+        open_dataset(path, "train")
+    assert str(caught.value) == (
         f"{path / 'train-00000.idx'}: the index is of another data set than the manifest. {fix}"
     )
+
+
+@pytest.mark.parametrize("place", [0.0, 0.37, 1.0])
+def test_a_flipped_bit_is_noticed_when_a_run_opens_its_data(tmp_path: Path, built_folder: Path, place: float) -> None:
+    """Every bit of a small shard is covered; of a large one, evenly spaced blocks."""
+    path = tmp_path / "data"
+    shutil.copytree(built_folder, path)
+    shard = path / "train-00001.bin"
+    content = bytearray(shard.read_bytes())
+    content[round(place * (len(content) - 1))] ^= 4
+    shard.write_bytes(content)
+    with pytest.raises(JinguError, match=r"train-00001\.bin: the content of the file does not match"):
+        open_dataset(path, "train")
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(50_000_001)
+    before = sample_checksum(tmp_path / "large")
+    with (tmp_path / "large").open("r+b") as stream:
+        stream.seek(50_000_000)
+        stream.write(b"\1")
+    assert sample_checksum(tmp_path / "large") != before
+
+
+@pytest.mark.parametrize("id_", [300, 65_535])
+def test_an_id_beyond_the_vocabulary_is_named_by_its_shard(tmp_path: Path, built_folder: Path, id_: int) -> None:
+    path = tmp_path / "data"
+    shutil.copytree(built_folder, path)
+    dataset = open_dataset(path, "train")
+    shard, number = dataset.find_document(int(dataset.shard_starts[2]) + 7)
+    with (path / "train-00002.bin").open("r+b") as stream:
+        stream.seek(14)
+        stream.write(id_.to_bytes(2, "little"))
+    with pytest.raises(JinguError) as caught:
+        dataset.gather(np.array([0]), dataset.tokens)
+    assert shard == 2 and str(caught.value).startswith(
+        f"{path / 'train-00002.bin'}: document {number} has the id {id_:,}, but the vocabulary has 300 entries."
+    )
+    # Rows without that id can be read.
+    dataset.gather(dataset.shard_starts[:2], 5)
 
 
 def test_another_tokenizer_is_refused(train_data: TokenDataset, data_tokenizer: Tokenizer, built_folder: Path) -> None:
