@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.save_folder import write_all
@@ -20,9 +21,9 @@ from jingu.formats.models import open_model
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES
+from jingu.model.families import FAMILIES, Family
 from jingu.model.families.name_map import IDENTITY, TensorMapping, expand_rules
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
@@ -63,10 +64,30 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
             fix="`jingu tune export` writes it in the format of peft.",
         )
     torch_dtype = DTYPES.get(dtype, model.dtype)
-    export_hf(model.spec, model.read, model.tokenizer(), to, torch_dtype, source=model, check=check)
-    replaces_code = FAMILIES[model.spec.family].replaces_code
-    loader = "the code that its makers publish" if replaces_code else "transformers"
-    print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loader} loads it as it is.")
+    family = export_hf(model.spec, model.read, model.tokenizer(), to, torch_dtype, source=model, check=check)
+    loaders = f"transformers loads it as {family.architectures[0]}"
+    if family.equivalent:
+        loaders = "transformers has no such architecture: jingu loads it, and so does the code of its authors"
+    print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loaders}.")
+
+
+def _find_equivalent(spec: ModelSpec, read: ReadTensor) -> tuple[ModelSpec, ReadTensor]:
+    """Return the model as one of a family that transformers has, if there is one that computes the same."""
+    equivalent = FAMILIES[spec.family].equivalent
+    if equivalent is None or (spec.normalize_lm_head and spec.tie_word_embeddings):
+        return spec, read
+    same = replace_fields(spec, family=equivalent, normalize_lm_head=False)
+    try:
+        FAMILIES[equivalent].hf_config(same)
+    except JinguError:
+        return spec, read
+
+    def read_normalized(name: str) -> Tensor:
+        value = read(name)
+        is_normalized = spec.normalize_lm_head and name == "head.weight"
+        return normalize(value.to(torch.promote_types(value.dtype, torch.float32))) if is_normalized else value
+
+    return same, read_normalized
 
 
 def export_hf(
@@ -79,10 +100,11 @@ def export_hf(
     *,
     source: StoredModel | None = None,
     check: bool = False,
-) -> None:
+) -> Family:
     """Write a Hugging Face folder that transformers loads as it is; it appears whole or not at all.
 
-    Only one tensor at a time is in memory.
+    Only one tensor at a time is in memory. Return the family as which the model was written: of a family that
+    transformers lacks, an equivalent one if there is one.
 
     Args:
         read: returns a whole parameter by jingu's name (`StoredModel.read`, or a dictionary's `__getitem__`).
@@ -104,6 +126,7 @@ def export_hf(
             fix="Delete it first, or choose another folder.",
         )
     # Special tokens: those of the source, or what the tokenizer says.
+    spec, read = _find_equivalent(spec, read)
     family = FAMILIES[spec.family]
     special_ids = {} if source is None else dict(source.special_token_ids)
     if not special_ids:
@@ -143,6 +166,7 @@ def export_hf(
                 fix="Nothing was written. Use an earlier checkpoint, or another dtype if the weights are too large "
                 "for this one.",
             )
+    return family
 
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:

@@ -120,7 +120,7 @@ def _find_family(config: Mapping[str, Any], where: Path) -> Family:
     names = [str(name) for name in config.get("architectures") or []]
     families = {name: family for family in FAMILIES.values() for name in family.architectures}
     family = next((families[name] for name in names if name in families), None)
-    if config.get("auto_map") and not (family and family.replaces_code):
+    if config.get("auto_map") and not (family and family.equivalent):
         raise JinguError(
             "the model asks to run Python code that came with it (auto_map). jingu never runs such code.",
             where=where,

@@ -404,17 +404,19 @@ def test_what_is_exported_is_opened_to_the_last_bit_and_by_transformers(
 ) -> None:
     ours, tokenizer = converted(reference(case)), Tokenizer.load(tokenizer_folder)
     state = ours.state_dict()
-    export_hf(ours.spec, state.__getitem__, tokenizer_folder, tmp_path / "out", shard_bytes=40_000)
+    family = export_hf(ours.spec, state.__getitem__, tokenizer_folder, tmp_path / "out", shard_bytes=40_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     opened = open_hf(tmp_path / "out")
-    assert opened.spec == ours.spec
+    # CPM-2 without experts is written as T5.
+    assert family.name == {"cpm2": "t5"}.get(case.name, ours.spec.family)
+    assert opened.spec == replace_fields(ours.spec, family=family.name)
     assert opened.decoder_start_token_id == tokenizer.decoder_start_token_id and opened.eos_token_ids == (
         tokenizer.eos_token_id,
     )
     back = load_model(opened, torch.float32).state_dict()
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
-    if case in DESCRIBED:
+    if family.equivalent:
         return
 
     model, notes = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -424,6 +426,8 @@ def test_what_is_exported_is_opened_to_the_last_bit_and_by_transformers(
         logits = model.eval()(input_ids=source, decoder_input_ids=target).logits
         assert relative(ours.logits(ours(Inputs(target, source=Inputs(source)))), logits) < 1e-5
 
+    if case in DESCRIBED:  # its vocabulary is smaller than the tokenizer's
+        return
     for name in ("config.json", "generation_config.json"):
         written = json.loads((tmp_path / "out" / name).read_text())
         assert written["decoder_start_token_id"] == written["pad_token_id"] == tokenizer.decoder_start_token_id
@@ -462,9 +466,9 @@ def test_buckets_equal(buckets: int, largest: int) -> None:
 
 def test_what_hugging_face_cannot_say_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
     spec = replace_fields(FAMILIES["t5"].template, feed_forward=EXPERTS, vocab_size=300)
-    with pytest.raises(JinguError, match="no way to say this model's feed_forward"):
+    with pytest.raises(JinguError, match="cannot express this model's feed_forward"):
         export_hf(spec, lambda name: torch.empty(0), tokenizer_folder, tmp_path / "out")
-    with pytest.raises(JinguError, match="no way to say this model's scale_lm_head"):
+    with pytest.raises(JinguError, match="cannot express this model's scale_lm_head"):
         export_hf(
             replace_fields(spec, feed_forward=FAMILIES["t5"].template.feed_forward, scale_lm_head=False),
             lambda name: torch.empty(0),

@@ -6,6 +6,8 @@ v, another one gate and up.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jingu.model.families.family import (
     DERIVED,
     ConfigKeys,
@@ -16,9 +18,11 @@ from jingu.model.families.family import (
     constant_keys,
     field_value,
     supported_options,
+    unsupported_option,
 )
+from jingu.model.families.llama import SHARED_KEYS
 from jingu.model.families.name_map import name_rules
-from jingu.model.spec import AttentionSpec, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions
+from jingu.model.spec import AttentionSpec, GatedFeedForward, ModelSpec, RmsNorm, RotaryPositions, replace_fields
 
 
 def _feed_forward_size(width: int) -> int:
@@ -94,5 +98,50 @@ CHATGLM3 = Family(
     rules=name_rules(_NAMES),
     base="transformer.",
     ignored=(".rotary_pos_emb.inv_freq",),
-    replaces_code=True,
+    equivalent="glm",
+)
+
+
+# GLM-4: transformers' own class for the same architecture
+
+
+def _read_rope(config: HFConfig) -> SpecValues:
+    rope = {"partial_rotary_factor": 0.5, **config, **(config.get("rope_parameters") or {})}
+    if rope.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        raise unsupported_option("rope_parameters", config.get("rope_parameters"), "scaling is not supported")
+    return {
+        "position.theta": rope.get("rope_theta") or 10000.0,
+        "position.partial_rotary_factor": rope["partial_rotary_factor"],
+    }
+
+
+def _write_rope(spec: ModelSpec) -> dict[str, Any]:
+    values = {name: field_value(spec, f"position.{name}") for name in ("theta", "partial_rotary_factor")}
+    rope = {"rope_theta": values["theta"], "partial_rotary_factor": values["partial_rotary_factor"]}
+    return {**rope, "rope_parameters": {"rope_type": "default", **rope}}
+
+
+_GLM_NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.layers.*.{input,post_attention}_layernorm": "blocks.*.{attention,feed_forward}_norm",
+    "model.layers.*.self_attn.{q,k,v,o}_proj": "blocks.*.attention.{q,k,v,output}",
+    "model.layers.*.mlp.gate_up_proj": "blocks.*.feed_forward.{gate,up}",
+    "model.layers.*.mlp.down_proj": "blocks.*.feed_forward.down",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
+
+GLM = Family(
+    architectures=("GlmForCausalLM",),
+    template=replace_fields(_TEMPLATE, family="glm", norm=RmsNorm(eps=1.5625e-7), vocab_size=151552),
+    feed_forward_size=_feed_forward_size,
+    keys=(
+        *SHARED_KEYS,
+        config_key("max_position_embeddings", "max_position_embeddings"),
+        config_key("attention.qkv_bias", "attention_bias", default=True),
+        ConfigKeys(_read_rope, _write_rope),
+        # Its default in transformers may be beyond the vocabulary.
+        constant_keys(pad_token_id=None),
+    ),
+    rules=name_rules(_GLM_NAMES),
 )

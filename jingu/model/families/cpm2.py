@@ -56,5 +56,5 @@ CPM2 = Family(
     template=_TEMPLATE,
     keys=_KEYS,
     rules=(*name_rules(_NAMES), *_ROUTERS),
-    replaces_code=True,
+    equivalent="t5",
 )

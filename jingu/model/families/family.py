@@ -61,7 +61,8 @@ class Family:
         model_type: Hugging Face's name of the family, if it differs.
         base: prefix of tensor names that some checkpoints omit.
         ignored: suffixes of names of tensors that are no parameters (masks, tables).
-        replaces_code: whether the family replaces code that comes with the models (`auto_map`), which is never run.
+        equivalent: if the family replaces code that comes with its models (`auto_map`, which is never run): a family
+            of transformers that can compute the same, as which models are exported.
     """
 
     architectures: tuple[str, ...]
@@ -72,7 +73,7 @@ class Family:
     model_type: str | None = None
     base: str = ""
     ignored: tuple[str, ...] = ()
-    replaces_code: bool = False
+    equivalent: str | None = None
 
     @property
     def name(self) -> str:

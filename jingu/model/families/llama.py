@@ -59,7 +59,7 @@ def _check_heads(spec: ModelSpec) -> dict[str, Any]:
 
 
 # Keys that all families here share, except for positions.
-_SHARED_KEYS = (
+SHARED_KEYS = (
     config_key("vocab_size", "vocab_size"),
     config_key("hidden_size", "hidden_size"),
     config_key("num_layers", "num_hidden_layers"),
@@ -105,7 +105,7 @@ LLAMA = Family(
     template=_TEMPLATE,
     feed_forward_size=_feed_forward_size,
     keys=(
-        *_SHARED_KEYS,
+        *SHARED_KEYS,
         ROPE,
         _ATTENTION_BIAS,
         config_key("feed_forward.bias", "mlp_bias", default=False),
@@ -123,7 +123,7 @@ MISTRAL = replace(
     architectures=("MistralForCausalLM",),
     template=replace_fields(_TEMPLATE, family="mistral", **{"attention.sliding_window": 4096}),
     keys=(
-        *_SHARED_KEYS,
+        *SHARED_KEYS,
         ROPE,
         ConfigKeys(
             # A config with `null` has no window.
@@ -166,21 +166,21 @@ QWEN2 = replace(
     LLAMA,
     architectures=("Qwen2ForCausalLM",),
     template=replace_fields(_QWEN, family="qwen2", **{"attention.qkv_bias": True}),
-    keys=(*_SHARED_KEYS, ROPE, _WINDOW),
+    keys=(*SHARED_KEYS, ROPE, _WINDOW),
 )
 
 QWEN3 = replace(
     LLAMA,
     architectures=("Qwen3ForCausalLM",),
     template=replace_fields(_QWEN, family="qwen3", **{"attention.qk_norm": True}),
-    keys=(*_SHARED_KEYS, ROPE, _ATTENTION_BIAS, _WINDOW, config_key("attention.head_dim", "head_dim", default=128)),
+    keys=(*SHARED_KEYS, ROPE, _ATTENTION_BIAS, _WINDOW, config_key("attention.head_dim", "head_dim", default=128)),
 )
 
 
 # Mixtures of experts
 
 _MOE_KEYS = (
-    *_SHARED_KEYS,
+    *SHARED_KEYS,
     ROPE,
     # Release 5 of transformers uses this name in both families, earlier ones only in Mixtral.
     config_key("feed_forward.num_experts", "num_local_experts", "num_experts"),
@@ -270,7 +270,7 @@ BAICHUAN2 = replace(
     architectures=("BaichuanForCausalLM",),
     model_type="baichuan",
     template=replace_fields(_TEMPLATE, family="baichuan2", norm=RmsNorm(eps=1e-6), normalize_lm_head=True),
-    keys=(*_SHARED_KEYS, ConfigKeys(_read_positions, _write_positions)),
+    keys=(*SHARED_KEYS, ConfigKeys(_read_positions, _write_positions)),
     rules=name_rules(_BAICHUAN2_NAMES),
-    replaces_code=True,
+    equivalent="llama",
 )

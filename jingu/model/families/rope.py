@@ -67,7 +67,8 @@ def _attention_factor(factor: float, rope: HFConfig) -> float:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     """Return the keys of all releases."""
     position, context = spec.position, spec.max_position_embeddings
-    assert isinstance(position, RotaryPositions)
+    if not isinstance(position, RotaryPositions):
+        return {}
     scaling = {} if position.scaling is None else position.scaling.model_dump()
     scaling = {"rope_type": scaling.pop("type", "default"), **scaling}
     original = scaling.pop("original_max_position_embeddings", None)
