@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,17 +126,11 @@ def export_hf(
             where=to,
             fix="Delete it first, or choose another folder.",
         )
-    # Special tokens: those of the source, or what the tokenizer says.
     spec, read = _find_equivalent(spec, read)
     family = FAMILIES[spec.family]
     special_ids = {} if source is None else dict(source.special_token_ids)
     if not special_ids:
-        tokenizer = Tokenizer.load(tokenizer_folder)
-        # Not as padding, too: transformers never trains the embedding of the padding token.
-        special_ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
-        if spec.num_encoder_layers is not None:
-            start = tokenizer.decoder_start_token_id
-            special_ids |= {"pad_token_id": start, "decoder_start_token_id": start}
+        special_ids = _special_token_ids(Tokenizer.load(tokenizer_folder), spec)
     generation_config = None if source is None else source.generation_config
     config = {
         "architectures": [family.architectures[0]],
@@ -167,6 +162,16 @@ def export_hf(
                 "for this one.",
             )
     return family
+
+
+def _special_token_ids(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
+    """Return the special token ids of a model whose source names none."""
+    # Not as padding, too: transformers never trains the embedding of the padding token.
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
+    if spec.num_encoder_layers is not None:
+        start = tokenizer.decoder_start_token_id
+        ids |= {"pad_token_id": start, "decoder_start_token_id": start}
+    return ids
 
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:
