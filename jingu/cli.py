@@ -66,6 +66,7 @@ _COMPUTE = (
     flag("--cuda-graphs", "record decoding steps as CUDA graphs"),
     flag("--compile", "compile the model's blocks (CUDA)"),
 )
+_INCLUDE = repeatable_option("--include", "DIR", "folder with further task files")
 _HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", expand_path, "folder to write", required=True)
 _DTYPE = option("--dtype", "TYPE", choice("auto", "fp32", "bf16", "fp16"), "fp32, bf16, fp16; auto: as stored", "auto")
@@ -204,6 +205,26 @@ COMMANDS = {
         *_COMPUTE,
         _PIPELINE,
         on_ranks=True,
+    ),
+    "evaluate": command(
+        "evaluate a model on tasks",
+        "evaluate.commands:evaluate",
+        _MODEL,
+        ("tasks", {"metavar": "TASK", "nargs": "+", "help": "a task, group or tag, or a task's .yaml file"}),
+        option("--num-fewshot", "N", integer(0), "examples in each prompt (default: as many as the task says)"),
+        option("--limit", "N", integer(1), "evaluate the first N documents of each task only"),
+        option("--output", "DIR", expand_path, "folder for results (default: evaluations, in the run or here)"),
+        _INCLUDE,
+        repeatable_option("--trust", "FILE", "Python file that tasks may run"),
+        option("--precision", "TYPE", _PRECISIONS, "fp32, bf16 or fp64; int8 or int4 for quantized weights", "auto"),
+        option("--device", "TYPE", choice("auto", "cpu", "cuda"), "cpu or cuda", "auto"),
+    ),
+    "evaluate list": command("list the tasks of the catalogue", "evaluate.commands:list_tasks", _INCLUDE),
+    "evaluate compare": command(
+        "compare the results of two models, document by document",
+        "evaluate.commands:compare",
+        path_argument("first", "A", "folder with the results of a model"),
+        path_argument("second", "B", "folder with the results of another one"),
     ),
     "model list": command("list model families and presets", "formats.model_commands:list_models"),
     "model inspect": command(
@@ -346,6 +367,9 @@ def _run(words: list[str]) -> int:
 def _find_command(words: list[str]) -> tuple[str, list[str]]:
     """Return the command that the first words name, and the rest; or the name of a group whose help is asked for."""
     first = words[0]
+    # A command such as `evaluate` has subcommands too.
+    if " ".join(words[:2]) in COMMANDS:
+        return " ".join(words[:2]), words[2:]
     if first in COMMANDS:
         return first, words[1:]
     members = [name.split()[1] for name in COMMANDS if name.startswith(f"{first} ")]

@@ -193,6 +193,29 @@ class Engine:
         Raises:
             JinguError: they do not fit the model, or its logits are not finite.
         """
+        return self.score_many([(context, continuations)], adapter)[0]
+
+    def score_many(
+        self,
+        requests: abc.Sequence[tuple[abc.Sequence[int], abc.Sequence[abc.Sequence[int]]]],
+        adapter: str | None = None,
+    ) -> list[list[Score]]:
+        """Return the scores of several contexts, each with its continuations; see `score`. They share batches."""
+        request_ids = [self._submit_scores(context, continuations, adapter) for context, continuations in requests]
+        scores = {}
+        for event in self._run([request_id for ids in request_ids for request_id in ids]):
+            if event.score is None:
+                raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
+            scores[event.request_id, event.choice] = event.score
+        by_request: dict[int, list[Score]] = {}
+        for request_id, choice in sorted(scores):
+            by_request.setdefault(request_id, []).append(scores[request_id, choice])
+        return [[score for request_id in ids for score in by_request[request_id]] for ids in request_ids]
+
+    def _submit_scores(
+        self, context: abc.Sequence[int], continuations: abc.Sequence[abc.Sequence[int]], adapter: str | None
+    ) -> list[int]:
+        """Submit the continuations of a context; return the ids of the requests."""
         # As many as can run at a time share one computation of the context.
         block_size = self.settings.block_size
         longest = max(map(len, continuations), default=0)
@@ -203,12 +226,7 @@ class Engine:
             targets = tuple(tuple(ids) for ids in continuations[first : first + num_forks])
             request = Request(tuple(context), SamplingParams(), longest, adapter=adapter, continuations=targets)
             request_ids.append(self.submit(request))
-        scores = {}
-        for event in self._run(request_ids):
-            if event.score is None:
-                raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
-            scores[event.request_id, event.choice] = event.score
-        return [scores[key] for key in sorted(scores)]
+        return request_ids
 
     def embed(self, prompt: abc.Sequence[int], pooling: Literal["mean", "last"] = "mean") -> list[float]:
         """Return the embedding [D] of a prompt: final hidden states, pooled over its tokens, of length 1. It has NaN
@@ -235,9 +253,10 @@ class Engine:
         """Take steps until these requests are finished; return their events, and leave others for the next step."""
         events: list[Event] = []
         others: list[Event] = []
-        while any(request_id in self._groups for request_id in request_ids):
+        own = set(request_ids)
+        while not own.isdisjoint(self._groups):
             for event in self.step():
-                (events if event.request_id in request_ids else others).append(event)
+                (events if event.request_id in own else others).append(event)
         self._events = others + self._events
         return events
 
@@ -262,7 +281,7 @@ class Engine:
         model = self.model
         spec = model.spec
         prompt = list(request.prompt) or [model.tokenizer.eos_token_id]
-        check_request_fits(spec, prompt, request.max_tokens)
+        check_request_fits(spec, prompt, request.max_tokens, scored=bool(request.continuations))
         for continuation in request.continuations:
             check_token_ids(spec, continuation, "continuations")
         check_logit_bias(request.sampling, spec.vocab_size)
@@ -304,6 +323,7 @@ class Engine:
         block_size = self._blocks.block_size
         num_shared = len(group.prompt_ids) // block_size
         own_tokens = len(group.prompt_ids) - num_shared * block_size + group.request.max_tokens
+        own_tokens -= bool(group.request.continuations)  # the last token of a continuation is a target only
         if num_shared + group.num_forks * self._blocks.blocks_for(own_tokens) > self._blocks.num_usable:
             num_tokens = num_shared * block_size + group.num_forks * own_tokens
             raise JinguError(

@@ -151,9 +151,12 @@ class Event:
     score: Score | None = None
 
 
-def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int) -> None:
-    """Raise JinguError unless prompt and output fit the model's context and vocabulary."""
+def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int, scored: bool = False) -> None:
+    """Raise JinguError unless prompt and output (or a continuation to score) fit the model's context and vocabulary."""
     room = max_new_tokens(spec, len(prompt))
+    if scored and spec.num_encoder_layers is None:
+        # The last token of a continuation is a target only, and takes no position.
+        room += 1
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens or shorten the prompt." if room > 0 else "Shorten the prompt."
         raise JinguError(

