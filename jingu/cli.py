@@ -216,8 +216,7 @@ COMMANDS = {
         option("--output", "DIR", expand_path, "folder for results (default: evaluations, in the run or here)"),
         _INCLUDE,
         repeatable_option("--trust", "FILE", "Python file that tasks may run"),
-        option("--precision", "TYPE", _PRECISIONS, "fp32, bf16 or fp64; int8 or int4 for quantized weights", "auto"),
-        option("--device", "TYPE", choice("auto", "cpu", "cuda"), "cpu or cuda", "auto"),
+        *_COMPUTE,
     ),
     "evaluate list": command("list the tasks of the catalogue", "evaluate.commands:list_tasks", _INCLUDE),
     "evaluate compare": command(

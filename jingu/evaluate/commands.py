@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from jingu.evaluate.task_file import TaskIndex
 from jingu.evaluate.task_metrics import MetricResult
 from jingu.formats.models import open_model
 from jingu.formatting import print_table
-from jingu.infer.engine import Engine
-from jingu.infer.inference_model import Device, Precision, load, model_name
+from jingu.infer.generate import InferenceOptions
+from jingu.infer.inference_model import model_name
 
 _HEADER = ("task", "shots", "documents", "metric", "value", "stderr", "95% interval")
 
@@ -40,7 +40,7 @@ def evaluate(
     output: Path | None = None,
     include: Sequence[str] | None = None,
     trust: Sequence[str] | None = None,
-    **compute: str,
+    **compute: Any,
 ) -> None:
     """Evaluate a model on tasks, print the results, and write them.
 
@@ -51,7 +51,7 @@ def evaluate(
         output: folder for the results; None: `evaluations` in the run, or `evaluations/MODEL` here.
         include: folders with further tasks.
         trust: Python files that tasks may run.
-        compute: precision and device.
+        compute: as of `InferenceOptions`.
     """
     # 1. Find out what is wrong with the tasks while that costs nothing.
     index = TaskIndex([Path(folder) for folder in include or ()], [Path(file) for file in trust or ()])
@@ -62,14 +62,14 @@ def evaluate(
             check_generation_fits(index.tasks[name], stored.spec)
     prepared = [prepare_task(index.tasks[name], num_fewshot, limit) for name in names]
     # 2. Load the model, and what is known of its answers.
-    precision = cast(Precision, compute["precision"])
-    inference_model = load(model, precision, cast(Device, compute["device"]))
-    digest = fingerprint(stored, inference_model.tokenizer, precision)
+    how = InferenceOptions(**compute)
+    inference_model = how.load(model)
+    digest = fingerprint(stored, inference_model.tokenizer, how.precision)
     folder = output or _default_folder(model)
     cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
-    about = {"name": inference_model.name, "fingerprint": digest, "precision": precision, "jingu": __version__}
+    about = {"name": inference_model.name, "fingerprint": digest, "precision": how.precision, "jingu": __version__}
     # 3. Evaluate task by task; the results of each are written at once.
-    scorer = Scorer(Engine(inference_model), cache)
+    scorer = Scorer(how.make_engine(inference_model), cache)
     results = {}
     rows: list[list[str]] = []
     with cache.open():
