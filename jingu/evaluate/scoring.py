@@ -17,7 +17,7 @@ from jingu.errors import JinguError
 from jingu.evaluate.task_file import TaskSettings
 from jingu.evaluate.task_metrics import Answer
 from jingu.formats.stored_model import StoredModel
-from jingu.infer.engine import BaseEngine
+from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
@@ -132,7 +132,7 @@ class Scorer:
         num_empty: continuations without a token, whose log-probability is 0.
     """
 
-    def __init__(self, engine: BaseEngine, cache: AnswerCache) -> None:
+    def __init__(self, engine: Engine, cache: AnswerCache) -> None:
         self._engine = engine
         self._model: InferenceModel = engine.model
         self._cache = cache

@@ -16,6 +16,7 @@ import math
 import time
 from collections import abc
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -202,15 +203,12 @@ class Engine:
     ) -> list[list[Score]]:
         """Return the scores of several contexts, each with its continuations; see `score`. They share batches."""
         request_ids = [self._submit_scores(context, continuations, adapter) for context, continuations in requests]
-        scores = {}
-        for event in self._run([request_id for ids in request_ids for request_id in ids]):
+        scores: dict[int, list[Score]] = {}
+        for event in sorted(self._run(list(chain(*request_ids))), key=lambda event: event.choice):
             if event.score is None:
                 raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
-            scores[event.request_id, event.choice] = event.score
-        by_request: dict[int, list[Score]] = {}
-        for request_id, choice in sorted(scores):
-            by_request.setdefault(request_id, []).append(scores[request_id, choice])
-        return [[score for request_id in ids for score in by_request[request_id]] for ids in request_ids]
+            scores.setdefault(event.request_id, []).append(event.score)
+        return [[score for request_id in ids for score in scores[request_id]] for ids in request_ids]
 
     def _submit_scores(
         self, context: abc.Sequence[int], continuations: abc.Sequence[abc.Sequence[int]], adapter: str | None
