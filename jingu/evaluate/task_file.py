@@ -198,19 +198,31 @@ class FunctionReference:
         return function
 
 
+class _TaskLoader(yaml.SafeLoader):
+    """Safe YAML, with references to functions.
+
+    Attributes:
+        folder: of the file.
+    """
+
+    folder = Path()
+
+    def construct_function(self, node: yaml.ScalarNode) -> FunctionReference:
+        """`!function module.name`."""
+        module, _, name = str(self.construct_scalar(node)).rpartition(".")
+        return FunctionReference(self.folder / f"{module.replace('.', '/')}.py", name)
+
+
+_TaskLoader.add_constructor("!function", _TaskLoader.construct_function)
+
+
 def _read_yaml(file: Path) -> dict[str, Any]:
     """Return the settings of a file, over those of the files that it includes."""
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    def construct_function(loader: yaml.Loader, node: yaml.ScalarNode) -> FunctionReference:
-        module, _, name = str(loader.construct_scalar(node)).rpartition(".")
-        return FunctionReference(file.parent / f"{module.replace('.', '/')}.py", name)
-
-    Loader.add_constructor("!function", construct_function)
     try:
-        settings = yaml.load(file.read_text(encoding="utf-8"), Loader)
+        loader = _TaskLoader(file.read_text(encoding="utf-8"))
+        loader.folder = file.parent
+        settings = loader.get_single_data()
     except OSError as error:
         raise read_error(file, error) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
