@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, check_characters
 from jingu.chat.templates import ChatTemplate, load_template
@@ -29,10 +31,21 @@ class ChatFormat:
     eos_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
 
-    def encode_prompt(self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = ()) -> tuple[int, ...]:
+    def encode_prompt(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[JsonObject, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
+    ) -> tuple[int, ...]:
         """Return the token ids after which the model is to answer.
 
         A special token that a message mentions is encoded as text, so that no message can end its turn.
+
+        Args:
+            variables: further variables of the template.
+            continue_final: whether the model continues the last message.
 
         Raises:
             ConversationError: the template refuses the conversation.
@@ -40,8 +53,8 @@ class ChatFormat:
         for message in messages:
             check_characters(message.content)
         check_characters(json.dumps(tools, ensure_ascii=False))
-        ids, _ = encode_rendered(self.template.render_prompt(messages, tools), self.tokenizer)
-        return tuple(ids)
+        rendered = self.template.render_prompt(messages, tools, variables, continue_final=continue_final)
+        return tuple(encode_rendered(rendered, self.tokenizer)[0])
 
 
 def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None = None) -> ChatFormat | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -31,6 +32,7 @@ from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
 Span = tuple[int, int]
+_NO_OPTIONS: Mapping[str, Any] = {}
 
 # Noncharacters around what a template marks as an answer, and around a mention. `check_characters` keeps them out of
 # messages.
@@ -158,30 +160,52 @@ class ChatTemplate:
                 self._check_span(text, answers, variables[: index + 1], tool_variables)
         return self._restore_mentions(text, answers)
 
-    def render_prompt(self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = ()) -> RenderedChat:
+    def render_prompt(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[JsonObject, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
+    ) -> RenderedChat:
         """Return the text after which the model is to answer.
+
+        Args:
+            variables: further variables of the template.
+            continue_final: whether the model continues the last message.
 
         Raises:
             ConversationError: the template refuses the conversation or ignores its tools.
         """
         if tools and self._for_tools is not self:
-            return self._for_tools.render_prompt(messages, tools)
-        _, _, text = self._render_messages(messages, tools, add_generation_prompt=True)
-        return self._restore_mentions(_strip_answer_marks(text)[0], [])
+            return self._for_tools.render_prompt(messages, tools, variables, continue_final=continue_final)
+        options = {**(variables or {}), "add_generation_prompt": not continue_final}
+        entries, _, text = self._render_messages(messages, tools, options)
+        text, _ = _strip_answer_marks(text)
+        if continue_final:
+            # Drop what the template writes after the last message.
+            _, end = self._find_answer(entries[-1], text)
+            text = text[:end]
+        return self._restore_mentions(text, [])
 
     def _refuse_if_equal(
-        self, text: str, messages: list[JsonObject], tools: list[Any] | None, what: str, prompt: bool = False
+        self,
+        text: str,
+        messages: list[JsonObject],
+        tools: list[Any] | None,
+        what: str,
+        options: Mapping[str, Any] = _NO_OPTIONS,
     ) -> None:
         """Raise ConversationError if messages without a part of them render to the same text."""
         try:
-            is_equal = text == self._render(messages, tools, add_generation_prompt=prompt)
+            is_equal = text == self._render(messages, tools, options)
         except ConversationError:
             return  # a template that refuses them without the part supports it
         if is_equal:
             raise ConversationError(f"the chat template {self.where} does not support {what}")
 
     def _render_messages(
-        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], *, add_generation_prompt: bool = False
+        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], options: Mapping[str, Any] = _NO_OPTIONS
     ) -> tuple[list[JsonObject], list[Any] | None, str]:
         """Return messages and tools as the template expects them, with mentions escaped, and the rendered text."""
         tool_variables = self._escape_mentions(list(tools)) or None
@@ -190,19 +214,19 @@ class ChatTemplate:
         text = ""
         error: ConversationError | None = None
         try:
-            text = self._render(variables, tool_variables, add_generation_prompt=add_generation_prompt)
+            text = self._render(variables, tool_variables, options)
         except ConversationError as failure:
             error = failure
         # Some templates expect arguments as JSON text: they fail with objects, or write them as Python does.
         if calls and (error or any(call["arguments"] and str(call["arguments"]) in text for call in calls)):
             for call in calls:
                 call["arguments"] = _to_json(call["arguments"])
-            text = self._render(variables, tool_variables, add_generation_prompt=add_generation_prompt)
+            text = self._render(variables, tool_variables, options)
         elif error:
             raise error
         # A template that renders the same without tools would silently drop them.
         if tools:
-            self._refuse_if_equal(text, variables, None, "tools", add_generation_prompt)
+            self._refuse_if_equal(text, variables, None, "tools", options)
         return variables, tool_variables, text
 
     def _find_answer(self, message: JsonObject, text: str) -> Span:
@@ -233,7 +257,7 @@ class ChatTemplate:
         headers = [token for token in self._special_pattern.findall(before) if token in outside]
         is_plain = messages[-1]["content"].strip() and "reasoning_content" not in messages[-1]
         if headers or (is_plain and before.strip()):
-            with_prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
+            with_prompt = self._render(messages[:-1], tools, {"add_generation_prompt": True})
             if with_prompt == self._render(messages[:-1], tools):
                 raise self._wrong_span("the header of an answer", before)
         # 2. Behind the content, the header of the next answer: what precedes this one from its last special token.
@@ -248,12 +272,13 @@ class ChatTemplate:
             "{% generation %}…{% endgeneration %}, or choose another data.objective.template"
         )
 
-    def _render(self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[Any], tools: list[Any] | None, options: Mapping[str, Any] = _NO_OPTIONS) -> str:
         variables = {
             **self._variables,
+            "add_generation_prompt": False,
+            **options,
             "messages": messages,
             "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
         }
         try:
             # Like `Template.render`, which would copy the constant variables once more.
@@ -266,7 +291,7 @@ class ChatTemplate:
         self, text: str, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False
     ) -> int:
         """Return the length of the first messages when rendered. Raise JinguError unless the text begins with them."""
-        prefix = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
+        prefix = self._render(messages, tools, {"add_generation_prompt": add_generation_prompt})
         if not text.startswith(prefix):
             raise JinguError(
                 "the answers in this chat template cannot be located: a conversation up to an answer does not render "

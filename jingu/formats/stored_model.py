@@ -73,6 +73,14 @@ class StoredModel:
             return ()
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
+    @property
+    def default_sampling(self) -> dict[str, float]:
+        """Sampling parameters that generation_config.json recommends, by name."""
+        config = self.generation_config or {}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        # A top_k of 0 means no limit.
+        return {name: config[name] for name in names if config.get(name) or (name == "temperature" and name in config)}
+
     def tokenizer(self) -> Path:
         """Return the tokenizer's folder. Raises JinguError if there is none."""
         if self.tokenizer_folder is None:

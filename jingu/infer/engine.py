@@ -282,6 +282,8 @@ class Engine:
         check_request_fits(spec, prompt, request.max_tokens, scored=bool(request.continuations))
         for continuation in request.continuations:
             check_token_ids(spec, continuation, "continuations")
+        if request.stop_token_ids:
+            check_token_ids(spec, request.stop_token_ids, "stop_token_ids")
         check_logit_bias(request.sampling, spec.vocab_size)
         model.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocab_size, "logprobs", request.logprobs, f"at most {spec.vocab_size}")

@@ -48,6 +48,7 @@ class InferenceModel:
         is_prefix_lm: whether the tokens of a prompt see each other in both directions, as in training.
         expert_offloader: of a mixture of experts, only some of which are in memory.
         adapters: LoRA adapters that requests can use.
+        default_sampling: sampling parameters that its generation_config.json recommends, by name.
         world_size: number of ranks that share the model.
         is_compiled: whether its blocks are compiled for inference.
     """
@@ -62,6 +63,7 @@ class InferenceModel:
     is_prefix_lm: bool = False
     expert_offloader: ExpertOffloader | None = None
     adapters: LoraAdapters = field(default_factory=lambda: LoraAdapters(()))
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
     world_size: int = 1
     is_compiled: bool = False
 
@@ -163,6 +165,7 @@ def load(
         is_prefix_lm=stored_model.is_prefix_lm,
         expert_offloader=offloader,
         adapters=lora_adapters,
+        default_sampling=stored_model.default_sampling,
         world_size=1 if ranks is None else ranks.world,
     )
 

@@ -46,6 +46,9 @@ class Request:
         constraint: constraint on the output.
         adapter: name of the LoRA adapter to use; None: the base model.
         ignore_eos: whether to continue after an end token.
+        min_tokens: the fewest tokens of a choice before an end token.
+        stop_token_ids: further end tokens, which also count with `ignore_eos`.
+        keep_special_tokens: whether the text contains special tokens.
         continuations: token ids to score after the prompt, one event with a `Score` for each.
     """
 
@@ -61,10 +64,14 @@ class Request:
     constraint: Constraint | None = None
     adapter: str | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    keep_special_tokens: bool = False
     continuations: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         refuse(self.max_tokens < 1, "max_tokens", self.max_tokens, "1 or more")
+        refuse(self.min_tokens > self.max_tokens, "min_tokens", self.min_tokens, f"at most {self.max_tokens}")
         if "" in self.stop:
             raise JinguError("a stop string is empty.", where="stop", fix="Leave it out.")
         if () in self.continuations:

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from jingu.infer.detokenizer import IncrementalDetokenizer
@@ -126,13 +127,14 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
-        self.eos_token_ids = () if request.ignore_eos else model.eos_token_ids
+        self.eos_token_ids = (*(() if request.ignore_eos else model.eos_token_ids), *request.stop_token_ids)
         self.score_targets: tuple[int, ...] | None = None
         self.token_logprobs: list[float] = []
         self.is_greedy = True
         self.sampler = Sampler(request.sampling, request.sampling.seed + index * _SEED_STRIDE, grammar)
         # The output of an encoder-decoder contains sentinels, which are special tokens.
-        decode = partial(model.tokenizer.decode, keep_special_tokens=group.encoder_ids is not None)
+        keep = request.keep_special_tokens or group.encoder_ids is not None
+        decode = partial(model.tokenizer.decode, keep_special_tokens=keep)
         self._detokenizer = IncrementalDetokenizer(decode, request.stop)
 
     @property
@@ -159,7 +161,11 @@ class Sequence:
         """Sample the next token from the model's logits [V], in fp32 or fp64 on the CPU, and return its event."""
         request = self.group.request
         try:
-            token_id = self.sampler.sample(logits_V, self.text_prompt_ids, self.output_ids)
+            allowed_V = logits_V
+            if len(self.output_ids) < request.min_tokens:
+                allowed_V = logits_V.clone()
+                allowed_V[list(self.eos_token_ids)] = -torch.inf
+            token_id = self.sampler.sample(allowed_V, self.text_prompt_ids, self.output_ids)
         except SamplingError as error:
             self.finish_reason = error.reason
             return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))

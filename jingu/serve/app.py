@@ -67,7 +67,9 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=service.settings.origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            # Clients send headers of their own, such as x-stainless-* of OpenAI's.
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
         )
     return app
 

@@ -19,7 +19,7 @@ from jingu.infer.request import Constraint, FinishReason, Token
 from jingu.serve.async_engine import RequestHandle
 from jingu.serve.http_errors import bad_request
 from jingu.serve.openai import build_engine_request
-from jingu.serve.protocol import ChatMessage, ChatRequest, FunctionDefinition, ToolChoice
+from jingu.serve.protocol import AllowedToolsChoice, ChatMessage, ChatRequest, FunctionDefinition, ToolChoice
 from jingu.serve.service import Service, run_off_loop
 
 
@@ -99,9 +99,9 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
     # Tools restrict the answer by a constraint, and so does a response format.
     names = {function.name for function in allowed_functions(body)}
     forced_name, tool_constraint = forced_function(body)
-    format_constraint = body.response_format.constraint() if body.response_format else None
-    if format_constraint is not None and names:
-        raise bad_request("`response_format` and `tools` cannot be combined", "response_format")
+    format_constraint = body.response_format.constraint() if body.response_format else body.guided_constraint()
+    if format_constraint is not None and names and tool_constraint is None:
+        format_constraint = _allow_calls(format_constraint, allowed_functions(body))
     prompt = await encode_conversation(body, service)
     engine_request = build_engine_request(
         body,
@@ -140,9 +140,17 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
     tools: tuple[JsonObject, ...] = ()
     if allowed_functions(body):
         tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
+    # Some templates have a variable for the effort of reasoning.
+    variables = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    variables |= body.chat_template_kwargs or {}
+    continue_final = bool(body.continue_final_message)
+    if continue_final and messages[-1].role != "assistant":
+        raise bad_request("`continue_final_message` requires a last message of the assistant", "messages")
     length = sum(len(message.content) for message in messages)
     try:
-        return await run_off_loop(lambda: chat_format.encode_prompt(messages, tools), length)
+        return await run_off_loop(
+            lambda: chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final), length
+        )
     except ConversationError as error:
         raise bad_request(str(error), "messages") from error
 
@@ -189,9 +197,17 @@ def _parse_message(message: ChatMessage, index: int) -> Message:
 
 def allowed_functions(body: ChatRequest) -> list[FunctionDefinition]:
     """Return the functions that the model may call."""
-    if body.tool_choice == "none":
+    choice = body.tool_choice
+    if choice == "none":
         return []
-    return [tool.function for tool in body.tools or []]
+    functions = [tool.function for tool in body.tools or []]
+    if not isinstance(choice, AllowedToolsChoice):
+        return functions
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    unknown = sorted(allowed - {function.name for function in functions})
+    if unknown:
+        raise bad_request(f"`tool_choice` names {unknown[0]!r}, which is not in `tools`", "tool_choice")
+    return [function for function in functions if function.name in allowed]
 
 
 def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
@@ -206,15 +222,31 @@ def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
         functions = [function for function in functions if function.name == choice.function.name]
         if not functions:
             raise bad_request(f"`tool_choice` names {choice.function.name!r}, which is not in `tools`", "tool_choice")
-    elif choice != "required":
+    elif choice != "required" and not (
+        isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "required"
+    ):
         return None, None
     if not functions:
         raise bad_request("`tool_choice` requires a tool, but there are no `tools`", "tool_choice")
     # With a single candidate the model has no name to choose, so it writes only the arguments.
     if len(functions) == 1:
         return functions[0].name, Constraint("json_schema", json.dumps(_parameters(functions[0])))
-    # One alternative per function: its name is a constant, and its arguments follow its schema.
-    variants = [
+    return None, Constraint("json_schema", json.dumps({"anyOf": _call_schemas(functions)}))
+
+
+def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) -> Constraint:
+    """Return a constraint to what another one allows or to a call of one of the functions."""
+    if constraint.kind == "regex":
+        raise bad_request("a regular expression and `tools` cannot be combined", "response_format")
+    schema = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
+    calls = _call_schemas(functions)
+    answer = _relocate(schema, f"#/anyOf/{len(calls)}")
+    return Constraint("json_schema", json.dumps({"anyOf": [*calls, answer]}))
+
+
+def _call_schemas(functions: list[FunctionDefinition]) -> list[dict[str, Any]]:
+    """Return a schema per function: its name is a constant, and its arguments follow its schema."""
+    return [
         {
             "type": "object",
             "properties": {
@@ -226,7 +258,6 @@ def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
         }
         for index, function in enumerate(functions)
     ]
-    return None, Constraint("json_schema", json.dumps({"anyOf": variants}))
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from jingu import __version__
 from jingu.infer.request import Event, FinishReason, Request, Token
 from jingu.serve.async_engine import Completion, RequestHandle, RequestStats, best_first
 from jingu.serve.http_errors import ApiError, bad_request
@@ -22,6 +23,7 @@ from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse
 from jingu.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
+SYSTEM_FINGERPRINT = f"jingu-{__version__}"
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 # Prompts in one request; each of them is an engine request.
 _MAX_PROMPTS = 256
@@ -49,6 +51,8 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
     best_of = body.best_of
     if best_of is not None and (body.stream or best_of < n):
         raise bad_request("`best_of` must be at least `n`, and cannot be streamed", "best_of")
+    if body.max_tokens == 0 and (body.stream or not body.echo):
+        raise bad_request("`max_tokens` of 0 requires `echo`, and cannot be streamed", "max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
         raise bad_request("`echo` with `logprobs` cannot be streamed", "echo")
     prompts = await _encode_prompts(body.prompt, service, "prompt")
@@ -61,7 +65,9 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
             # Candidates are compared by their log-probabilities.
             logprobs=0 if best_of and body.logprobs is None else body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            max_tokens=body.max_tokens or 16,
+            # With 0 the engine generates one token, which the answer leaves out.
+            max_tokens=16 if body.max_tokens is None else max(body.max_tokens, 1),
+            constraint=body.guided_constraint(),
         )
         for prompt in prompts
     ]
@@ -71,6 +77,7 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
         "object": "text_completion",
         "created": int(time.time()),
         "model": body.model,
+        "system_fingerprint": SYSTEM_FINGERPRINT,
     }
     echoes = [service.model.tokenizer.decode(list(prompt)) if body.echo else "" for prompt in prompts]
     if body.stream:
@@ -81,6 +88,10 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
         # Choices are numbered through all prompts.
         for echo, answers in zip(echoes, await handle.collect(), strict=True):
             for answer in best_first(answers)[:n] if best_of else answers:
+                if body.max_tokens == 0:
+                    handle.stats.generated_tokens = 0
+                    answer.tokens.clear()
+                    answer.finish_reason = "length"
                 logprobs = None
                 if body.logprobs is not None:
                     # The engine returns the prompt's log-probabilities with the first answer.
@@ -140,10 +151,13 @@ def build_engine_request(
     stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         prompt,
-        body.sampling_params(service.model.spec.vocab_size),
+        body.sampling_params(service.model.spec.vocab_size, service.model.default_sampling),
         stop=(*stop_strings, *stop),
         adapter=service.find_adapter(body.model),
         ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        keep_special_tokens=body.skip_special_tokens is False,
         **fields,
     )
 
@@ -250,8 +264,10 @@ async def stream_chunks(
         batches: the choices of each engine step. They are sent together, which saves writes to the socket.
     """
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    usage = {"usage": None} if include_usage else {}
     async for choices in batches:
+        usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        if include_usage and body.stream_options and body.stream_options.continuous_usage_stats:
+            usage = {"usage": format_usage(handle.stats)}
         yield b"".join(format_event({**head, "choices": [choice], **usage}) for choice in choices)
     if include_usage:
         yield format_event({**head, "choices": [], "usage": format_usage(handle.stats)})

@@ -16,7 +16,7 @@ from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason, Token
 from jingu.serve.chat_run import ChatAnswer, ChatRun, start_chat
 from jingu.serve.http_errors import bad_request
-from jingu.serve.openai import FINISH_REASONS, format_usage, stream_chunks
+from jingu.serve.openai import FINISH_REASONS, SYSTEM_FINGERPRINT, format_usage, stream_chunks
 from jingu.serve.protocol import ChatRequest, StrictRoute
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, respond_once
 from jingu.serve.service import Service, ServiceDependency
@@ -29,10 +29,19 @@ async def chat_completions(body: ChatRequest, request: HttpRequest, service: Ser
     """Answer a conversation."""
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise bad_request("`max_tokens` and `max_completion_tokens` mean the same; send only one", "max_tokens")
+    if body.max_tokens == 0:
+        raise bad_request("`max_tokens` must be at least 1", "max_tokens")
+    if body.add_generation_prompt is not None and body.add_generation_prompt == bool(body.continue_final_message):
+        raise bad_request("`add_generation_prompt` must be the opposite of `continue_final_message`", "messages")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("`top_logprobs` requires `logprobs`: true", "top_logprobs")
     run = await start_chat(body, request, service)
-    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
+    head = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": body.model,
+        "system_fingerprint": SYSTEM_FINGERPRINT,
+    }
     if body.stream:
         head["object"] = "chat.completion.chunk"
         return EventStream(run.handle, stream_chunks(run.handle, body, head, _stream(run, body, service)))

@@ -7,14 +7,15 @@ is read strictly as well: no NaN, no lone surrogates, limited nesting.
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
 from jingu.infer.request import Constraint
@@ -53,12 +54,21 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, value: Any) -> Any:
+        """Leave out unknown fields that are null, since clients also send fields that they do not set."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: item for name, item in value.items() if item is not None or name in known}
+
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -66,7 +76,8 @@ Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
 
 
 def _build_sampling_params(body: RequestBody, temperature: float, seed: int | None, **params: Any) -> SamplingParams:
-    """Return sampling parameters: those that both protocols share, and `params`. A request without seed gets one."""
+    """Return sampling parameters: those that both protocols share, in place of `params`. A request without seed gets
+    one."""
     shared = {name: getattr(body, name, None) for name in _SHARED_PARAMS}
     params |= {name: value for name, value in shared.items() if value is not None}
     if seed is None:
@@ -157,6 +168,7 @@ class StreamOptions(RequestBody):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -165,20 +177,30 @@ class SamplingFields(RequestBody):
 
     model: str
     frequency_penalty: Penalty | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    max_tokens: PositiveInt | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
+    skip_special_tokens: bool | None = None
     stop: str | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Fraction | None = None
+    # Hints that cannot change the answer.
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
     user: str | None = None
 
     @field_validator("stop")
@@ -188,16 +210,24 @@ class SamplingFields(RequestBody):
             raise ValueError("a stop string is empty")
         return stop
 
-    def sampling_params(self, vocab_size: int) -> SamplingParams:
-        """Return the engine's sampling parameters for a model with a vocabulary of this size."""
-        return _build_sampling_params(
-            self,
-            1.0 if self.temperature is None else self.temperature,
-            self.seed,
+    def sampling_params(self, vocab_size: int, defaults: Mapping[str, float]) -> SamplingParams:
+        """Return the engine's sampling parameters for a model with a vocabulary of this size, and with defaults."""
+        params: dict[str, Any] = {"temperature": 1.0, **defaults}
+        if self.temperature is not None:
+            params["temperature"] = self.temperature
+        if self.top_k is not None:
             # OpenAI's clients write -1 or 0 for no limit.
-            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
-            logit_bias=_parse_logit_bias(self.logit_bias or {}, vocab_size),
-        )
+            params["top_k"] = self.top_k if self.top_k > 0 else None
+        bias = _parse_logit_bias(self.logit_bias or {}, vocab_size)
+        return _build_sampling_params(self, params.pop("temperature"), self.seed, logit_bias=bias, **params)
+
+    def guided_constraint(self) -> Constraint | None:
+        """Return the constraint of vLLM's fields; None: there is none."""
+        if self.guided_json is not None:
+            return _build_constraint("json_schema", self.guided_json, "guided_json")
+        if self.guided_choice is not None:
+            return Constraint("regex", "|".join(map(re.escape, self.guided_choice)))
+        return None if self.guided_regex is None else Constraint("regex", self.guided_regex)
 
 
 def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -256,8 +286,6 @@ class ChatMessage(RequestBody):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     refusal: Any = None
-    audio: Any = None
-    function_call: Any = None
     annotations: Any = None
     reasoning_content: str | None = None
 
@@ -292,6 +320,20 @@ class ToolChoice(RequestBody):
     function: FunctionName
 
 
+class AllowedTools(RequestBody):
+    """The tools that the model may call."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1)]
+
+
+class AllowedToolsChoice(RequestBody):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class JsonSchema(RequestBody):
     """A JSON schema that the answer must satisfy."""
 
@@ -324,17 +366,23 @@ class ChatRequest(SamplingFields):
     """OpenAI's chat completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     max_completion_tokens: PositiveInt | None = None
     metadata: Any = None
+    modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     response_format: ResponseFormat | None = None
     service_tier: Any = None
     store: bool | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     tool_prompt: str | None = None
     tools: list[ToolDefinition] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    verbosity: Any = None
 
 
 class EmbeddingRequest(RequestBody):

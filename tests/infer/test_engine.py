@@ -14,7 +14,7 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.infer import generate
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.inference_model import InferenceModel
+from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Constraint, Event, Request, Token
 from jingu.infer.sampling import SamplingParams
 from jingu.infer.structured_output import GrammarCompiler
@@ -197,6 +197,15 @@ def test_verb_prints_prompt_and_continuation(
     assert capsys.readouterr().out == f"the end{Engine(tiny).generate([searched])[0]}\n"
     generate.generate(tmp_path / "out", "the end", precision="fp32")  # as much as the context has room for
     assert len(capsys.readouterr().out) > len(printed.out)
+
+
+def test_sampling_defaults_come_from_generation_config(tiny: InferenceModel, tmp_path: Path) -> None:
+    tiny.tokenizer.save(tmp_path / "tokenizer")
+    export_hf(tiny.spec, tiny.module.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "out")
+    assert load(tmp_path / "out", "fp32").default_sampling == {}
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 0, "do_sample": True, "min_p": None}
+    (tmp_path / "out" / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
+    assert load(tmp_path / "out", "fp32").default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
 def test_answers_are_held_to_a_schema_or_an_expression(tiny: InferenceModel) -> None:

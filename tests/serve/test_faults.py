@@ -288,6 +288,11 @@ def test_other_origins_are_refused(serve: Serve, tiny_model: InferenceModel) -> 
     model = serve(ScriptedEngine(tiny_model), origins=("https://page.example",), keys=("one",))
     status, _, headers = model.call("/generate", method="OPTIONS", headers=asks)
     assert (status, headers["access-control-allow-origin"]) == (200, "https://page.example")
+    preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    # As OpenAI's client sends in a browser.
+    preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang,x-stainless-os"
+    status, _, allowed = model.call("/v1/chat/completions", method="OPTIONS", headers=preflight)
+    assert status == 200 and "x-stainless-os" in allowed["access-control-allow-headers"]
     other = model.call("/generate", method="OPTIONS", headers={**asks, "Origin": "https://evil.example"})[2]
     assert "access-control-allow-origin" not in other
 

@@ -396,6 +396,131 @@ def test_errors_in_openai_s_form(tiny: Running, path: str, body: dict[str, Any],
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+# Fields that clients send
+
+
+NO_EFFECT = {
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "safety_identifier": "me",
+    "prompt_cache_key": "me",
+    "modalities": ["text"],
+    "prediction": {"type": "content", "content": "a"},
+    "service_tier": "auto",
+    "functions": None,
+    "web_search_options": None,
+}
+
+
+def test_hints_and_nulls_do_not_change_the_answer(tiny: Running) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "seed": -3}
+    expected = tiny.call("/v1/chat/completions", body)[1]
+    assert expected["system_fingerprint"].startswith("jingu-")
+    status, answer, _ = tiny.call("/v1/chat/completions", {**body, **NO_EFFECT})
+    assert status == 200 and answer["choices"] == expected["choices"]
+    for field in ({"web_search_options": {}}, {"modalities": ["audio"]}, {"functions": []}):
+        assert tiny.call("/v1/chat/completions", {**body, **field})[0] == 400, field
+
+
+def test_min_tokens_and_stop_token_ids(tiny: Running) -> None:
+    token = tiny.engine.model.tokenizer.encode("x")[0]
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+    for end, fields in ((token, {"stop_token_ids": [token]}), (0, {"ignore_eos": False})):
+        likely = {**body, **fields, "logit_bias": {str(end): 100}}
+        _, stopped, _ = tiny.call("/v1/completions", likely)
+        assert (stopped["choices"][0]["text"], stopped["choices"][0]["finish_reason"]) == ("", "stop")
+        _, longer, _ = tiny.call("/v1/completions", {**likely, "min_tokens": 4})
+        assert (longer["usage"]["completion_tokens"], longer["choices"][0]["finish_reason"]) == (5, "stop")
+    assert tiny.call("/v1/completions", {**body, "min_tokens": 9})[0] == 400
+    assert tiny.call("/v1/completions", {**body, "stop_token_ids": [9999]})[0] == 400
+
+
+def test_guided_fields_constrain_the_answer(tiny: Running) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 200}
+
+    def answer(**fields: Any) -> str:
+        return str(tiny.call("/v1/chat/completions", {**body, **fields})[1]["choices"][0]["message"]["content"])
+
+    assert answer(guided_choice=["数据.", "的 (🙂)"]) in ("数据.", "的 (🙂)")
+    assert answer(guided_regex="数据[🙂的]{5}").startswith("数据")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    assert isinstance(json.loads(answer(guided_json={**schema, "additionalProperties": False}))["a"], bool)
+
+
+def test_special_tokens_in_the_text(tiny: Running) -> None:
+    token = tiny.engine.model.tokenizer.special_tokens["<|im_start|>"]
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, "logit_bias": {str(token): 100}}
+    assert tiny.call("/v1/completions", body)[1]["choices"][0]["text"] == ""
+    _, kept, _ = tiny.call("/v1/completions", {**body, "skip_special_tokens": False})
+    assert kept["choices"][0]["text"] == "<|im_start|>" * 2
+
+
+def test_the_final_message_is_continued(echo: Running) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The end is"}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 200, "continue_final_message": True}
+    _, answer, _ = echo.call("/v1/chat/completions", {**body, "add_generation_prompt": False})
+    assert answer["choices"][0]["message"]["content"].endswith("<|im_start|>assistant\nThe end is")
+    for wrong in ({"messages": messages[:1]}, {"add_generation_prompt": True}):
+        assert echo.call("/v1/chat/completions", {**body, **wrong})[0] == 400
+
+
+def test_variables_of_the_template(serve: Serve, tiny_model: InferenceModel, tmp_path: Any) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}.", encoding="utf-8")
+    server = serve(ScriptedEngine(tiny_model), template=str(template))
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 200}
+    body |= {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    assert server.call("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == "a False low."
+
+
+def test_a_prompt_is_scored_without_new_tokens(tiny: Running) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1}
+    _, scored, _ = tiny.call("/v1/completions", {**body, "max_tokens": 0})
+    _, longer, _ = tiny.call("/v1/completions", {**body, "max_tokens": 1})
+    (choice,) = scored["choices"]
+    assert (choice["text"], choice["finish_reason"], scored["usage"]["completion_tokens"]) == (PROMPT, "length", 0)
+    assert choice["logprobs"]["token_logprobs"] == longer["choices"][0]["logprobs"]["token_logprobs"][:-1]
+    assert tiny.call("/v1/completions", {**body, "echo": False, "max_tokens": 0})[0] == 400
+
+
+def test_usage_with_every_chunk(tiny: Running) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "ignore_eos": True}
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last, _ = tiny.events("/v1/chat/completions", {**body, **options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 4
+
+
+def test_a_response_format_with_tools_and_allowed_tools(tiny: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("one", "two")]
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 300}
+    body["tools"] = tools
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    for seed in range(4):
+        answer = tiny.call("/v1/chat/completions", {**body, "response_format": form, "seed": seed})[1]["choices"][0]
+        calls = answer["message"].get("tool_calls", [])
+        texts = [call["function"]["arguments"] for call in calls] or [answer["message"]["content"]]
+        assert all(isinstance(json.loads(text)["a"], bool) for text in texts)
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "two"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = tiny.call("/v1/chat/completions", {**body, "tool_choice": choice})[1]["choices"][0]
+    assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["two"]
+    allowed["tools"][0]["function"]["name"] = "three"  # type: ignore[index]
+    assert tiny.call("/v1/chat/completions", {**body, "tool_choice": choice})[0] == 400
+
+
+def test_sampling_defaults_of_the_model(serve: Serve, tiny_model: InferenceModel) -> None:
+    model = replace(tiny_model, default_sampling={"temperature": 0.0, "top_k": 3, "top_p": 0.5})
+    server, observed = serve(ScriptedEngine(model)), list[SamplingParams]()
+    submit = server.engine.submit
+    server.engine.submit = lambda request: observed.append(request.sampling) or submit(request)
+    server.call("/v1/completions", {"model": "tiny", "prompt": "a"})
+    server.call("/v1/completions", {"model": "tiny", "prompt": "a", "temperature": 0.5, "top_k": -1, "top_p": 1})
+    assert [(params.temperature, params.top_k, params.top_p) for params in observed] == [(0.0, 3, 0.5), (0.5, None, 1)]
+
+
 def test_no_url_is_fetched(tiny: Running) -> None:
     part = {"type": "image_url", "image_url": {"url": f"{tiny.url}/health"}}
     before = len(tiny.lines)
