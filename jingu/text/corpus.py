@@ -59,6 +59,9 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
             size = open_filesystem(path)[0].size(path) if is_url(path) else Path(path).stat().st_size
         except OSError as error:
             raise read_error(path, error) from error
+        if not is_url(path) and not Path(path).is_file():
+            what = "this is a pipe, a socket or a device, and a corpus is read more than once."
+            raise JinguError(what, where=path, fix="Write its content to a file, and name that in data.input.")
         file = CorpusFile(path, size)
         # Only files of many documents can be divided, and only if any part can be read by itself.
         has_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")

@@ -13,10 +13,13 @@ from typing import IO, Any
 from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import read_error
+from jingu.runtime.log import log_warning
 from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
 # Kinds of files whose documents are located by their row.
 _ROW_KINDS = ("json", "parquet", "arrow")
+# The parts of a path to a field: names of fields, and [*] for all items of a list.
+_PATH_PART = re.compile(r"\[\*\]|[^.\[\]]+")
 _TEXT_FIELD_FIX = "Set data.text_field to the field that holds the document."
 
 
@@ -95,6 +98,7 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, counts: ReadCo
             pass
         except read_errors() as error:
             reader.refuse(corpus_file_error(span.file, error, ", or set data.on_error=skip to keep what comes before"))
+            log_warning(f"{span.file.path} is damaged or was truncated; only what comes before the damage is read.")
 
 
 def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "") -> JinguError:
@@ -176,9 +180,7 @@ class _DocumentReader:
             return text.replace("<n>", "\n") if self.settings.escaped_newlines else text
         if kind == "lines":
             value = self._parse_json(value, position)
-        if kind in ("lines", "json"):
-            value = self._get_field(value, position)
-        return self._check_string(value, position)
+        return self._check_string(self._get_field(value, position), position)
 
     def _read_blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[bytes, int]]:
         """Yield the blocks of lines between blank lines that begin in the span."""
@@ -221,16 +223,17 @@ class _DocumentReader:
             raise self._skip(position, f"{subject} is not JSON ({describe_json_error(error)}).", fix) from None
 
     def _get_field(self, row: object, position: int) -> Any:
-        """Return the text field of one JSON object, a line or a row."""
+        """Return the text field of a line or row: by its name, or by a path such as `meta.paragraphs[*].text`."""
         name = self.settings.text_field
         subject = "line" if self.file.kind == "lines" else "row"
         if not isinstance(row, dict):
             what = f"this {subject} is JSON but not an object: it is {_describe_type(row)}."
             raise self._skip(position, what, f'Each {subject} must look like {{"{name}": "…"}}.')
-        if name not in row:
+        try:
+            return row[name] if name in row else _select(row, _PATH_PART.findall(name))
+        except (KeyError, TypeError):
             what = f'this {subject} has no field "{name}"; its fields: {_quote(row)}.'
-            raise self._skip(position, what, _TEXT_FIELD_FIX)
-        return row[name]
+            raise self._skip(position, what, _TEXT_FIELD_FIX) from None
 
     def _check_string(self, value: object, position: int) -> str:
         r"""Return a string that has a UTF-8 form. JSON can hold half a character ("\ud800"), which has none."""
@@ -252,6 +255,11 @@ class _DocumentReader:
             what = f"a document here is longer than {max_bytes:,} bytes (data.max_document_bytes)."
             fix = "Split it (data.documents takes lines or blocks of a text file), or raise the limit if memory allows."
             raise self._skip(position, what, fix)
+        if b"\0" in data:
+            what = f"byte {max(position, 0) + data.index(0)} is a NUL: the text is UTF-16 or UTF-32, or it is not text."
+            fix = 'Convert the file to UTF-8, or set data.invalid_utf8 to "replace" (U+FFFD for each) or "skip".'
+            text = data.decode(errors="replace").removeprefix("\ufeff").replace("\0", "\ufffd")
+            return self._handle_invalid(position or -1, what, fix, text)
         try:
             return data.decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
@@ -283,6 +291,17 @@ class _DocumentReader:
                 line += chunk.count(b"\n")
                 remaining -= len(chunk)
         return f"{self.file.path}:{line}"
+
+
+def _select(value: Any, path: list[str]) -> Any:
+    """Return what a path selects in a row; the texts of a list are joined by newlines. Raises KeyError or TypeError."""
+    for index, part in enumerate(path):
+        if part == "[*]":
+            texts = [_select(item, path[index + 1 :]) for item in value]
+            others = [text for text in texts if not isinstance(text, str)]
+            return others[0] if others else "\n".join(texts)
+        value = value[part]
+    return value
 
 
 def _is_blank(line: bytes) -> bool:
@@ -331,8 +350,8 @@ def _previous_line(stream: IO[bytes], position: int) -> bytes:
     return stream.read(min(position, 4096))[:-1].rpartition(b"\n")[2]
 
 
-def _read_column(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[Any, int]]:
-    """Yield the values of a column and their row numbers.
+def _read_column(file: CorpusFile, field: str, span: Span) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield rows of the one column that holds a field, and their numbers.
 
     The file is an .arrow file as `datasets` saves it, or a .parquet, of which the row groups that begin in the span are
     read.
@@ -341,12 +360,12 @@ def _read_column(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[Any,
         with closing(file.open()) as stream:
             if file.kind == "arrow":
                 reader = import_optional("pyarrow.ipc", "reading .arrow files", file.path).open_stream(stream)
-                _check_column(reader.schema.names, name, file.path)
-                yield from zip(_flatten(batch.column(name) for batch in reader), count(1))
+                name = _find_column(reader.schema.names, field, file.path)
+                yield from zip(_rows(name, (batch.column(name) for batch in reader)), count(1))
                 return
             parquet = import_optional("pyarrow.parquet", "reading .parquet files", file.path)
             table = parquet.ParquetFile(stream)
-            _check_column(table.schema_arrow.names, name, file.path)
+            name = _find_column(table.schema_arrow.names, field, file.path)
             rows_before = 0
             for number in range(table.num_row_groups):
                 group = table.metadata.row_group(number)
@@ -355,21 +374,24 @@ def _read_column(file: CorpusFile, name: str, span: Span) -> Iterator[tuple[Any,
                 start = min(filter(None, [pages.dictionary_page_offset, pages.data_page_offset]))
                 if span.start <= start < span.end or not file.splits:
                     batches = table.iter_batches(batch_size=1024, row_groups=[number], columns=[name])
-                    yield from zip(_flatten(batch.column(0) for batch in batches), count(rows_before + 1))
+                    yield from zip(_rows(name, (batch.column(0) for batch in batches)), count(rows_before + 1))
                 rows_before += group.num_rows
     except ValueError as error:  # pyarrow's own errors are ValueErrors and OSErrors
         raise EOFError(str(error).splitlines()[0]) from error
 
 
-def _flatten(columns: Iterable[Any]) -> Iterator[Any]:
-    return (value for column in columns for value in column.to_pylist())
+def _rows(name: str, columns: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    return ({name: value} for column in columns for value in column.to_pylist())
 
 
-def _check_column(names: list[str], name: str, path: str) -> None:
-    """Raise JinguError if a table has no column of this name."""
-    if name not in names:
-        what = f'there is no column "{name}"; there are: {_quote(names)}.'
-        raise JinguError(what, where=path, fix="Set data.text_field to one of them.")
+def _find_column(names: list[str], field: str, path: str) -> str:
+    """Return the column that holds a field. Raises JinguError if there is none."""
+    first = _PATH_PART.findall(field)[:1]
+    for name in (field, *first):
+        if name in names:
+            return name
+    what = f'there is no column "{field}"; there are: {_quote(names)}.'
+    raise JinguError(what, where=path, fix="Set data.text_field to one of them.")
 
 
 def _quote(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,57 @@ def test_a_sample_of_packed_files(tmp_path: Path) -> None:
     texts = [text for text, _ in sample_texts(find_files(data), data, 4000)]
     assert {text[0] for text in texts} == {"0", "1", "2", "3"}
     assert 4000 <= sum(map(len, texts)) < 4400
+
+
+NESTED = {"meta": {"a.b": "exact"}, "paragraphs": ["one", "two"], "pages": [{"text": "x"}, {"text": "y"}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [("paragraphs[*]", "one\ntwo"), ("pages[*].text", "x\ny"), ("meta.title", "t"), ("dotted.name", "d")],
+)
+def test_nested_fields(tmp_path: Path, field: str, text: str) -> None:
+    row = {**NESTED, "meta": {"title": "t"}, "dotted.name": "d"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (tmp_path / "b.json").write_text(json.dumps([row]))
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "c.parquet")
+    assert read(tmp_path, text_field=field, suffixes=[".jsonl", ".json", ".parquet"])[0] == [text] * 3
+
+
+def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(NESTED))
+    fields = '"meta", "paragraphs", "pages"'
+    for field in ("paragraphs.x", "pages[*].title", "meta[*]x", "none[*]"):
+        assert mistake(path, text_field=field).startswith(
+            f'{path}:1: this line has no field "{field}"; its fields: {fields}.'
+        )
+    assert f'{path}:1: the field "pages[*]" is an object, not a string.' in mistake(path, text_field="pages[*]")
+
+
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert mistake(tmp_path).startswith(f"{tmp_path / 'pipe.txt'}: this is a pipe, a socket or a device")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_utf_16_without_a_byte_order_mark_is_noticed(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("plain ASCII".encode(encoding))
+    assert "is a NUL: the text is UTF-16 or UTF-32, or it is not text." in mistake(path)
+    assert read(path, invalid_utf8="skip")[1].invalid == 1
+    path.write_bytes(b"a\0b")
+    found, counts = read(path, invalid_utf8="replace")
+    assert (found, counts.replaced) == (["a\ufffdb"], 1)
+    path = tmp_path / "b.jsonl"
+    path.write_bytes(jsonl(["fine"]) + b'{"text": "a\0b"}\n')
+    assert mistake(path).startswith(f"{path}:2: byte 37 is a NUL")
+
+
+def test_a_truncated_archive_is_named_although_errors_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS * 50))[:-9])
+    data = DataSettings(input=str(tmp_path), on_error="skip")
+    assert list(sample_texts(find_files(data), data, 10**6))
+    assert f"{tmp_path / 'a.jsonl.gz'} is damaged or was truncated" in caplog.text

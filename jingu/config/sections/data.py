@@ -228,7 +228,8 @@ class DataSettings(Settings):
         path: Folder of the built data set.
         suffixes: Extensions of the files to read from a folder; a .jsonl file has one document a line, any other file
             is one document.
-        text_field: Field of a .jsonl line that holds the text.
+        text_field: Field of a .jsonl line or a table's row that holds the text. A path such as
+            `meta.paragraphs[*].text` reaches nested fields; the texts of a list are joined by newlines.
         validation_fraction: Fraction of the documents to use for validation instead of training, chosen by a hash of
             their text.
         invalid_utf8: What to do with a document that is not valid UTF-8: stop, replace the invalid bytes, or skip the
