@@ -1,8 +1,9 @@
 """Which shard of each parameter a rank holds, in every layout.
 
 Parameters are divided twice: first along the dims that the sharding tables name, over the ranks of `tensor` (and
-experts over those of `expert`); then what is left along the first dim, by ZeRO. FSDP knows only the second division.
-Checkpoints, initial weights and gradient norms need whole tensors: here the two divisions are combined.
+experts over those of `expert`); then what is left along the first dim, or along the rows of experts' matrices, by
+ZeRO. FSDP knows only the second division. Checkpoints, initial weights and gradient norms need whole tensors: here the
+two divisions are combined.
 """
 
 from __future__ import annotations
@@ -239,11 +240,17 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, num_kv_heads: i
     def plan(shape: torch.Size, sharded: tuple[ShardedDim, ...]) -> ParameterSharding:
         dims = {dim.kind: dim.dim for dim in sharded}
         inner = dims.get("inner", dims.get("kv_heads"))
+        zero = 0
+        if "experts" in dims:
+            # Experts that ZeRO's ranks cannot divide evenly (there may be more ranks than experts) are divided by rows.
+            ranks = fsdp.size() // expert_ranks
+            split = ranks * (tensor.size() if inner == 1 else 1)
+            zero = int(bool(shape[0] // expert_ranks % ranks) and shape[1] % split == 0)
         if "experts" in dims and expert_mesh is not None:
-            return ParameterSharding(shape, expert_mesh, (None, 0, 0, inner))
+            return ParameterSharding(shape, expert_mesh, (None, zero, 0, inner))
         if "kv_heads" in dims and kv_head_mesh is not None:
             return ParameterSharding(shape, kv_head_mesh, (None, 0, inner, None))
-        return ParameterSharding(shape, plain_mesh, (None, 0, inner))
+        return ParameterSharding(shape, plain_mesh, (None, zero, inner))
 
     parts = {}
     for stage in stages:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.decoder import Decoder, iterate_blocks
@@ -48,7 +49,14 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
     if offload != "none":
         # Memory that is mapped from a disk cannot be pinned.
         offload_policy = CPUOffloadPolicy(pin_memory=offload == "host" and on_card)
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+    dims = {parameter: plan.parts[name].dims[1] or 0 for name, parameter in model.named_parameters()}
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload_policy,
+        shard_placement_fn=lambda parameter: Shard(dims[parameter]),
+    )
     for _, block in iterate_blocks(model):
         if plan.experts is not None:
             # Experts are divided over `expert` already, and sharded over the ranks that hold the same experts.
