@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import sha256
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -45,9 +46,11 @@ _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
 _FIRST_MENTION = 0xF0000
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_TEMPLATES = files("jingu.chat").joinpath("jinja")
 NAMED_TEMPLATES = {
     file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
-    for file in sorted(files("jingu.chat").joinpath("jinja").iterdir(), key=lambda file: file.name)
+    for file in sorted(_TEMPLATES.iterdir(), key=lambda file: file.name)
+    if file.is_file()
 }
 # BLOOMZ was trained on nothing but the texts.
 NAMED_TEMPLATES["bloomz-plain"] = NAMED_TEMPLATES["plain"]
@@ -139,14 +142,15 @@ class ChatTemplate:
             return self._for_tools.render(messages, tools, locate_answers=locate_answers)
         variables, tool_variables, text = self._render_messages(messages, tools)
         # A template that renders the same without calls or reasoning would silently drop them.
-        for key, what in (("tool_calls", "tools"), ("reasoning_content", "reasoning")):
-            if any(key in message for message in variables):
-                without = [{name: value for name, value in entry.items() if name != key} for entry in variables]
+        for keys, what in (({"tool_calls"}, "tools"), ({"reasoning_content", "thinking"}, "reasoning")):
+            if any(keys & message.keys() for message in variables):
+                without = [{name: value for name, value in entry.items() if name not in keys} for entry in variables]
                 self._refuse_if_equal(text, without, tool_variables, what)
         answers: list[Span] = []
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if self._has_generation_tag:
-            text, answers = _strip_answer_marks(text)
+            text, spans = _strip_answer_marks(text)
+            answers = [(start, self._trim_after_special_token(text, end)) for start, end in spans]
             if len(answers) == len(indices):
                 for index, (start, end) in zip(indices, answers, strict=True):
                     self._find_answer(variables[index], text[start:end])
@@ -341,13 +345,19 @@ class ChatTemplate:
 
 
 def load_template(
-    name: str, tokenizer: Tokenizer, *, parse_special_tokens: bool = False, where: str = "data.objective.template"
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    parse_special_tokens: bool = False,
+    where: str = "data.objective.template",
+    for_training: bool = False,
 ) -> ChatTemplate:
     """Load a chat template.
 
     Args:
         name: `auto` for the tokenizer's own, the name of one of several that it has, or of a shipped one, or a file.
         where: the setting that names it, for error messages.
+        for_training: whether `auto` replaces templates of known models by versions that mark the answers.
 
     Raises:
         JinguError: there is no such template, or it is not valid Jinja.
@@ -361,7 +371,7 @@ def load_template(
                 where=where,
                 fix=f"Name one: {', '.join(NAMED_TEMPLATES)}, or a file.",
             )
-        source = tokenizer.chat_template
+        source = find_marked_template(tokenizer.chat_template) if for_training else tokenizer.chat_template
         tools_source = tokenizer.chat_templates.get("tool_use")
         label = "of the tokenizer"
     elif name in tokenizer.chat_templates:
@@ -380,6 +390,18 @@ def load_template(
     return ChatTemplate(source, tokenizer, label, tools_source=tools_source, parse_special_tokens=parse_special_tokens)
 
 
+def find_marked_template(source: str) -> str:
+    """Return the version of a known model's template that marks the answers; other templates as they are.
+
+    Some models' own templates render earlier answers differently once another turn follows, so that the answers cannot
+    be located, or refuse tool arguments that are objects.
+    """
+    folder = _TEMPLATES.joinpath("training")
+    names = json.loads(folder.joinpath("hashes.json").read_text(encoding="utf-8"))
+    name = names.get(sha256(source.strip().encode()).hexdigest())
+    return source if name is None else folder.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
+
+
 def _message_variables(message: Message) -> JsonObject:
     """Return a message as templates expect it."""
     variables: JsonObject = {"role": message.role, "content": message.content}
@@ -391,6 +413,9 @@ def _message_variables(message: Message) -> JsonObject:
     for key in ("reasoning_content", "name", "tool_call_id"):
         if value := getattr(message, key):
             variables[key] = value
+    if message.reasoning_content:
+        # The name that gpt-oss and LFM use.
+        variables["thinking"] = message.reasoning_content
     return variables
 
 

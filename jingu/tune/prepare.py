@@ -131,7 +131,9 @@ def build_row_tokenizer(data: DataSettings, tokenizer: Tokenizer, max_length: in
     """Return a row tokenizer with the template that the settings name. Raises JinguError."""
     objective = data.objective
     assert isinstance(objective, SupervisedSettings)
-    template = load_template(objective.template, tokenizer, parse_special_tokens=objective.parse_special_tokens)
+    template = load_template(
+        objective.template, tokenizer, parse_special_tokens=objective.parse_special_tokens, for_training=True
+    )
     return RowTokenizer(data, objective, tokenizer, template, max_length)
 
 
