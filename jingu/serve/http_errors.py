@@ -12,6 +12,10 @@ _FIELD_NAMES = {
     "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format"},
     "/v1/completions": {"prompt_logprobs": "echo"},
     "/v1/embeddings": {"prompt": "input"},
+    "/v1/responses": {"prompt": "input", "constraint": "text"},
+    "/v1/messages": {"prompt": "messages", "constraint": "tools"},
+    "/api/chat": {"prompt": "messages", "constraint": "format"},
+    "/api/generate": {"constraint": "format"},
 }
 _TGI_FIELD_NAMES = {"prompt": "inputs", "constraint": "grammar", "prompt_logprobs": "decoder_input_details"}
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -64,10 +68,16 @@ def to_api_error(error: Exception, path: str) -> ApiError:
 
 def error_body(error: ApiError, path: str) -> tuple[int, dict[str, Any]]:
     """Return status and JSON of an error, in the form of the protocol to which `path` belongs."""
+    if path.startswith("/api/"):
+        return error.status, {"error": error.message}
     if not path.startswith("/v1/"):
         status = 422 if error.status == 400 and error.kind == "validation" else error.status
         return status, {"error": error.message, "error_type": error.kind}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = _OPENAI_TYPES.get(error.status, fallback)
+    if path.startswith("/v1/messages"):
+        kind = "api_error" if error.status >= 500 else kind
+        return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
     code = None
     if error.status == 401:
         code = "invalid_api_key"
@@ -75,7 +85,7 @@ def error_body(error: ApiError, path: str) -> tuple[int, dict[str, Any]]:
         code = "model_not_found" if error.field == "model" else "not_found"
     details = {
         "message": error.message,
-        "type": _OPENAI_TYPES.get(error.status, fallback),
+        "type": kind,
         "param": error.field,
         "code": code,
     }

@@ -87,6 +87,9 @@ class AccessMiddleware:
         if scope["method"] == "OPTIONS" or not self._keys or is_public:
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if b"x-api-key" in headers:
+            # As Anthropic's clients send it.
+            scheme, key = b"bearer", headers[b"x-api-key"]
         digest = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
         # Compare with every key, so that the time taken reveals nothing.
         if not sum(hmac.compare_digest(digest, expected) for expected in self._keys):

@@ -161,6 +161,13 @@ class TokenizeRequest(GenerateRequest):
     add_special_tokens: bool = True
 
 
+class DetokenizeRequest(RequestBody):
+    """Token ids to decode, as for vLLM."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
 # OpenAI
 
 

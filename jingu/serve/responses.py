@@ -76,22 +76,34 @@ async def respond_once(request: Request, handle: RequestHandle | None, work: Cor
             handle.cancel()
 
 
-def format_event(value: object) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + dump_json(value) + b"\n\n"
+def format_event(value: object, name: str | None = None) -> bytes:
+    """Return a server-sent event, which some protocols name."""
+    prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return prefix + b"data: " + dump_json(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events of a request. If it fails after the first one, the last event reports the error."""
+    """Server-sent events of a request. If it fails after the first one, the last event reports the error.
 
-    media_type = "text/event-stream"
+    Args:
+        named: whether the protocol names its events.
+        media_type: other than server-sent events: lines of JSON.
+    """
 
-    def __init__(self, handle: RequestHandle, events: AsyncIterator[bytes]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self,
+        handle: RequestHandle,
+        events: AsyncIterator[bytes],
+        named: bool = False,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         # Response has set the length of an empty body.
         del self.headers["content-length"]
         self._handle = handle
         self._events = events
+        self._error_name = "error" if named else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -112,5 +124,7 @@ class EventStream(Response):
             if not isinstance(error, ApiError):
                 LOGGER.exception("streaming failed")
             _, body = error_body(to_api_error(error, path), path)
-            await send({"type": "http.response.body", "body": format_event(body), "more_body": True})
+            is_events = self.media_type == "text/event-stream"
+            part = format_event(body, self._error_name) if is_events else dump_json(body) + b"\n"
+            await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

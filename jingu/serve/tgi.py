@@ -13,7 +13,7 @@ from jingu import __version__
 from jingu.infer.request import FinishReason, Request, Token
 from jingu.serve.async_engine import Completion, RequestHandle, best_first
 from jingu.serve.http_errors import ApiError, bad_request
-from jingu.serve.protocol import GenerateParameters, GenerateRequest, StrictRoute, TokenizeRequest
+from jingu.serve.protocol import DetokenizeRequest, GenerateParameters, GenerateRequest, StrictRoute, TokenizeRequest
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
 from jingu.serve.service import Service, ServiceDependency, run_off_loop
 
@@ -56,6 +56,18 @@ async def tokenize(body: TokenizeRequest, service: ServiceDependency) -> Respons
     if body.add_special_tokens and ids[:1] != list(prefix[:1]):
         tokens = [{"id": token, "text": service.token_text(token), "start": 0, "stop": 0} for token in prefix] + tokens
     return JsonResponse(tokens)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: ServiceDependency) -> Response:
+    """Decode token ids, as vLLM does; special tokens are part of the text."""
+    vocab_size = service.model.tokenizer.vocab_size
+    if any(token >= vocab_size for token in body.tokens):
+        raise bad_request(f"`tokens` has ids of {vocab_size} and more, which are not in the vocabulary", "tokens")
+    text = await run_off_loop(
+        lambda: service.model.tokenizer.decode(body.tokens, keep_special_tokens=True), len(body.tokens)
+    )
+    return JsonResponse({"prompt": text})
 
 
 @router.get("/info")

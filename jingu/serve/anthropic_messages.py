@@ -1,0 +1,261 @@
+"""Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from pydantic import Field
+
+from jingu.chat.tool_calls import ToolCall
+from jingu.infer.request import FinishReason
+from jingu.serve.chat_run import ChatRun, encode_conversation, start_chat
+from jingu.serve.http_errors import bad_request
+from jingu.serve.protocol import (
+    ChatMessage,
+    ChatRequest,
+    Fraction,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    MessageToolCall,
+    PositiveInt,
+    RequestBody,
+    StopStrings,
+    StrictRoute,
+    ToolChoice,
+    ToolDefinition,
+)
+from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
+from jingu.serve.service import ServiceDependency
+
+router = APIRouter(prefix="/v1", tags=["anthropic"], route_class=StrictRoute)
+
+
+class ContentBlock(RequestBody):
+    """A block of a message: text, a tool call or a tool's result."""
+
+    type: str
+    cache_control: Any = None
+    citations: Any = None
+    content: str | list[ContentBlock] | None = None
+    id: str | None = None
+    input: dict[str, Any] | None = None
+    is_error: bool | None = None
+    name: str | None = None
+    signature: Any = None
+    source: Any = None
+    text: str | None = None
+    thinking: str | None = None
+    tool_use_id: str | None = None
+
+
+class AnthropicMessage(RequestBody):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[ContentBlock]
+
+
+class AnthropicTool(RequestBody):
+    """A tool that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    input_schema: dict[str, Any]
+    cache_control: Any = None
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+
+
+class AnthropicToolChoice(RequestBody):
+    """Whether the model must call a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    disable_parallel_tool_use: bool | None = None
+    name: str | None = None
+
+
+class Thinking(RequestBody):
+    """Extended thinking, which is not supported."""
+
+    type: Literal["disabled"]
+
+
+class TokenCountRequest(RequestBody):
+    """A conversation whose tokens are counted."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    system: str | list[ContentBlock] | None = None
+    thinking: Thinking | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    tools: list[AnthropicTool] | None = None
+
+    def to_chat_request(self, **fields: Any) -> ChatRequest:
+        """Return the conversation as a chat completion, with further fields of it."""
+        messages = []
+        if self.system:
+            messages.append(ChatMessage(role="system", content=_join_text(self.system)))
+        for message in self.messages:
+            messages += _convert_message(message)
+        tools = [
+            FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
+            for tool in self.tools or []
+        ]
+        return ChatRequest(
+            model=self.model,
+            messages=messages,
+            tools=[ToolDefinition(type="function", function=tool) for tool in tools] or None,
+            tool_choice=_convert_tool_choice(self.tool_choice),
+            parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
+            **fields,
+        )
+
+
+class MessagesRequest(TokenCountRequest):
+    """A request of Anthropic's Messages API."""
+
+    max_tokens: PositiveInt
+    metadata: Any = None
+    service_tier: str | None = None
+    stop_sequences: StopStrings | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: PositiveInt | None = None
+    top_p: Fraction | None = None
+
+
+def _join_text(content: str | list[ContentBlock] | None) -> str:
+    """Return the text of content. Raises ApiError where a block is no text."""
+    if isinstance(content, list):
+        for block in content:
+            if block.type != "text" or block.text is None:
+                raise bad_request(f"a block of type {block.type[:40]!r} is not supported", "messages")
+        return "".join(block.text or "" for block in content)
+    return content or ""
+
+
+def _convert_message(message: AnthropicMessage) -> list[ChatMessage]:
+    """Return a message as chat completions have it: each tool result is a message of its own."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    converted = []
+    texts = []
+    calls = []
+    for block in message.content:
+        if block.type == "tool_use" and block.name is not None:
+            call = FunctionCall(name=block.name, arguments=block.input or {})
+            calls.append(MessageToolCall(id=block.id, function=call))
+        elif block.type == "tool_result":
+            content = _join_text(block.content)
+            converted.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
+        elif block.type != "thinking":
+            texts.append(block)
+    if texts or calls:
+        text = _join_text(texts)
+        converted.append(ChatMessage(role=message.role, content=text if texts else None, tool_calls=calls or None))
+    return converted
+
+
+def _convert_tool_choice(choice: AnthropicToolChoice | None) -> Any:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return ToolChoice(function=FunctionName(name=choice.name or ""))
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+@router.post("/messages", responses=STREAMING_RESPONSES)
+async def messages(body: MessagesRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Answer a conversation."""
+    chat_request = body.to_chat_request(
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+    )
+    run = await start_chat(chat_request, request, service)
+    head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": body.model}
+    if body.stream:
+        return EventStream(run.handle, _stream(run, body, head), named=True)
+
+    async def collect() -> Any:
+        (answer,) = await run.collect()
+        content: list[dict[str, Any]] = []
+        if answer.text.strip() or not answer.calls:
+            content.append({"type": "text", "text": answer.text})
+        content += [{**_tool_use(call), "input": json.loads(call.arguments)} for call in answer.calls]
+        stop = _stop_fields(body, answer.finish_reason, bool(answer.calls))
+        return {**head, "content": content, **stop, "usage": _format_usage(run)}
+
+    return await respond_once(request, run.handle, collect())
+
+
+@router.post("/messages/count_tokens")
+async def count_tokens(body: TokenCountRequest, service: ServiceDependency) -> Response:
+    """Count the tokens of a conversation."""
+    return JsonResponse({"input_tokens": len(await encode_conversation(body.to_chat_request(), service))})
+
+
+async def _stream(run: ChatRun, body: MessagesRequest, head: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of an answer: those of its text, and then those of each tool call."""
+
+    def event(kind: str, **fields: Any) -> bytes:
+        return format_event({"type": kind, **fields}, kind)
+
+    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _format_usage(run)}
+    yield event("message_start", message={**head, **empty})
+    # Content blocks so far; the text, if there is any, is the first.
+    num_blocks = 0
+    async for deltas in run.deltas():
+        for delta in deltas:
+            if num_blocks == 0 and (delta.text or (delta.finish_reason and not delta.calls)):
+                num_blocks = 1
+                yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            if delta.text:
+                yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+            if delta.finish_reason is None:
+                continue
+            if num_blocks:
+                yield event("content_block_stop", index=0)
+            for index, call in enumerate(delta.calls, num_blocks):
+                yield event("content_block_start", index=index, content_block={**_tool_use(call), "input": {}})
+                arguments = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield event("content_block_delta", index=index, delta=arguments)
+                yield event("content_block_stop", index=index)
+            stop = _stop_fields(body, delta.finish_reason, bool(delta.calls))
+            yield event("message_delta", delta=stop, usage=_format_usage(run))
+    yield event("message_stop")
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name}
+
+
+def _stop_fields(body: MessagesRequest, reason: FinishReason, has_calls: bool) -> dict[str, Any]:
+    """Return why an answer ended. Which of several stop sequences ended it is not known."""
+    sequences = body.stop_sequences or []
+    if reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if has_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if reason == "stop" and sequences:
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequences[0] if len(sequences) == 1 else None}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _format_usage(run: ChatRun) -> dict[str, Any]:
+    stats = run.handle.stats
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+        "cache_read_input_tokens": stats.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": stats.generated_tokens,
+    }
