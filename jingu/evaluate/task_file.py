@@ -9,98 +9,44 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jingu.errors import JinguError, join_words
+from jingu.errors import JinguError
 from jingu.runtime.files import read_error
 
 CATALOGUE = Path(__file__).with_name("catalogue")
 OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until"]
+# A column, a Jinja template, a constant, or a function of the document.
 Template = str | int | list[str] | dict[str, str] | Callable[..., Any] | None
-"""A column, a Jinja template, a constant, or a function of the document."""
+Options = dict[str, Any]
 
 # Names of tasks and groups, found without parsing the file.
 _NAME = re.compile(r"^(?:task|group):[ \t]*['\"]?([^\s'\"#]+)", re.MULTILINE)
+# Keys of a task that `fewshot_config` may have too, for shots.
+_SHOT_KEYS = (
+    *("process_docs", "doc_to_text", "doc_to_choice", "doc_to_target"),
+    *("gen_prefix", "fewshot_delimiter", "target_delimiter"),
+)
 
 
-class _Settings(BaseModel):
-    """A section of a task file."""
+class TaskSettings(BaseModel):
+    """A task, by the harness's keys.
+
+    Of `metadata`, which the harness ignores, jingu reads `cluster` (a column whose equal values mark documents that
+    belong together), `licence` and `description`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-
-_S = TypeVar("_S", bound=_Settings)
-
-
-class _OpenSettings(BaseModel):
-    """A section with options of its own for each kind of it."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of this kind."""
-        return dict(self.__pydantic_extra__ or {})
-
-
-class MetricSettings(_OpenSettings):
-    """A metric of a task."""
-
-    metric: str
-    aggregation: str | None = None
-    higher_is_better: bool | None = None
-
-
-class FilterStep(_OpenSettings):
-    """One step of a filter."""
-
-    function: str
-
-
-class FilterSettings(_Settings):
-    """A filter: what is extracted from an answer before it is measured."""
-
-    name: str
-    filter: list[FilterStep]
-
-
-class ShotSettings(_Settings):
-    """How the examples in a prompt (shots) are drawn and rendered; None: as the task renders its documents."""
-
-    sampler: Literal["default", "first_n"] = "default"
-    split: str | None = None
-    process_docs: Callable[..., Any] | None = None
-    fewshot_indices: list[int] | None = None
-    samples: list[dict[str, Any]] | Callable[..., Any] | None = None
-    doc_to_text: Template = None
-    doc_to_choice: Template = None
-    doc_to_target: Template = None
-    gen_prefix: str | None = None
-    fewshot_delimiter: str | None = None
-    target_delimiter: str | None = None
-
-
-class TaskMetadata(_OpenSettings):
-    """What the harness ignores. `cluster` is ours: a column whose equal values mark documents that belong together."""
-
-    version: str | int | float | None = None
-    cluster: str | None = None
-    licence: str | None = None
-    description: str | None = None
-
-
-class TaskSettings(_Settings):
-    """A task, by the harness's keys."""
 
     task: str
     task_alias: str | None = None
     tag: str | list[str] | None = None
     dataset_path: str | None = None
     dataset_name: str | None = None
-    dataset_kwargs: dict[str, Any] | None = None
+    dataset_kwargs: Options = {}
     training_split: str | None = None
     validation_split: str | None = None
     test_split: str | None = None
@@ -113,20 +59,19 @@ class TaskSettings(_Settings):
     description: str = ""
     target_delimiter: str = " "
     fewshot_delimiter: str = "\n\n"
-    fewshot_config: ShotSettings = ShotSettings()
-    num_fewshot: int | None = Field(None, ge=0)
-    metric_list: list[MetricSettings] | None = None
+    fewshot_config: Options = {}
+    num_fewshot: int = Field(0, ge=0)
+    metric_list: list[Options] = []
     output_type: OutputType = "generate_until"
-    generation_kwargs: dict[str, Any] | None = None
+    generation_kwargs: Options = {}
     repeats: int = Field(1, ge=1)
-    filter_list: list[FilterSettings] | None = None
+    filter_list: list[Options] = []
     should_decontaminate: bool = False
     doc_to_decontamination_query: str | None = None
     unsafe_code: Literal[False] = False
     gen_prefix: str | None = None
-    metadata: TaskMetadata = TaskMetadata()
+    metadata: Options = {}
     file: Path = Path()
-    """The task's file."""
 
     @property
     def evaluation_split(self) -> str | None:
@@ -134,45 +79,28 @@ class TaskSettings(_Settings):
         return self.test_split or self.validation_split
 
     @property
-    def shots(self) -> ShotSettings:
-        """`fewshot_config`, with the task's own values where it has none."""
-        inherited = {
-            "split": self.fewshot_split,
-            **{key: getattr(self, key) for key in ShotSettings.model_fields if key in TaskSettings.model_fields},
-        }
-        return self.fewshot_config.model_copy(
-            update={key: value for key, value in inherited.items() if key not in self.fewshot_config.model_fields_set}
-        )
+    def shots(self) -> Options:
+        """How shots are drawn and rendered: `fewshot_config`, over the task's own values."""
+        own = {key: value for key, value in self if key in _SHOT_KEYS}
+        return {"sampler": "default", "split": self.fewshot_split, "samples": None, **own, **self.fewshot_config}
+
+    def error(self, what: str, fix: str) -> JinguError:
+        """Return an error at this task."""
+        return JinguError(what, where=f"{self.task} ({self.file})", fix=fix)
 
 
-class GroupMetric(_Settings):
-    """A metric of a group: the mean of its tasks' values."""
+@dataclass(frozen=True)
+class TaskGroup:
+    """A group of tasks.
 
-    metric: str
-    aggregation: Literal["mean"] = "mean"
-    weight_by_size: bool = True
-    filter_list: str | list[str] | None = None
+    Attributes:
+        members: names of all its tasks, also those of its subgroups.
+        metrics: means over its tasks, as options `metric`, `weight_by_size` and `filter_list`.
+    """
 
-
-class TaskGroup(_Settings):
-    """A group of tasks."""
-
-    group: str
-    group_alias: str | None = None
-    task: list[str | dict[str, Any]] | str
-    aggregate_metric_list: list[GroupMetric] | GroupMetric | None = None
-    metadata: dict[str, Any] | None = None
-    tag: str | list[str] | None = None
-    file: Path = Path()
-    """The group's file."""
-    members: tuple[str, ...] = ()
-    """Names of all its tasks, also those of its subgroups."""
-
-    @property
-    def metrics(self) -> list[GroupMetric]:
-        """The metrics that are averaged over its tasks."""
-        metrics = self.aggregate_metric_list or []
-        return [metrics] if isinstance(metrics, GroupMetric) else metrics
+    name: str
+    members: tuple[str, ...]
+    metrics: Sequence[Options]
 
 
 @dataclass(frozen=True)
@@ -182,7 +110,7 @@ class FunctionReference:
     file: Path
     name: str
 
-    def load(self, trusted: Iterable[Path], task_file: Path) -> Callable[..., Any]:
+    def load(self, trusted: Iterable[Path], task_file: Path) -> Any:
         """Import the function. Raises JinguError unless its file is trusted."""
         if self.file.resolve() not in {path.resolve() for path in trusted}:
             fix = f"Read that code. If you trust it, add --trust {self.file}."
@@ -192,10 +120,9 @@ class FunctionReference:
             raise JinguError("there is no such Python file.", where=self.file, fix="Check the task's !function.")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        function = vars(module).get(self.name)
-        if not callable(function):
+        if self.name not in vars(module):
             raise JinguError(f"it has no function {self.name}.", where=self.file, fix="Check the task's !function.")
-        return function
+        return vars(module)[self.name]
 
 
 class _TaskLoader(yaml.SafeLoader):
@@ -216,9 +143,8 @@ class _TaskLoader(yaml.SafeLoader):
 _TaskLoader.add_constructor("!function", _TaskLoader.construct_function)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    """Return the settings of a file, over those of the files that it includes."""
-
+def _read_yaml(file: Path) -> Options:
+    """Return the settings of a file, over those of the files that it includes. A null means the default."""
     try:
         loader = _TaskLoader(file.read_text(encoding="utf-8"))
         loader.folder = file.parent
@@ -231,10 +157,11 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise JinguError("the task file holds no settings.", where=file, fix="Write keys such as `task: NAME`.")
     included = settings.pop("include", [])
-    merged: dict[str, Any] = {}
+    merged: Options = {}
     for name in [included] if isinstance(included, str) else included:
         merged |= _read_yaml(file.parent / name)
-    return merged | settings
+    merged |= settings
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 class TaskIndex:
@@ -258,11 +185,9 @@ class TaskIndex:
     def files(self) -> dict[str, Path]:
         """Files by the task or group in them."""
         files: dict[str, Path] = {}
-        for folder in self._folders:
-            for file in sorted(folder.rglob("*.yaml")):
-                match = _NAME.search(file.read_text(encoding="utf-8"))
-                if match:
-                    files.setdefault(match[1], file)
+        for file in (file for folder in self._folders for file in sorted(folder.rglob("*.yaml"))):
+            if match := _NAME.search(file.read_text(encoding="utf-8")):
+                files.setdefault(match[1], file)
         return files
 
     @cached_property
@@ -270,7 +195,7 @@ class TaskIndex:
         """Names of tasks by their tags."""
         tags: dict[str, list[str]] = {}
         for name, file in self.files.items():
-            tag = _read_yaml(file).get("tag") or []
+            tag = _read_yaml(file).get("tag", [])
             for word in [tag] if isinstance(tag, str) else tag:
                 tags.setdefault(word, []).append(name)
         return tags
@@ -289,33 +214,37 @@ class TaskIndex:
         fix = f"Did you mean {close[0]}?" if close else "`jingu evaluate list` lists them."
         raise JinguError(f"there is no task {name}.", fix=f"{fix} A path to a task's .yaml file works too.")
 
-    def _add(self, settings: dict[str, Any], file: Path) -> list[str]:
+    def _add(self, settings: Options, file: Path) -> list[str]:
         """Add a task, or a group with its tasks; return the names of the tasks."""
-        if isinstance(settings.get("task"), list) or "group" in settings:
-            group = validate(TaskGroup, {**settings, "file": file}, file)
-            members = []
-            for member in [group.task] if isinstance(group.task, str) else group.task:
-                members += self._add_member(member, file)
-            self.groups[group.group] = group.model_copy(update={"members": tuple(dict.fromkeys(members))})
-            return members
-        resolved = _load_functions(settings, self._trusted, file)
-        task = validate(TaskSettings, {**_without_none(resolved), "file": file}, file)
+        members = settings.get("task")
+        if isinstance(members, list) or "group" in settings:
+            names = [name for member in members or [] for name in self._add_member(member, file)]
+            metrics = settings.get("aggregate_metric_list", [])
+            group = str(settings.get("group", file.stem))
+            unique = tuple(dict.fromkeys(names))
+            self.groups[group] = TaskGroup(group, unique, [metrics] if isinstance(metrics, dict) else metrics)
+            return names
+        try:
+            task = TaskSettings(**{**_load_functions(settings, self._trusted, file), "file": file})
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+            fix = "Correct the task file; jingu reads the harness's keys for text."
+            raise JinguError(f"it is no task: {'; '.join(problems)}.", where=file, fix=fix) from None
+        unknown = set(task.fewshot_config) - {*_SHOT_KEYS, "sampler", "split", "samples", "fewshot_indices"}
+        if unknown or task.shots["sampler"] not in ("default", "first_n"):
+            raise task.error(f"its fewshot_config is wrong: {task.fewshot_config}.", "Correct it.")
         self.tasks[task.task] = task
         return [task.task]
 
-    def _add_member(self, member: str | dict[str, Any], file: Path) -> list[str]:
+    def _add_member(self, member: str | Options, file: Path) -> list[str]:
+        """Add a member of a group: a name, or settings over those of the task that they name."""
         if isinstance(member, str):
             return self.load(member)
-        base: dict[str, Any] = {}
+        base: Options = {}
         if isinstance(member.get("task"), str) and member["task"] in self.files:
             file = self.files[member["task"]]
             base = _read_yaml(file)
         return self._add(base | member, file)
-
-
-def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without those that are null, which mean the default."""
-    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _load_functions(value: Any, trusted: Iterable[Path], file: Path) -> Any:
@@ -325,18 +254,3 @@ def _load_functions(value: Any, trusted: Iterable[Path], file: Path) -> Any:
     if isinstance(value, list):
         return [_load_functions(item, trusted, file) for item in value]
     return value.load(trusted, file) if isinstance(value, FunctionReference) else value
-
-
-def validate(kind: type[_S], settings: dict[str, Any], file: Path) -> _S:
-    """Return settings of a kind. Raises JinguError that names all keys at fault."""
-    try:
-        return kind(**settings)
-    except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            key = ".".join(str(part) for part in problem["loc"] if part in settings or not isinstance(part, str))
-            key = key or str(problem["loc"][0])
-            unknown = problem["type"] == "extra_forbidden"
-            problems.append(f"{key} is not a key that jingu reads" if unknown else f"{key}: {problem['msg']}")
-        what = f"{join_words(list(dict.fromkeys(problems)), 'and')}."
-        raise JinguError(what, where=file, fix="Correct the task file.") from None

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jingu.errors import JinguError, join_words
+from jingu.errors import join_words
 from jingu.evaluate import statistics
 from jingu.evaluate.prompts import EvaluationSample
-from jingu.evaluate.task_file import MetricSettings, OutputType, TaskSettings
+from jingu.evaluate.task_file import Options, OutputType, TaskSettings
 
 Array = npt.NDArray[np.float64]
 
@@ -40,107 +40,112 @@ class Answer:
     text: str = ""
 
 
-Measure = Callable[[EvaluationSample, Sequence[Answer], dict[str, Any]], Any]
+# Metrics by the output type of the tasks that they fit; the first few are those of a task that names none.
+METRICS: dict[OutputType, tuple[str, ...]] = {
+    "multiple_choice": (
+        *("acc", "acc_norm", "acc_bytes", "acc_tokens", "acc_mutual_info"),
+        *("f1", "mcc", "brier_score", "exact_match"),
+    ),
+    "loglikelihood": ("perplexity", "acc"),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "generate_until": ("exact_match",),
+}
+_NUM_DEFAULTS = {"multiple_choice": 2}
+_LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score")
+# Aggregations of the metrics that are no means.
+_AGGREGATIONS_OF = {"mcc": "matthews_corrcoef"} | dict.fromkeys(
+    ("word_perplexity", "byte_perplexity"), "weighted_perplexity"
+)
 
 
 # What is measured for a document
 
 
-def _predict(answers: Sequence[Answer], lengths: Sequence[float]) -> int:
-    """Return the choice with the highest log-probability per length; the first of equal ones."""
-    scores = [answer.logprob / length for answer, length in zip(answers, lengths, strict=True)]
-    return int(np.argmax(scores))
+def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the metrics of a document."""
+    if task.process_results is not None:
+        # The task's own function receives what the harness would give it.
+        results: dict[OutputType, Callable[[Answer], Any]] = {
+            "generate_until": lambda answer: answer.text,
+            "loglikelihood_rolling": lambda answer: answer.logprob,
+        }
+        convert = results.get(task.output_type, lambda answer: (answer.logprob, answer.is_greedy))
+        return dict(task.process_results(sample.row, [convert(answer) for answer in answers]))
+    first = answers[0]
+    text = sample.pairs[0][1]
+    if task.output_type == "multiple_choice":
+        values = _measure_choices(sample, answers)
+    elif task.output_type == "loglikelihood":
+        values = {"acc": float(first.is_greedy), "perplexity": first.logprob}
+    elif task.output_type == "loglikelihood_rolling":
+        by_bytes = (first.logprob, _count_bytes(text))
+        by_words = (first.logprob, len(re.split(r"\s+", text)))
+        values = {"word_perplexity": by_words, "byte_perplexity": by_bytes, "bits_per_byte": by_bytes}
+    else:
+        options = next(metric for metric in metrics_of(task) if metric["metric"] == "exact_match")
+        gold = [_normalize(text, options) for text in sample.gold]
+        values = {"exact_match": float(_normalize(first.text, options) in gold)}
+    return {metric["metric"]: values[metric["metric"]] for metric in metrics_of(task)}
 
 
-def _accuracy(length: Callable[[str, Answer], float]) -> Measure:
-    """Return a measure of whether the best choice, by its log-probability per length, is right."""
-
-    def measure(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> float:
-        answers = answers[: len(sample.choices)]
-        lengths = [length(choice, answer) for choice, answer in zip(sample.choices, answers, strict=True)]
-        return float(_predict(answers, lengths) in sample.gold)
-
-    return measure
-
-
-def _mutual_information(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> float:
-    count = len(sample.choices)
-    gains = [answer.logprob - alone.logprob for answer, alone in zip(answers[:count], answers[count:], strict=True)]
-    return float(int(np.argmax(gains)) in sample.gold)
-
-
-def _label(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> tuple[int, int]:
-    return sample.gold[0], _predict(answers[: len(sample.choices)], [1.0] * len(sample.choices))
-
-
-def _brier(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> float:
-    logprobs = np.array([answer.logprob for answer in answers[: len(sample.choices)]])
-    shares = np.exp(logprobs - logprobs.max())
-    shares /= shares.sum()
-    shares[sample.gold[0]] -= 1
-    return float((shares**2).sum())
-
-
-def _greedy_choice(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> float:
-    return float(any(answers[number].is_greedy for number in sample.gold))
-
-
-def _exact_match(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> float:
-    def normalize(text: str) -> str:
-        for pattern in options.get("regexes_to_ignore") or ():
-            text = re.sub(pattern, "", text)
-        if options.get("ignore_case"):
-            text = text.lower()
-        removed = string.punctuation if options.get("ignore_punctuation") else ""
-        removed += string.digits if options.get("ignore_numbers") else ""
-        return text.translate(str.maketrans("", "", removed))
-
-    answer = normalize(answers[0].text)
-    return float(any(answer == normalize(str(gold)) for gold in sample.gold))
-
-
-def _logprob_of(count: Callable[[str], int]) -> Measure:
-    """Return a measure of the text's log-probability and of its length."""
-
-    def measure(sample: EvaluationSample, answers: Sequence[Answer], options: dict[str, Any]) -> tuple[float, int]:
-        return answers[0].logprob, count(sample.pairs[0][1])
-
-    return measure
-
-
-def _count_words(text: str) -> int:
-    return len(re.split(r"\s+", text))
+def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return all metrics of a document with choices. Of equal choices the first one is taken."""
+    choices = sample.choices
+    gold = sample.gold
+    logprobs = np.array([answer.logprob for answer in answers[: len(choices)]])
+    lengths = {
+        "acc": [1] * len(choices),
+        "acc_norm": [len(choice) for choice in choices],
+        "acc_bytes": [_count_bytes(choice) for choice in choices],
+        "acc_tokens": [answer.num_tokens for answer in answers[: len(choices)]],
+    }
+    values: dict[str, Any] = {
+        # A choice without a length is not normalized.
+        name: float(int(np.argmax(logprobs / np.maximum(length, 1))) in gold)
+        for name, length in lengths.items()
+    }
+    if len(answers) > len(choices):
+        alone = np.array([answer.logprob for answer in answers[len(choices) :]])
+        values["acc_mutual_info"] = float(int(np.argmax(logprobs - alone)) in gold)
+    probabilities = np.exp(logprobs - logprobs.max())
+    probabilities /= probabilities.sum()
+    probabilities[gold[0]] -= 1
+    values["brier_score"] = float((probabilities**2).sum())
+    values["f1"] = values["mcc"] = (gold[0], int(np.argmax(logprobs)))
+    values["exact_match"] = float(any(answers[number].is_greedy for number in gold))
+    return values
 
 
 def _count_bytes(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-# Aggregations of values [N, ...]; the axis of the documents is the last but those of a value.
+def _normalize(text: str, options: Options) -> str:
+    """Return a text without what an exact match ignores."""
+    for pattern in options.get("regexes_to_ignore") or ():
+        text = re.sub(pattern, "", text)
+    text = text.lower() if options.get("ignore_case") else text
+    removed = string.punctuation if options.get("ignore_punctuation") else ""
+    removed += string.digits if options.get("ignore_numbers") else ""
+    return text.translate(str.maketrans("", "", removed))
+
+
+# Aggregations: of values [..., N], or of pairs [..., N, 2]
 
 
 def _f1(pairs: Array) -> Array:
-    gold, predicted = pairs[..., 0] == 1, pairs[..., 1] == 1
-    both = (gold & predicted).sum(-1)
+    gold = pairs[..., 0] == 1
+    predicted = pairs[..., 1] == 1
     total = gold.sum(-1) + predicted.sum(-1)
-    return np.divide(2 * both, total, out=np.zeros(total.shape), where=total > 0)
+    return np.divide(2 * (gold & predicted).sum(-1), total, out=np.zeros(total.shape), where=total > 0)
 
 
 def _matthews(pairs: Array) -> Array:
     """Matthews' correlation of any number of classes, as scikit-learn computes it."""
-    gold, predicted = pairs[..., 0], pairs[..., 1]
-    size = pairs.shape[-2]
-    labels = np.unique(pairs)
-    golds = [(gold == label).sum(-1) for label in labels]
-    predictions = [(predicted == label).sum(-1) for label in labels]
-    covariance = (gold == predicted).sum(-1) * float(size)
-    variance_gold = np.full(covariance.shape, float(size) ** 2)
-    variance_predicted = variance_gold.copy()
-    for of_gold, of_predicted in zip(golds, predictions, strict=True):
-        covariance = covariance - of_gold * of_predicted
-        variance_gold -= of_gold.astype(float) ** 2
-        variance_predicted -= of_predicted.astype(float) ** 2
-    product = variance_gold * variance_predicted
+    size = float(pairs.shape[-2])
+    counts = np.stack([(pairs == label).sum(-2) for label in np.unique(pairs)]).astype(float)
+    covariance = (pairs[..., 0] == pairs[..., 1]).sum(-1) * size - counts.prod(-1).sum(0)
+    product = (size**2 - (counts**2).sum(0)).prod(-1)
     return np.divide(covariance, np.sqrt(product), out=np.zeros(product.shape), where=product > 0)
 
 
@@ -149,17 +154,8 @@ def _weighted_mean(pairs: Array) -> Array:
     return mean
 
 
-def _median(values: Array) -> Array:
-    """The upper one of two in the middle."""
-    size = values.shape[-1]
-    median: Array = np.partition(values, size // 2, axis=-1)[..., size // 2]
-    return median
-
-
 AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
     "mean": lambda values: values.mean(-1),
-    "nanmean": lambda values: np.nanmean(values, -1),
-    "median": _median,
     "perplexity": lambda values: np.exp(-values.mean(-1)),
     "weighted_perplexity": lambda pairs: np.exp(-_weighted_mean(pairs)),
     "bits_per_byte": lambda pairs: -_weighted_mean(pairs) / math.log(2),
@@ -169,92 +165,31 @@ AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric.
+def metrics_of(task: TaskSettings) -> list[Options]:
+    """Return the metrics of a task, its own or the usual ones of its output type.
 
-    Attributes:
-        measure: a value of a document, from its answers and the metric's options.
-        output_types: of the tasks that it fits.
+    Raises:
+        JinguError: one does not fit the output type.
     """
-
-    measure: Measure
-    output_types: tuple[OutputType, ...]
-    aggregation: str = "mean"
-    higher_is_better: bool = True
-
-
-_CHOICE: tuple[OutputType, ...] = ("multiple_choice",)
-_ROLLING: tuple[OutputType, ...] = ("loglikelihood_rolling",)
-METRICS: dict[tuple[str, OutputType], Metric] = {
-    (name, output_type): metric
-    for name, metric in (
-        ("acc", Metric(_accuracy(lambda choice, answer: 1.0), _CHOICE)),
-        ("acc", Metric(lambda sample, answers, options: float(answers[0].is_greedy), ("loglikelihood",))),
-        ("acc_norm", Metric(_accuracy(lambda choice, answer: len(choice)), _CHOICE)),
-        ("acc_bytes", Metric(_accuracy(lambda choice, answer: _count_bytes(choice)), _CHOICE)),
-        ("acc_tokens", Metric(_accuracy(lambda choice, answer: answer.num_tokens), _CHOICE)),
-        ("acc_mutual_info", Metric(_mutual_information, _CHOICE)),
-        ("f1", Metric(_label, _CHOICE, "f1")),
-        ("mcc", Metric(_label, _CHOICE, "matthews_corrcoef")),
-        ("brier_score", Metric(_brier, _CHOICE, "brier_score", higher_is_better=False)),
-        ("exact_match", Metric(_greedy_choice, _CHOICE)),
-        ("exact_match", Metric(_exact_match, ("generate_until",))),
-        (
-            "perplexity",
-            Metric(lambda sample, answers, options: answers[0].logprob, ("loglikelihood",), "perplexity", False),
-        ),
-        ("word_perplexity", Metric(_logprob_of(_count_words), _ROLLING, "weighted_perplexity", False)),
-        ("byte_perplexity", Metric(_logprob_of(_count_bytes), _ROLLING, "weighted_perplexity", False)),
-        ("bits_per_byte", Metric(_logprob_of(_count_bytes), _ROLLING, "bits_per_byte", False)),
-    )
-    for output_type in metric.output_types
-}
-_DEFAULTS: dict[OutputType, tuple[str, ...]] = {
-    "multiple_choice": ("acc", "acc_norm"),
-    "loglikelihood": ("perplexity", "acc"),
-    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
-    "generate_until": ("exact_match",),
-}
-# Aggregations whose error the harness takes from the bootstrap; for the others that are no mean it has none.
-_BOOTSTRAPPED = ("median", "nanmean", "f1", "matthews_corrcoef", "perplexity")
-
-
-def metrics_of(task: TaskSettings) -> list[MetricSettings]:
-    """Return the metrics of a task, its own or those of its output type. Raises JinguError if one does not fit."""
-    if task.metric_list is None:
-        return [MetricSettings(metric=name) for name in _DEFAULTS[task.output_type]]
-    if task.process_results is not None:
-        return task.metric_list
-    for settings in task.metric_list:
-        name = settings.metric
-        if (name, task.output_type) not in METRICS:
-            fitting = sorted(metric for metric, output_type in METRICS if output_type == task.output_type)
-            what = f"the metric {name} does not fit tasks of type {task.output_type}."
-            fix = f"Those that do: {join_words(fitting, 'and')}."
-            raise JinguError(what, where=f"{task.task} ({task.file})", fix=fix)
-        if settings.aggregation not in (None, *AGGREGATIONS):
-            what = f"there is no aggregation {settings.aggregation}."
-            fix = f"Use {join_words([*AGGREGATIONS])}."
-            raise JinguError(what, where=f"{task.task} ({task.file})", fix=fix)
-    return task.metric_list
-
-
-def aggregation_of(task: TaskSettings, settings: MetricSettings) -> str:
-    """Return the name of a metric's aggregation."""
-    metric = METRICS.get((settings.metric, task.output_type))
-    return settings.aggregation or (metric.aggregation if metric else "mean")
+    names = METRICS[task.output_type]
+    for metric in task.metric_list if task.process_results is None else ():
+        if metric.get("metric") not in names:
+            what = f"the metric {metric.get('metric')} does not fit tasks of type {task.output_type}."
+            raise task.error(what, f"Those that do: {join_words(names, 'and')}.")
+        if metric.get("aggregation", "mean") not in AGGREGATIONS:
+            raise task.error(f"there is no aggregation {metric['aggregation']}.", f"Use {join_words([*AGGREGATIONS])}.")
+    return task.metric_list or [{"metric": name} for name in names[: _NUM_DEFAULTS.get(task.output_type)]]
 
 
 def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> None:
     """Raise JinguError if a metric does not fit the documents."""
-    names = {metric.metric for metric in metrics_of(task)}
-    if "f1" in names and any(len(sample.choices) != 2 for sample in samples):
+    names = {metric["metric"] for metric in metrics_of(task)}
+    if task.process_results is None and "f1" in names and any(len(sample.choices) != 2 for sample in samples):
         what = "the metric f1 is for tasks with two choices, the second of which is the class that is sought."
-        raise JinguError(what, where=f"{task.task} ({task.file})", fix="Use acc or mcc.")
-    if "acc_norm" in names and any("" in sample.choices for sample in samples):
-        what = "a document has an empty choice, which has no length."
-        raise JinguError(what, where=f"{task.task} ({task.file})", fix="Correct doc_to_choice, or leave out acc_norm.")
+        raise task.error(what, "Use acc or mcc.")
+
+
+# Results
 
 
 @dataclass(frozen=True)
@@ -276,56 +211,42 @@ class MetricResult:
     higher_is_better: bool
 
 
-def aggregate(
-    name: str, values: Sequence[Any], higher_is_better: bool, clusters: Sequence[Hashable] | None = None
-) -> MetricResult:
+def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None = None) -> MetricResult:
     """Return a metric of a task with its error.
 
     Args:
-        name: of the aggregation.
+        metric: the name, and options as in the task's file.
         values: of the documents.
         clusters: labels of the documents; equal ones belong together.
     """
+    name = metric["metric"]
+    aggregation = metric.get("aggregation") or _AGGREGATIONS_OF.get(name, name)
+    aggregation = aggregation if aggregation in AGGREGATIONS else "mean"
     array = np.array(values, np.float64)
-    statistic = AGGREGATIONS[name]
-    value = float(statistic(array))
-    size = len(array)
-    if name in ("mean", "brier_score"):
+    statistic = AGGREGATIONS[aggregation]
+    if aggregation in ("mean", "brier_score"):
         method = "mean" if clusters is None else "clustered"
-        stderr = statistics.mean_stderr(array) if clusters is None else statistics.clustered_stderr(array, clusters)
+        stderr = statistics.mean_stderr(array, clusters)
         interval = statistics.mean_interval(array, clusters)
     else:
         method = "bootstrap"
-        draws = statistics.BOOTSTRAP_DRAWS if name in _BOOTSTRAPPED else statistics.BOOTSTRAP_DRAWS // 10
-        values_of_draws = _bootstrap(statistic, array, draws, clusters)
-        stderr = float(values_of_draws.std(ddof=1))
-        low, high = np.quantile(values_of_draws, (0.025, 0.975))
-        interval = (float(low), float(high))
-    return MetricResult(value, stderr, method, interval, size, higher_is_better)
+        draws = statistics.bootstrap(lambda indices: statistic(array[indices]), len(array), clusters)
+        stderr = float(draws.std(ddof=1))
+        interval = (float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
+    better = metric.get("higher_is_better", name not in _LOWER_IS_BETTER)
+    return MetricResult(float(statistic(array)), stderr, method, interval, len(array), better)
 
 
-def _bootstrap(
-    statistic: Callable[[Array], Array], array: Array, draws: int, clusters: Sequence[Hashable] | None
-) -> Array:
-    """Return a statistic of samples of documents, or of clusters of them."""
-    if clusters is None:
-        return statistics.bootstrap_values(lambda indices: statistic(array[indices]), len(array), draws)
-    groups: dict[Hashable, list[int]] = {}
-    for index, cluster in enumerate(clusters):
-        groups.setdefault(cluster, []).append(index)
-    members = [np.array(group) for group in groups.values()]
-
-    def of_clusters(indices: npt.NDArray[np.intp]) -> Array:
-        samples = [np.concatenate([members[index] for index in row]) for row in indices]
-        return np.array([float(statistic(array[sample])) for sample in samples])
-
-    return statistics.bootstrap_values(of_clusters, len(members), 2_000)
-
-
-def pool_stderr(results: Sequence[MetricResult], weight_by_size: bool) -> float:
-    """Return the standard error of the mean over tasks, pooled as the harness does."""
-    if not weight_by_size:
-        return math.sqrt(sum(result.stderr**2 for result in results)) / len(results)
-    total = sum(result.size for result in results)
-    pooled = sum((result.size - 1) * result.stderr**2 * result.size for result in results) / (total - len(results))
-    return math.sqrt(pooled / total)
+def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> MetricResult:
+    """Return the mean of a metric over tasks, with the error that the harness pools."""
+    sizes = [result.size for result in results]
+    total = sum(sizes)
+    if weight_by_size:
+        value = sum(result.value * result.size for result in results) / total
+        pooled = sum((size - 1) * result.stderr**2 * size for size, result in zip(sizes, results, strict=True))
+        stderr = math.sqrt(pooled / (total - len(results)) / total)
+    else:
+        value = sum(result.value for result in results) / len(results)
+        stderr = math.sqrt(sum(result.stderr**2 for result in results)) / len(results)
+    interval = (value - statistics.Z * stderr, value + statistics.Z * stderr)
+    return MetricResult(value, stderr, "pooled", interval, total, results[0].higher_is_better)
