@@ -9,8 +9,9 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 JsonObject = dict[str, Any]
 
-# Unicode noncharacters with which templates mark positions in a text. No message may contain them.
-_RESERVED_CHARACTERS = re.compile("[\ufdd0-\ufdd2]")
+# Halves of surrogate pairs, which have no UTF-8 form, and noncharacters with which templates mark positions in a text.
+# No message may contain them.
+_RESERVED_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdd2]")
 
 
 class ConversationError(ValueError):

@@ -275,9 +275,11 @@ def _write_dataset(job: BuildJob, units: Path, folder: Path) -> tuple[DatasetMan
         duplicates=counts.copies if job.data.duplicates == "drop" else 0,
     )
     if counts.skipped:
-        (folder / SKIPPED_NAME).write_text("".join(f"{line}\n" for line in counts.skipped), encoding="utf-8")
+        (folder / SKIPPED_NAME).write_bytes(
+            "".join(f"{line}\n" for line in counts.skipped).encode(errors="backslashreplace")
+        )
     if job.files:
-        (folder / CORPUS_FILES_NAME).write_text(json.dumps(job.files, ensure_ascii=False), encoding="utf-8")
+        (folder / CORPUS_FILES_NAME).write_text(json.dumps(job.files), encoding="utf-8")
     manifest.save(folder)
     return manifest, counts
 

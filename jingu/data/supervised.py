@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,6 +86,15 @@ class SupervisedDataset(PackedDataset):
         return rows.to_batch()
 
 
+def content_settings(objective: SupervisedSettings) -> dict[str, Any]:
+    """Return the settings of the objective that change the content of a data set."""
+    settings = objective.model_dump(mode="json", exclude=BATCHING_SETTINGS)
+    # Data sets of older versions have no such key.
+    if not objective.columns:
+        del settings["columns"]
+    return settings
+
+
 def open_supervised(
     path: Path, split: SplitName, objective: SupervisedSettings, batch: BatchSettings, seed: int
 ) -> SupervisedDataset:
@@ -96,7 +106,7 @@ def open_supervised(
     dataset = open_dataset(path, split, build_command="tune prepare")
     stored = dataset.manifest.settings
     old = {**stored.get("objective", {"type": "causal"}), "sequence_length": stored.get("sequence_length")}
-    new = {**objective.model_dump(mode="json", exclude=BATCHING_SETTINGS), "sequence_length": batch.sequence_length}
+    new = {**content_settings(objective), "sequence_length": batch.sequence_length}
     fix = "Delete the folder and run `jingu tune prepare`, or set data.path to another folder."
     refuse_changes(old, new, "the data set here was made", path, fix)
     weights = [IndexedReader(path / entry.name).storage for entry in dataset.manifest.split(split).sidecars]

@@ -18,7 +18,7 @@ from jingu.config.sections.data import DataSettings, SupervisedSettings
 from jingu.data import build
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder
-from jingu.data.supervised import BATCHING_SETTINGS, open_supervised
+from jingu.data.supervised import content_settings, open_supervised
 from jingu.errors import JinguError, pluralize
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
@@ -70,7 +70,7 @@ class RowTokenizer:
 
         special_ids = set(self.tokenizer.special_tokens.values())
         rows_before = cache(partial(count_rows_before, span))
-        for number, row in read_rows(span, handle):
+        for number, row in read_rows(span, handle, columns=self.objective.columns):
             counts.count(f"{READ_PREFIX}{row.kind}")
             try:
                 parts = self._fit(row, counts)
@@ -177,7 +177,7 @@ def prepare(config: RunConfig) -> None:
         path = Path(rows.data.path)
         settings = rows.data.model_dump(mode="json", exclude=build.CONTENT_NEUTRAL_SETTINGS)
         settings |= {
-            "objective": rows.objective.model_dump(mode="json", exclude=BATCHING_SETTINGS),
+            "objective": content_settings(rows.objective),
             "corpus": describe_files(find_files(rows.data)),
             "tokenizer": rows.tokenizer.fingerprint(),
             "sequence_length": config.batch.sequence_length,

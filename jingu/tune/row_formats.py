@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
@@ -33,17 +34,25 @@ _ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
 }
 
 
-def parse_row(value: Any) -> Row:
+def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
     """Convert a row of any known form.
 
     A row is recognized by its `type`, or else by the first of the known fields that it has.
+
+    Args:
+        columns: names of fields in the row, by the names that are known here.
 
     Raises:
         ConversationError: the row has no known form, or a field of it is not as expected.
     """
     if not isinstance(value, dict):
         raise ConversationError(f"expected an object with fields, not {_quote(value)}")
+    if columns:
+        others = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
+        value = others | {name: value[column] for name, column in columns.items() if column in value}
     _check_media(value, "")
+    if "chosen" in value and "rejected" in value:
+        raise ConversationError("fields chosen and rejected: this is a preference row, not an example to imitate")
     if value.get("label") is False:
         raise ConversationError("field label: false marks an answer not to be imitated, which tuning cannot use")
     row = _parse_form(value)
@@ -60,13 +69,14 @@ def parse_row(value: Any) -> Row:
 
 def _parse_form(value: JsonObject) -> Row:
     kind = value.get("type")
-    if kind is not None:
-        if not isinstance(kind, str) or kind not in _PARSERS_BY_TYPE:
-            raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
+    if isinstance(kind, str) and kind in _PARSERS_BY_TYPE:
         return _PARSERS_BY_TYPE[kind](value)
     for name, (field, parse) in _PARSERS_BY_FIELD.items():
         if field in value:
             return replace(parse(value), kind=name)
+    # A data set may have a column of that name for purposes of its own.
+    if kind is not None:
+        raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
     fields = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
     raise ConversationError(f"expected one of the fields {fields}; it has {', '.join(map(str, value)) or 'none'}")
 
@@ -191,7 +201,7 @@ def _instruct(value: JsonObject) -> Row:
     return _conversation("instruct", [question, Message("assistant", _text(value, "output"))])
 
 
-def _alpaca(value: JsonObject) -> Row:
+def _alpaca(value: JsonObject, question: str = "instruction", answer: str = "output") -> Row:
     messages = _system(value)
     history = value.get("history") or []
     if not isinstance(history, list):
@@ -202,12 +212,12 @@ def _alpaca(value: JsonObject) -> Row:
             raise _unexpected(name, "[question, answer]", pair)
         messages += [Message("user", _check_text(pair[0], name)), Message("assistant", _check_text(pair[1], name))]
     text = _optional_text(value, "input")
-    if text and not value.get("instruction"):
+    if text and not value.get(question):
         # Some data sets put the whole question into `input`.
         messages.append(Message("user", text))
     else:
-        messages.append(_question(_text(value, "instruction"), text))
-    messages.append(Message("assistant", _text(value, "output")))
+        messages.append(_question(_text(value, question), text))
+    messages.append(Message("assistant", _text(value, answer)))
     return _conversation("alpaca", messages)
 
 
@@ -249,7 +259,10 @@ def _tool_result(value: Any, name: str) -> str:
 
 
 def _sharegpt(value: JsonObject) -> Row:
-    messages = _system(value) + _messages(value, "conversations", "from", "value")
+    first = _list(value, "conversations")[0]
+    # Some data sets have OpenAI's keys under ShareGPT's name.
+    keys = ("role", "content") if isinstance(first, dict) and "role" in first else ("from", "value")
+    messages = _system(value) + _messages(value, "conversations", *keys)
     return _conversation("sharegpt", messages, _tools(value))
 
 
@@ -343,6 +356,8 @@ _PARSERS_BY_FIELD: dict[str, tuple[str, Callable[[JsonObject], Row]]] = {
     "messages": ("messages", _openai),
     "sharegpt": ("conversations", _sharegpt),
     "alpaca": ("instruction", _alpaca),
+    "query and response": ("query", partial(_alpaca, question="query", answer="response")),
+    "question and answer": ("question", partial(_alpaca, question="question", answer="answer")),
     "completion": ("prompt", _completion),
     "text": ("text", _pretrain),
 }

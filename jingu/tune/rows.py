@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -69,7 +69,10 @@ def count_rows_before(span: Span) -> int:
 
 
 def read_rows(
-    span: Span, on_bad_row: Callable[[BadRow], None], max_bytes: int = MAX_ROW_BYTES
+    span: Span,
+    on_bad_row: Callable[[BadRow], None],
+    max_bytes: int = MAX_ROW_BYTES,
+    columns: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[int, Row]]:
     """Yield the valid rows of a span, each with its number in the span (from 1); report the others to `on_bad_row`.
 
@@ -86,7 +89,7 @@ def read_rows(
                     raise value
                 if isinstance(value, ValueError):
                     raise ConversationError(f"it is not JSON ({describe_json_error(value)})")
-                row = parse_row(value)
+                row = parse_row(value, columns)
             except ConversationError as error:
                 if text is None:
                     text = json.dumps(value, ensure_ascii=False)

@@ -600,3 +600,13 @@ def test_a_damaged_manifest_is_named(make_config: MakeConfig, tmp_path: Path) ->
     path.write_text("{")
     with pytest.raises(JinguError, match=r"manifest\.json: the file is damaged"):
         inspect(tmp_path / "data")
+
+
+def test_a_file_name_that_is_not_utf_8(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl"))
+    path.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(5)) + "{bad\n")
+    config = make_config(input=str(tmp_path), on_error="skip")
+    build(config)
+    assert "caf\\udce9.jsonl:6: this line is not JSON" in (Path(config.data.path) / "skipped.txt").read_text()
+    dataset = open_dataset(Path(config.data.path), "train")
+    assert dataset.document_origin(0, 0).startswith(str(path))

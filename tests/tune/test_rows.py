@@ -115,6 +115,22 @@ CONVERSATIONS: list[tuple[str, dict[str, Any], list[Message]]] = [
 ]
 
 
+CONVERSATIONS += [
+    (
+        "sharegpt",
+        {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+        [user("q"), answer("a")],
+    ),
+    (
+        "query and response",
+        {"query": "q", "response": "a", "history": [["p", "r"]]},
+        [user("p"), answer("r"), user("q"), answer("a")],
+    ),
+    ("question and answer", {"question": "q", "answer": "a", "type": "algebra"}, [user("q"), answer("a")]),
+    ("alpaca", {"instruction": "q", "output": "a", "type": 3}, [user("q"), answer("a")]),
+]
+
+
 @pytest.mark.parametrize(("kind", "value", "messages"), CONVERSATIONS)
 def test_conversation_rows(kind: str, value: dict[str, Any], messages: list[Message]) -> None:
     row = parse_row(value)
@@ -160,6 +176,10 @@ BAD = [
         "field conversations[0].from: expected system, developer, user, human",
     ),
     ({"text": "a\ufdd0"}, "field text: U+FDD0 is not a character"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "fields chosen and rejected: this is a preference row"),
+    ({"question": "a"}, "field answer: expected text, but it is missing"),
+    ({"type": "algebra"}, "field type: expected pretrain, "),
+    ({"text": "a\ud800"}, "field text: U+D800 is not a character"),
     ({"prompt": "a"}, "field completion: expected text, but it is missing"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "field tools: expected a list of objects"),
 ]
@@ -304,3 +324,12 @@ def test_what_turns_say_of_themselves_reaches_the_template() -> None:
 def test_fields_that_cannot_be_used_are_refused(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConversationError, match=reason):
         parse_row(row)
+
+
+def test_columns_of_other_names() -> None:
+    row = {"problem": "q", "solution": "a", "input": "unrelated"}
+    columns = {"instruction": "problem", "output": "solution", "input": "context"}
+    assert list(parse_row(row, columns).messages) == [user("q"), answer("a")]
+    assert list(parse_row({**row, "context": "c"}, columns).messages) == [user("q\nc"), answer("a")]
+    swapped = {"question": "a", "answer": "q"}
+    assert list(parse_row(swapped, {"question": "answer", "answer": "question"}).messages) == [user("q"), answer("a")]

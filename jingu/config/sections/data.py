@@ -185,6 +185,7 @@ class SupervisedSettings(Settings):
     Attributes:
         template: Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a
             Jinja file.
+        columns: Names of fields in the rows, by the names that jingu knows, such as {instruction: question}.
         loss_on: Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of
             its answers.
         overflow: What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns.
@@ -197,6 +198,7 @@ class SupervisedSettings(Settings):
 
     type: Literal["supervised"] = "supervised"
     template: str = "auto"
+    columns: dict[str, str] = {}
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     overflow: Literal["truncate", "drop", "split"] = "truncate"
     packing: Literal["packed", "group_by_length", "padded"] = "packed"
