@@ -111,7 +111,7 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
             "num_kv_heads": 2,
             "intermediate_size": 42,
         },
-        "batch": {"sequence_length": 33, "global_batch_size": 8, "micro_batch_size": 1},
+        "batch": {"sequence_length": 33, "global_batch_size": 8, "micro_batch_size": 2},
         "optimizer": {"type": "adamw", "lr": 1e-2},
         "schedule": {"type": "cosine", "warmup": 3},
         "train": {"steps": 20, "log_every": 1, "compile": False},

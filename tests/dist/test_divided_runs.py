@@ -26,16 +26,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kind", ["context", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "ring", "expert"))]
 )
 def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run, train_on, done):
-    """One process trains 3 steps and saves, 4 ranks load and train 3 more; and the other way."""
+    """One process trains 2 steps and saves, 4 ranks load and train 2 more; and the other way."""
     model, layout = LAYOUTS[kind]
-    changes = {**model, "train.steps": 6, "schedule.type": "constant", "evaluation.every": 3}
+    changes = {**model, "train.steps": 4, "schedule.type": "constant", "evaluation.every": 2}
     changes |= {"evaluation.num_sequences": 5, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 4}
     divided = {f"parallel.{axis}": size for axis, size in layout.items()}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
     for name, first, then in (("spreads", (1, {}), (4, divided)), ("gathers", (4, divided), (1, {}))):
-        train_on(first[0], tiny_run({**changes, **first[1], "train.steps": 3}, name=name))
+        train_on(first[0], tiny_run({**changes, **first[1], "train.steps": 2}, name=name))
         train_on(then[0], tiny_run({**changes, **then[1]}, name=name))
         many = done(tiny_run(name=name))
         for column in ("loss", "grad_norm"):

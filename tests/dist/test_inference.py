@@ -98,17 +98,17 @@ def requests(adapter: str | None) -> list[Request]:
     alike = tuple(range(5, 36))
     bias = {7: float("-inf"), 9: 1.5}
     return [
-        Request((9, 4, 30), SamplingParams(), 20, ignore_eos=True, logprobs=2, adapter=adapter),
-        Request((*alike, 3), SamplingParams(temperature=0.9, seed=4), 12, n=2, ignore_eos=True),
+        Request((9, 4, 30), SamplingParams(), 10, ignore_eos=True, logprobs=2, adapter=adapter),
+        Request((*alike, 3), SamplingParams(temperature=0.9, seed=4), 7, n=2, ignore_eos=True),
         Request(
             (*alike, 8, 1),
             SamplingParams(temperature=1.1, top_k=40, top_p=0.9, seed=5),
-            9,
+            6,
             ignore_eos=True,
             adapter=adapter,
         ),
         Request(
-            (), SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias), 15, stop=("zz" * 700,)
+            (), SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias), 8, stop=("zz" * 700,)
         ),
     ]
 

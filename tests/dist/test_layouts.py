@@ -1,4 +1,4 @@
-"""Every layout is the run of one process: loss and gradient norm of each of 3 steps, and the weights after, in fp64."""
+"""Every layout is the run of one process: loss and gradient norm of each of 2 steps, and the weights after, in fp64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jingu.training.optimizer import build_optimizer
 from jingu.training.pretraining import Pretraining
 from jingu.training.step import train_step
 
-ROWS, TOKENS, STEPS = 8, 13, 3
+ROWS, TOKENS, STEPS = 8, 13, 2
 """13 tokens a row, which no number of ranks divides."""
 
 

@@ -49,12 +49,12 @@ def plain(schedule: str, zero: int) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_run, train_on, done):
-    """Losses, norms of the gradient, weights, held-out loss and samples of 5 steps of several micro-batches."""
+    """Losses, norms of the gradient, weights, held-out loss and samples of 3 steps of several micro-batches."""
     changes = {
         **MODELS[model],
         "model.num_layers": 4,
-        "train.steps": 5,
-        "evaluation.every": 5,
+        "train.steps": 3,
+        "evaluation.every": 3,
         "evaluation.num_sequences": 5,
     }
     changes |= {"evaluation.sample_prompts": ["def ", ""], "evaluation.max_new_tokens": 4}

@@ -26,19 +26,19 @@ def slow(*values: Any) -> Any:
     [("llama", 2), ("llama", 4), slow("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
 )
 def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on, done):
-    """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 10 steps.
+    """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 8 steps.
 
     Each rank accumulates over 2 micro-batches; one process cuts the same global batch into 8. The 5 held-out
     sequences leave some ranks without any.
     """
-    changes = {**MODELS[model], "train.steps": 10, "evaluation.every": 5, "evaluation.num_sequences": 5}
+    changes = {**MODELS[model], "train.steps": 8, "evaluation.every": 4, "evaluation.num_sequences": 5}
     changes |= {"evaluation.sample_prompts": ["def ", ""], "evaluation.max_new_tokens": 4}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
     one = done(alone)
     losses, norms, weights = one.column("loss"), one.column("grad_norm"), one.tensors()
     assert len(one.column("text", "sample")) == 4
-    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5 and max(norms) > 1.0 > min(norms)
     layout = {"batch.micro_batch_size": 8 // world // 2}
     configs = [tiny_run({**changes, **layout, "parallel.zero_stage": zero}, name=f"zero-{zero}") for zero in range(4)]
     if world == 4:
@@ -210,8 +210,9 @@ def test_what_is_sharded_is_held_in_part(tiny_run, ranks):
 
 
 def test_bf16_with_checkpointing_follows_fp32(tiny_run, train_on, done):
-    changes = {"train.activation_checkpointing.type": "full", "batch.micro_batch_size": 2}
-    exact = tiny_run({"precision.type": "fp32"}, name="fp32")
+    steps = {"train.steps": 8}
+    changes = {**steps, "train.activation_checkpointing.type": "full"}
+    exact = tiny_run({**steps, "precision.type": "fp32"}, name="fp32")
     train_on(1, exact)
     losses = done(exact).column("loss")
     runs = [tiny_run({**changes, "precision.type": "bf16", "parallel.zero_stage": z}, name=f"bf16-{z}") for z in (0, 3)]
@@ -221,6 +222,6 @@ def test_bf16_with_checkpointing_follows_fp32(tiny_run, train_on, done):
         assert done(run).column("loss") != losses
         tensors = done(run).tensors()
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}  # masters and state
-    fp64 = tiny_run(name="fp64")
+    fp64 = tiny_run(steps, name="fp64")
     train_on(1, fp64)
     assert losses == pytest.approx(done(fp64).column("loss"), rel=1e-4)

@@ -53,10 +53,10 @@ def run(tiny_run: MakeRun) -> Callable[..., RunConfig]:
             "model.hidden_size": 256,
             "optimizer.state_dtype": "int8",
             "precision.type": "fp32",
-            "train.steps": 6,
+            "train.steps": 4,
             "optimizer.lr": 1e-3,
         }
-        return tiny_run({**plain, "checkpoint": {"every": 3, "keep_last": 3}, **(changes or {})})
+        return tiny_run({**plain, "checkpoint": {"every": 2, "keep_last": 3}, **(changes or {})})
 
     return make
 
@@ -73,7 +73,7 @@ def test_8bit_moments_resume_in_another_layout(
     assert weights[f"optimizer/exp_avg/{name}"].dtype == torch.uint8
     assert weights[f"optimizer/exp_avg_scale/{name}"].shape == (256, 1)
     for ranks, changes in ((1, {}), (2, {"parallel.zero_stage": 3}), (2, {"parallel.zero_stage": 1})):
-        shutil.rmtree(step_folder(whole.folder / "checkpoints", 6))
+        shutil.rmtree(step_folder(whole.folder / "checkpoints", 4))
         train_on(ranks, run(changes))
         found = done(config)
         assert found.column("loss") == pytest.approx(losses, rel=1e-12 if ranks == 1 else 1e-4)

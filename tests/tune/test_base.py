@@ -68,7 +68,13 @@ def adapted(runs: Path, library: Library, tmp_path: Path) -> Callable[..., RunCo
         return tiny(
             library,
             tmp_path,
-            {**plain, "optimizer.lr": 4e-3, "checkpoint": {"every": 1, "keep_last": 8}, **changes, "name": name},
+            {
+                **plain,
+                "optimizer.lr": 4e-3,
+                "checkpoint": {"every": 1, "keep_last": 8, "async_save": False},
+                **changes,
+                "name": name,
+            },
         )
 
     return make
@@ -188,7 +194,7 @@ def test_in_every_layout(
     layouts: list[dict[str, Any]], adapted: Callable[..., RunConfig], train_on: Train, done: Read
 ) -> None:
     for base, kind in (("base", "int4"), ("mixture", "int8")):
-        changes = {"tune.quantization": kind, "train.steps": 3}
+        changes = {"tune.quantization": kind, "train.steps": 3, "checkpoint.every": 0}
         alone = adapted(changes, f"{base}-alone", base)
         train_on(1, alone)
         for number, layout in enumerate(layouts):
@@ -204,7 +210,7 @@ def test_ranks_in_bf16_equal_one_process(
     kind: QuantizationFormat, adapted: Callable[..., RunConfig], train_on: Train, done: Read
 ) -> None:
     """FSDP gathers and casts quantized weights."""
-    changes = {"tune.quantization": kind, "train.steps": 3, "precision.type": "bf16"}
+    changes = {"tune.quantization": kind, "train.steps": 3, "checkpoint.every": 0, "precision.type": "bf16"}
     alone, sharded = adapted(changes, "alone"), adapted({**changes, "parallel.zero_stage": 3}, "sharded")
     train_on(1, alone)
     train_on(2, sharded)

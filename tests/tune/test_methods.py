@@ -115,7 +115,13 @@ def adapted(family: str, method: str, runs: Path, texts: Library, changes: dict[
         "tune": {**METHODS.get(method, {})},
     }
     rate = RATES.get((family, method), 3e-2)
-    settings = {**saved, **plain, "train.steps": 12, "optimizer.lr": rate, "checkpoint": {"every": 1, "keep_last": 12}}
+    settings = {
+        **saved,
+        **plain,
+        "train.steps": 12,
+        "optimizer.lr": rate,
+        "checkpoint": {"every": 1, "keep_last": 12, "async_save": False},
+    }
     settings |= changes or {}
     return tiny(texts, runs, {**settings, "name": f"{family}-{method}"})
 

@@ -1,0 +1,79 @@
+"""Ranks that the launcher starts, as forks of one process that has imported jingu and torch: they start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+
+class ForkedRank:
+    """In place of `subprocess.Popen` in the launcher: `python -m jingu WORDS` without the seconds of its imports.
+
+    The rank is a real process with its own environment, process group and signals. Tests of `tests/e2e` start ranks
+    as the product does.
+    """
+
+    def __init__(
+        self, command: list[str], *, env: dict[str, str], process_group: int, stdout: Any = None, stderr: Any = None
+    ) -> None:
+        assert command[:3] == [sys.executable, "-m", "jingu"] and process_group == 0
+        descriptors = [file.fileno() if file else default for file, default in ((stdout, 1), (stderr, 2))]
+        # A connection is the one thing that multiprocessing passes to a process together with its descriptor.
+        outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in descriptors]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["jingu.training.commands"])
+        self._process = context.Process(target=_run, args=(command[3:], env, Path.cwd(), outputs))
+        self._process.start()
+        for output in outputs:
+            output.close()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@contextmanager
+def fork_ranks() -> Iterator[None]:
+    """Have the launcher of this process start forks."""
+    with patch("jingu.runtime.launcher.subprocess", SimpleNamespace(Popen=ForkedRank)):
+        yield
+
+
+def _run(words: list[str], environment: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for descriptor, output in zip((1, 2), outputs, strict=True):
+        os.dup2(output.fileno(), descriptor)
+    from jingu.cli import main
+
+    try:
+        code = main(words)
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
