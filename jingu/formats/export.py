@@ -22,9 +22,9 @@ from jingu.formats.models import open_model
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES, Family
+from jingu.model.families import FAMILIES, Family, equivalent_spec
 from jingu.model.families.name_map import IDENTITY, TensorMapping, expand_rules
-from jingu.model.spec import ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec
 from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
@@ -72,23 +72,15 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
     print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loaders}.")
 
 
-def _find_equivalent(spec: ModelSpec, read: ReadTensor) -> tuple[ModelSpec, ReadTensor]:
-    """Return the model as one of a family that transformers has, if there is one that computes the same."""
-    equivalent = FAMILIES[spec.family].equivalent
-    if equivalent is None or (spec.normalize_lm_head and spec.tie_word_embeddings):
-        return spec, read
-    same = replace_fields(spec, family=equivalent, normalize_lm_head=False)
-    try:
-        FAMILIES[equivalent].hf_config(same)
-    except JinguError:
-        return spec, read
+def _normalize_head(read: ReadTensor) -> ReadTensor:
+    """Return `read` with each row of the head's weight divided by its norm."""
 
     def read_normalized(name: str) -> Tensor:
         value = read(name)
-        is_normalized = spec.normalize_lm_head and name == "head.weight"
-        return normalize(value.to(torch.promote_types(value.dtype, torch.float32))) if is_normalized else value
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return normalize(value.to(wide)) if name == "head.weight" else value
 
-    return same, read_normalized
+    return read_normalized
 
 
 def export_hf(
@@ -126,7 +118,10 @@ def export_hf(
             where=to,
             fix="Delete it first, or choose another folder.",
         )
-    spec, read = _find_equivalent(spec, read)
+    same = equivalent_spec(spec)
+    if same.normalize_lm_head != spec.normalize_lm_head:
+        read = _normalize_head(read)
+    spec = same
     family = FAMILIES[spec.family]
     special_ids = {} if source is None else dict(source.special_token_ids)
     if not special_ids:

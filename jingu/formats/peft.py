@@ -29,7 +29,7 @@ from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, extend_base
 from jingu.model.adapter_layers import merge_adapter
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES
+from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
 from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt, replace_fields
 
@@ -114,13 +114,15 @@ class _AdapterReader:
         """Return the adapters, given peft's tensors by their keys."""
         modules = self._group(weights)
         # A tied head has no tensor of its own in the base model, but adapters may change it.
-        mappings = _mappings(self.spec.model_copy(update={"tie_word_embeddings": False}))
+        own = self.spec.model_copy(update={"tie_word_embeddings": False})
+        # The names are those of the model's own family, or of the one as which it is exported.
+        candidates = [_mappings(spec) for spec in (own, equivalent_spec(own))]
+        unknown = [modules.keys() - {name.rpartition(".")[0] for name in mappings} for mappings in candidates]
+        if all(unknown):
+            raise self._error(f"the model has no module {min(unknown[0])}", "Choose another base model.")
+        mappings = candidates[bool(unknown[0])]
         holders = {name: mapping.hf_name for mapping in mappings.values() for name in mapping.jingu_shapes}
         self._untie(modules, *(holders[name].removesuffix(".weight") for name in ("embedding.weight", "head.weight")))
-        known = {name.rpartition(".")[0] for name in mappings}
-        for module in modules:
-            if module not in known:
-                raise self._error(f"the model has no module {module}", "Choose another base model.")
         # Whole parameters first: adapters are added to them.
         for module, leaves in modules.items():
             for leaf in ("weight", "bias"):

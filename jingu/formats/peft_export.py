@@ -15,7 +15,7 @@ from jingu.formats.huggingface import write_json
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY
 from jingu.formats.stored_model import Shapes, StoredModel
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES
+from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
@@ -66,7 +66,8 @@ def _convert_weights(
     targets: dict[str, int] = {}
     feedforward_modules: list[str] = []
     is_conv = False
-    for mapping, modules in _matrices(base.spec):
+    # The names are those of the exported base.
+    for mapping, modules in _matrices(equivalent_spec(base.spec)):
         count = sum(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out"))
         if not count:
             continue

@@ -12,10 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from jingu.cli import main
+from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.formats.export import export_hf
 from jingu.formats.models import load_adapters, open_model
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
+from jingu.formats.peft_export import write_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
+from jingu.model.decoder import Decoder, parameter_shapes
+from jingu.model.resolve import spec_from_settings
+from jingu.model.spec import Lora
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer_training import train_tokenizer
 
 TOKENS = torch.arange(5, 31).view(2, 13)
 SIZES = {"vocab_size": 41, "tie_word_embeddings": False, "initializer_range": 0.3}
@@ -41,7 +49,7 @@ def make_base(folder: Path, family: str, tie: bool) -> Any:
 @torch.no_grad()
 def write_adapter(place: Path, family: str = "llama", tie: bool = False, **settings: Any) -> torch.Tensor:
     """Write a base model and an adapter with random weights; return peft's logits after reading both again."""
-    from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     base = make_base(place / "base", family, tie)
     kind = settings.pop("kind", LoraConfig)
@@ -53,7 +61,6 @@ def write_adapter(place: Path, family: str = "llama", tie: bool = False, **setti
         if parameter.requires_grad:
             parameter += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(place / "adapter")
-    assert IA3Config is not None
     again = PeftModel.from_pretrained(type(base).from_pretrained(place / "base"), place / "adapter")
     result: torch.Tensor = again.eval()(TOKENS).logits
     return result
@@ -179,3 +186,35 @@ def test_adapters_that_change_more_cannot_stand_beside_a_model(tmp_path: Path) -
     write_adapter(tmp_path, target_modules=["q_proj"], modules_to_save=["norm"])
     with pytest.raises(JinguError, match=r"also change .*norm.weight, which only a merged model can have.*tune merge"):
         load_adapters(tmp_path / "adapter", open_model(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("family", ["chatglm3", "baichuan2"])
+def test_adapters_of_models_that_are_exported_as_another_family(family: str, tmp_path: Path) -> None:
+    """Their names are those of the exported model, and jingu reads them for both."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    tokenizer_path = tmp_path / "tokenizer"
+    train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(tokenizer_path)
+    sizes = {"hidden_size": 24, "num_heads": 3, "num_layers": 2, "intermediate_size": 36, "initializer_range": 0.3}
+    heads = {"head_dim": 8, "num_kv_heads": 1} if family == "chatglm3" else {}
+    spec = spec_from_settings(ModelSettings(family=family, **sizes, **heads), 300, 32)
+    model = Decoder(spec)
+    init_weights(model, spec, 1)
+    state = model.state_dict()
+    base = StoredModel(spec, lambda name, _=None: state[name], tokenizer_path, tmp_path)
+    adapter = Lora(rank=2, alpha=6.0, target_modules=("*.attention.v", "*.feed_forward.gate"))
+    adapted = spec.model_copy(update={"adapter": adapter})
+    weights = {name: torch.randn(shape) for name, shape in parameter_shapes(adapted).items() if "lora" in name}
+    adapters = StoredModel(adapted, lambda name, _=None: weights[name], None, tmp_path)
+
+    export_hf(spec, base.read, tokenizer_path, tmp_path / "base")
+    write_adapters(
+        replace(adapters, read=lambda name, _=None: weights[name]), base, tmp_path / "base", tmp_path / "out"
+    )
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(reference, tmp_path / "out").eval()(TOKENS).logits
+    for under in (base, open_model(tmp_path / "base")):
+        result = apply_adapters(read_adapters(tmp_path / "out", under), under)
+        torch.testing.assert_close(logits(result), expected, rtol=1e-4, atol=1e-4)

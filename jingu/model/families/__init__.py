@@ -1,7 +1,9 @@
 """The model families that jingu supports, by name."""
 
+from jingu.errors import JinguError
 from jingu.model.families import bloom, chatglm3, cpm2, gpt2, llama, t5
 from jingu.model.families.family import Family
+from jingu.model.spec import ModelSpec, replace_fields
 
 _FAMILIES = (
     *(llama.BAICHUAN2, bloom.BLOOM, chatglm3.CHATGLM3, cpm2.CPM2, chatglm3.GLM, gpt2.GPT2, llama.LLAMA),
@@ -9,4 +11,21 @@ _FAMILIES = (
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
-__all__ = ["FAMILIES", "Family"]
+
+def equivalent_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the same model as one of a family that transformers has, if there is one that computes the same.
+
+    If the original normalizes the head's weight, this one expects it to be normalized.
+    """
+    equivalent = FAMILIES[spec.family].equivalent
+    if equivalent is None or (spec.normalize_lm_head and spec.tie_word_embeddings):
+        return spec
+    same = replace_fields(spec, family=equivalent, normalize_lm_head=False)
+    try:
+        FAMILIES[equivalent].hf_config(same)
+    except JinguError:
+        return spec
+    return same
+
+
+__all__ = ["FAMILIES", "Family", "equivalent_spec"]
