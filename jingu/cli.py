@@ -65,6 +65,7 @@ _COMPUTE = (
     option("--num-speculative-tokens", "N", integer(0), "draft tokens in a step (4 with --draft-model, else 0)"),
     flag("--cuda-graphs", "record decoding steps as CUDA graphs"),
     flag("--compile", "compile the model's blocks (CUDA)"),
+    option("--threads", "N", integer(1), "CPU threads of each process (default: one for each core)"),
 )
 _INCLUDE = repeatable_option("--include", "DIR", "folder with further task files")
 _HOST = "127.0.0.1"

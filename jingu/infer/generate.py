@@ -37,6 +37,7 @@ class InferenceOptions:
         num_speculative_tokens: draft tokens in a step; without a draft model they are looked up in the text so far.
         cuda_graphs: whether decoding steps are captured as CUDA graphs.
         compile: whether blocks are compiled.
+        threads: CPU threads of this process; None: PyTorch's default, one for each core.
     """
 
     precision: Precision = "auto"
@@ -47,11 +48,14 @@ class InferenceOptions:
     num_speculative_tokens: int | None = None
     cuda_graphs: bool = False
     compile: bool = False
+    threads: int | None = None
 
     def load(
         self, model: Path, ranks: RankInfo | None = None, adapters: Mapping[str, Path] | None = None
     ) -> InferenceModel:
         """Load a model; see `jingu.infer.inference_model.load`."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         place = torch.device(resolve_device(self.device))
         for enabled, where in ((self.cuda_graphs, "--cuda-graphs"), (self.compile, "--compile")):
             if enabled and place.type != "cuda":

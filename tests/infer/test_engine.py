@@ -43,6 +43,18 @@ def text_of(tokens: list[Token]) -> str:
     return "".join(token.text for token in tokens)
 
 
+def test_threads_of_a_command(tmp_path: Path, tiny: InferenceModel, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = dict(tiny.module.named_parameters())
+    tiny.tokenizer.save(tmp_path / "tokenizer")
+    export_hf(tiny.spec, lambda name: weights[name].detach(), tmp_path / "tokenizer", tmp_path / "model")
+    num_threads = torch.get_num_threads()
+    try:
+        assert generate.generate(tmp_path / "model", "the", max_tokens=2, threads=num_threads + 2) == 0
+        assert torch.get_num_threads() == num_threads + 2
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_end_token_finishes_and_is_not_shown(tiny: InferenceModel) -> None:
     free = tokens_of(tiny, 5, 6, ignore_eos=True)
     assert len(free) == 12
