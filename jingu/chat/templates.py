@@ -33,7 +33,6 @@ from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
 Span = tuple[int, int]
-_NO_OPTIONS: Mapping[str, Any] = {}
 
 # Noncharacters around what a template marks as an answer, and around a mention. `check_characters` keeps them out of
 # messages.
@@ -42,6 +41,8 @@ _ANSWER_END = "\ufdd1"
 _MENTION_MARK = "\ufdd2"
 _ANSWER_MARKS = re.compile(f"([{_ANSWER_START}{_ANSWER_END}])")
 _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
+# Keys under which templates expect reasoning; gpt-oss and LFM use the second.
+_REASONING_KEYS = ("reasoning_content", "thinking")
 # The mention of special token k is written as this code point plus k.
 _FIRST_MENTION = 0xF0000
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -142,10 +143,10 @@ class ChatTemplate:
             return self._for_tools.render(messages, tools, locate_answers=locate_answers)
         variables, tool_variables, text = self._render_messages(messages, tools)
         # A template that renders the same without calls or reasoning would silently drop them.
-        for keys, what in (({"tool_calls"}, "tools"), ({"reasoning_content", "thinking"}, "reasoning")):
-            if any(keys & message.keys() for message in variables):
-                without = [{name: value for name, value in entry.items() if name not in keys} for entry in variables]
-                self._refuse_if_equal(text, without, tool_variables, what)
+        for what, keys in (("tools", ("tool_calls",)), ("reasoning", _REASONING_KEYS)):
+            if any(keys[0] in message for message in variables):
+                without = [{key: value for key, value in entry.items() if key not in keys} for entry in variables]
+                self._refuse_if_equal(what, text, without, tool_variables)
         answers: list[Span] = []
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if self._has_generation_tag:
@@ -184,7 +185,7 @@ class ChatTemplate:
         if tools and self._for_tools is not self:
             return self._for_tools.render_prompt(messages, tools, variables, continue_final=continue_final)
         options = {**(variables or {}), "add_generation_prompt": not continue_final}
-        entries, _, text = self._render_messages(messages, tools, options)
+        entries, _, text = self._render_messages(messages, tools, **options)
         text, _ = _strip_answer_marks(text)
         if continue_final:
             # Drop what the template writes after the last message.
@@ -193,23 +194,18 @@ class ChatTemplate:
         return self._restore_mentions(text, [])
 
     def _refuse_if_equal(
-        self,
-        text: str,
-        messages: list[JsonObject],
-        tools: list[Any] | None,
-        what: str,
-        options: Mapping[str, Any] = _NO_OPTIONS,
+        self, what: str, text: str, messages: list[JsonObject], tools: list[Any] | None, /, **options: Any
     ) -> None:
         """Raise ConversationError if messages without a part of them render to the same text."""
         try:
-            is_equal = text == self._render(messages, tools, options)
+            is_equal = text == self._render(messages, tools, **options)
         except ConversationError:
             return  # a template that refuses them without the part supports it
         if is_equal:
             raise ConversationError(f"the chat template {self.where} does not support {what}")
 
     def _render_messages(
-        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], options: Mapping[str, Any] = _NO_OPTIONS
+        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], /, **options: Any
     ) -> tuple[list[JsonObject], list[Any] | None, str]:
         """Return messages and tools as the template expects them, with mentions escaped, and the rendered text."""
         tool_variables = self._escape_mentions(list(tools)) or None
@@ -218,19 +214,19 @@ class ChatTemplate:
         text = ""
         error: ConversationError | None = None
         try:
-            text = self._render(variables, tool_variables, options)
+            text = self._render(variables, tool_variables, **options)
         except ConversationError as failure:
             error = failure
         # Some templates expect arguments as JSON text: they fail with objects, or write them as Python does.
         if calls and (error or any(call["arguments"] and str(call["arguments"]) in text for call in calls)):
             for call in calls:
                 call["arguments"] = _to_json(call["arguments"])
-            text = self._render(variables, tool_variables, options)
+            text = self._render(variables, tool_variables, **options)
         elif error:
             raise error
         # A template that renders the same without tools would silently drop them.
         if tools:
-            self._refuse_if_equal(text, variables, None, "tools", options)
+            self._refuse_if_equal("tools", text, variables, None, **options)
         return variables, tool_variables, text
 
     def _find_answer(self, message: JsonObject, text: str) -> Span:
@@ -261,7 +257,7 @@ class ChatTemplate:
         headers = [token for token in self._special_pattern.findall(before) if token in outside]
         is_plain = messages[-1]["content"].strip() and "reasoning_content" not in messages[-1]
         if headers or (is_plain and before.strip()):
-            with_prompt = self._render(messages[:-1], tools, {"add_generation_prompt": True})
+            with_prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
             if with_prompt == self._render(messages[:-1], tools):
                 raise self._wrong_span("the header of an answer", before)
         # 2. Behind the content, the header of the next answer: what precedes this one from its last special token.
@@ -276,14 +272,10 @@ class ChatTemplate:
             "{% generation %}…{% endgeneration %}, or choose another data.objective.template"
         )
 
-    def _render(self, messages: list[Any], tools: list[Any] | None, options: Mapping[str, Any] = _NO_OPTIONS) -> str:
-        variables = {
-            **self._variables,
-            "add_generation_prompt": False,
-            **options,
-            "messages": messages,
-            "tools": tools,
-        }
+    def _render(self, messages: list[Any], tools: list[Any] | None, /, **options: Any) -> str:
+        variables = (
+            self._variables | {"add_generation_prompt": False} | options | {"messages": messages, "tools": tools}
+        )
         try:
             # Like `Template.render`, which would copy the constant variables once more.
             context = Context(self._template.environment, variables, self._template.name, self._template.blocks)
@@ -295,7 +287,7 @@ class ChatTemplate:
         self, text: str, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False
     ) -> int:
         """Return the length of the first messages when rendered. Raise JinguError unless the text begins with them."""
-        prefix = self._render(messages, tools, {"add_generation_prompt": add_generation_prompt})
+        prefix = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         if not text.startswith(prefix):
             raise JinguError(
                 "the answers in this chat template cannot be located: a conversation up to an answer does not render "
@@ -410,12 +402,11 @@ def _message_variables(message: Message) -> JsonObject:
         for call in message.tool_calls:
             entry = {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
             variables["tool_calls"].append({"id": call["id"], **entry} if "id" in call else entry)
-    for key in ("reasoning_content", "name", "tool_call_id"):
+    if message.reasoning_content:
+        variables |= dict.fromkeys(_REASONING_KEYS, message.reasoning_content)
+    for key in ("name", "tool_call_id"):
         if value := getattr(message, key):
             variables[key] = value
-    if message.reasoning_content:
-        # The name that gpt-oss and LFM use.
-        variables["thinking"] = message.reasoning_content
     return variables
 
 

@@ -297,7 +297,8 @@ def test_tool_rows_equal_those_of_transformers(source: str, tokenizer: Tokenizer
     assert len(rendered.answers) == 2 and "weather" in rendered.text[slice(*rendered.answers[0])]
 
 
-def test_reasoning_is_rendered_or_refused(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_reasoning_is_rendered_or_refused(key: str, tokenizer: Tokenizer) -> None:
     row = parse_row(
         {
             "messages": [
@@ -307,7 +308,7 @@ def test_reasoning_is_rendered_or_refused(tokenizer: Tokenizer) -> None:
         }
     )
     source = NAMED_TEMPLATES["chatml"].replace(
-        "generation %}{{", "generation %}{{ '<think>' + message.reasoning_content + '</think>' +"
+        "generation %}{{", f"generation %}}{{{{ '<think>' + message.{key} + '</think>' +"
     )
     rendered = ChatTemplate(source, tokenizer, "a").render(row.messages)
     assert rendered.text[slice(*rendered.answers[0])] == "<think>brown</think>quick<|im_end|>"
