@@ -32,30 +32,21 @@ class FileReader:
         self._files: dict[Path, FileIO] = {}
 
     def read_into(self, buffers: Sequence[tuple[FileRegion, memoryview]]) -> None:
-        """Fill buffers from regions of files; adjacent regions are read by one system call.
+        """Fill buffers from regions of files, in the order of the files.
 
         Raises:
             JinguError: a file is shorter than it was.
         """
-        rest = sorted(buffers, key=itemgetter(0))
-        while rest:
-            (path, begin), first = rest.pop(0)
-            adjacent = [first]
-            end = begin + len(first)
-            while rest and rest[0][0] == (path, end):
-                adjacent.append(rest.pop(0)[1])
-                end += len(adjacent[-1])
+        for (path, begin), buffer in sorted(buffers, key=itemgetter(0)):
             if path not in self._files:
                 self._files[path] = FileIO(path)
-            while begin < end:
-                count = os.preadv(self._files[path].fileno(), adjacent, begin)
+            # The system may read less at a time.
+            while buffer:
+                count = os.preadv(self._files[path].fileno(), [buffer], begin)
                 if not count:
                     raise JinguError("the file is shorter than it was.", where=path, fix="Fetch it again.")
                 begin += count
-                # The system may have read less: go on with what is not filled.
-                while adjacent and count >= len(adjacent[0]):
-                    count -= len(adjacent.pop(0))
-                adjacent[:1] = [buffer[count:] for buffer in adjacent[:1]]
+                buffer = buffer[count:]
 
 
 def map_tensor(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:

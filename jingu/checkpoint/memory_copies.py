@@ -36,7 +36,6 @@ from jingu.checkpoint.resume import STEP_NAME, step_folder
 from jingu.checkpoint.save_folder import part_path, shard_name, write_small_file
 from jingu.checkpoint.shards import plan_part
 from jingu.checkpoint.store import StateTensors, local_blocks, overlapping_pieces, run_on_all_ranks, write_blocks
-from jingu.errors import JinguError
 from jingu.parallel.block import TensorBlock
 from jingu.runtime.ranks import all_ranks_agree, broadcast_from_first, gather_from_all
 
@@ -266,31 +265,25 @@ def run_id(checkpoints: CheckpointPath, first: bool) -> int:
     """Return the number that identifies the run's copies, on all ranks; rank 0 (`first`) creates it if there is none.
 
     Raises:
-        JinguError: it cannot be written.
+        CheckpointError: on every rank, if it cannot be written.
     """
     file = checkpoints / RUN_ID
-    number = -1
-    if first:
+
+    def read_or_create() -> int:
+        if not first:
+            return 0
         with contextlib.suppress(OSError, ValueError):
-            number = int(file.read_bytes())
-        if not 0 <= number < 1 << 62:
-            number = secrets.randbits(62)
-            try:
-                checkpoints.mkdir(parents=True, exist_ok=True)
-                with file.open("wb", buffering=0) as out:
-                    out.write(str(number).encode())
-            except OSError:
-                number = -1
+            return int(file.read_bytes())
+        number = secrets.randbits(62)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        with file.open("wb", buffering=0) as out:
+            out.write(str(number).encode())
+        return number
+
+    number = run_on_all_ranks(read_or_create, file, gather_from_all)
     # A copied folder is another run: the path counts, too.
     mixed = xxhash.xxh3_64_intdigest(f"{number} {checkpoints.absolute()}".encode()) >> 1
-    shared = broadcast_from_first(mixed if number >= 0 else -1)
-    if shared < 0:
-        raise JinguError(
-            f"{RUN_ID} cannot be written.",
-            where=checkpoints,
-            fix="Make the folder writable, or set checkpoint.in_memory.every=0.",
-        )
-    return shared
+    return broadcast_from_first(mixed)
 
 
 def _files_of(rank: int, ranks: int) -> list[str]:

@@ -75,13 +75,11 @@ def launch_local_ranks(
         log_file = stack.enter_context(output.open("wb")) if output else None
         try:
             for rank in range(processes):
-                command = [sys.executable, "-m", "jingu", *arguments]
-                rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 # In a process group of its own, so that Ctrl-C reaches it only through this process, and only once.
                 children.append(
                     subprocess.Popen(
-                        command,
-                        env={**common, **rank_variables},
+                        [sys.executable, "-m", "jingu", *arguments],
+                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         process_group=0,
                         stdout=log_file,
                         stderr=log_file,
@@ -91,9 +89,8 @@ def launch_local_ranks(
             codes = _watch(children, pending_signals)
         finally:
             for child in children:
-                if child.poll() is None:
-                    child.kill()
-                    child.wait()
+                child.kill()  # does nothing if it has exited
+                child.wait()
     return _combine_exit_codes(codes, advice)
 
 

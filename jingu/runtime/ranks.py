@@ -138,21 +138,16 @@ def _wait_for_master(address: str, port: int) -> None:
     start = time.monotonic()
     is_announced = False
     while True:
-        limit = 0.0
+        waited = time.monotonic() - start
         try:
             socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
             return
-        except ConnectionRefusedError as refused:
-            # The machine is there: rank 0 may start later than this rank.
-            error: OSError = refused
-            limit = COLLECTIVE_TIMEOUT.total_seconds()
-        except OSError as caught:
-            error = caught
-        waited = time.monotonic() - start
-        if waited > limit:
-            fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
-            what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
-            raise JinguError(what, fix=fix) from error
+        except OSError as error:
+            # A machine that refuses is there, and rank 0 may start later than this rank.
+            if not isinstance(error, ConnectionRefusedError) or waited > COLLECTIVE_TIMEOUT.total_seconds():
+                fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
+                what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
+                raise JinguError(what, fix=fix) from error
         if waited > _CONNECT_SECONDS and not is_announced:
             print(f"jingu: waiting for rank 0 to start at {address}:{port}.", file=sys.stderr)
             is_announced = True
