@@ -58,12 +58,7 @@ class AsyncSaver:
     """
 
     def __init__(
-        self,
-        tensors: StateTensors,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
+        self, tensors: StateTensors, optimizer: torch.optim.Optimizer | None = None, *, rank: int = 0, ranks: int = 1
     ) -> None:
         """Allocate memory for a copy of what this rank writes of `tensors`, and start the process that writes.
 

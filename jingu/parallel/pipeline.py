@@ -30,12 +30,7 @@ from jingu.model.spec import Experts, ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.mesh import expert_size, fsdp_mesh
 from jingu.parallel.sharding import ShardingPlan, local_tensor, plan_sharding
-from jingu.parallel.stages import (
-    SPLIT_BACKWARD_SCHEDULES,
-    check_quantization_groups,
-    rank_of_stage,
-    split_blocks,
-)
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, check_quantization_groups, rank_of_stage, split_blocks
 from jingu.parallel.zero import prepare_backward
 
 _CLASS_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
