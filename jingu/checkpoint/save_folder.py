@@ -160,12 +160,10 @@ def describe_cause(error: BaseException) -> str:
 
 def failure_notes(partial: CheckpointPath) -> dict[int, str]:
     """Return what went wrong, by rank."""
-    causes = {}
     with contextlib.suppress(OSError):
-        for path in partial.iterdir():
-            if match := _NOTE.fullmatch(path.name):
-                causes[int(match[1])] = path.read_bytes().decode()
-    return causes
+        notes = {path.name: path for path in partial.iterdir()}
+        return {int(match[1]): notes[match[0]].read_bytes().decode() for match in map(_NOTE.fullmatch, notes) if match}
+    return {}
 
 
 def save_error(folder: CheckpointPath, causes: Mapping[int, str]) -> CheckpointError:
