@@ -1,67 +1,74 @@
-"""Text as it grows by tokens: no character is broken, no stop string is let through."""
+"""Incremental detokenization: text as tokens arrive, without broken characters and without stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# What decoders put where bytes are not (yet) a character.
-_BROKEN = "\ufffd"
+# What decoders write for bytes that are not a complete character.
+_REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Turns ids, one by one, into pieces of text that can be shown at once.
+    """Turns token ids, one by one, into pieces of text that can be shown at once.
 
-    Bytes of an unfinished character, and text that may be the beginning of a stop string, wait for what follows.
+    Bytes of an incomplete character are withheld until it is complete, and text that may be the beginning of a stop
+    string until it is known not to be one.
+
+    Attributes:
+        stopped: whether a stop string is complete. Neither it nor what follows is part of the text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        self.stopped = False
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        # Decoded text of ids[begin:] is compared with that of ids[begin:context_end], since decoders treat the first
-        # token of a text differently (a leading space) and single tokens may be parts of characters.
+        # The text of ids[begin:] is compared with that of ids[begin:context_end], since decoders treat the first token
+        # of a text differently (a leading space), and single tokens may be parts of characters.
         self._begin = 0
         self._context_end = 0
-        self._shown = 0
-        self._pending = ""
-        self.stopped = False
+        self._num_returned = 0
+        self._withheld = ""
 
-    def push(self, token: int) -> str:
-        """Text that the token settles; sets `stopped` when a stop string is complete (it is not part of the text)."""
-        self._ids.append(token)
-        return self._settle(self._fresh(final=False), final=False)
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that it completes."""
+        self._ids.append(token_id)
+        return self._advance(final=False)
 
     def finish(self) -> str:
-        """The text still held back."""
-        return "" if self.stopped else self._settle(self._fresh(final=True), final=True)
+        """Return the text that is still withheld."""
+        return "" if self.stopped else self._advance(final=True)
 
-    def _fresh(self, *, final: bool) -> str:
-        """Characters that were not returned yet."""
+    def _advance(self, *, final: bool) -> str:
+        text = self._withheld + self._decode_new(final=final)
+        positions = [position for position in map(text.find, self._stop) if position >= 0]
+        if positions:
+            self.stopped = True
+            self._withheld = ""
+            return text[: min(positions)]
+        # The end of the text may be the beginning of a stop string.
+        num_withheld = 0 if final else max((_partial_match_length(text, stop) for stop in self._stop), default=0)
+        end = len(text) - num_withheld
+        self._withheld = text[end:]
+        return text[:end]
+
+    def _decode_new(self, *, final: bool) -> str:
+        """Return complete characters that were not returned before; all characters if there are no more tokens."""
         context = self._decode(self._ids[self._begin : self._context_end])
-        whole = self._decode(self._ids[self._begin :])[len(context) :]
-        sure = whole if final else whole.rstrip(_BROKEN)
-        fresh = sure[self._shown :]
-        if len(sure) == len(whole) and whole:
-            self._begin, self._context_end, self._shown = self._context_end, len(self._ids), 0
+        text = self._decode(self._ids[self._begin :])[len(context) :]
+        complete = text if final else text.rstrip(_REPLACEMENT)
+        new = complete[self._num_returned :]
+        if text and len(complete) == len(text):
+            # Nothing is incomplete: these tokens become the context of the next ones.
+            self._begin = self._context_end
+            self._context_end = len(self._ids)
+            self._num_returned = 0
         else:
-            self._shown = max(self._shown, len(sure))
-        return fresh
-
-    def _settle(self, fresh: str, *, final: bool) -> str:
-        """Hold back what may become a stop string."""
-        text = self._pending + fresh
-        stop_places = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
-        if stop_places:
-            self.stopped, self._pending = True, ""
-            return text[: min(stop_places)]
-        keep = 0 if final else max((partial_match_length(text, stop) for stop in self._stop), default=0)
-        self._pending = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            self._num_returned = max(self._num_returned, len(complete))
+        return new
 
 
-def partial_match_length(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+def _partial_match_length(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text with which a stop string begins."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
