@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -253,18 +252,20 @@ class ChatTemplate:
         after = text[start + answer_end : end]
         # 1. Where the generation prompt is empty, the header of the turn may stand in the span: text before the
         # content, or before a call a special token that also stands outside of answers.
-        outside = "".join(text[left:right] for (_, left), (right, _) in pairwise([(0, 0), *earlier, (start, end)]))
-        headers = [token for token in self._special_pattern.findall(before) if token in outside]
         is_plain = messages[-1]["content"].strip() and "reasoning_content" not in messages[-1]
-        if headers or (is_plain and before.strip()):
+        has_header = bool(is_plain and before.strip())
+        for token in self._special_pattern.findall(before):
+            in_answers = sum(text.count(token, *span) for span in earlier)
+            has_header = has_header or text.count(token, 0, start) > in_answers
+        if has_header:
             with_prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
             if with_prompt == self._render(messages[:-1], tools):
                 raise self._wrong_span("the header of an answer", before)
-        # 2. Behind the content, the header of the next answer: what precedes this one from its last special token.
-        tokens = list(self._special_pattern.finditer(text, 0, start))
-        header = text[tokens[-1].start() : start].strip() if tokens else ""
-        if header and header in after and header != after.strip():
-            raise self._wrong_span("the header of the next turn", header)
+        # 2. Behind the content, the header of the next answer: what precedes this one from a special token on.
+        for token in self._special_pattern.findall(after):
+            header = text[max(text.rfind(token, 0, start), 0) : start].strip()
+            if header and header in after and header != after.strip():
+                raise self._wrong_span("the header of the next turn", header)
 
     def _wrong_span(self, what: str, text: str) -> ConversationError:
         return ConversationError(
