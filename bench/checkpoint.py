@@ -107,8 +107,7 @@ def save_as_two_ranks(folder: Path, tensors: dict[str, Any]) -> None:
 
 def half_blocks(rank: int, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the block of each tensor that one of two ranks holds: half of its rows or columns."""
-    from jingu.parallel.block import TensorBlock, subblock
-    from jingu.parallel.sharding import block_region
+    from jingu.parallel.sharding import TensorBlock, block_region, subblock
 
     blocks = {}
     for index, (name, tensor) in enumerate(sorted(tensors.items())):

@@ -33,7 +33,7 @@ from jingu.checkpoint.save_folder import partial_path, write_all, write_failure_
 from jingu.checkpoint.shards import plan_part
 from jingu.checkpoint.store import StateTensors, local_blocks
 from jingu.compat.torch import foreach_copy_
-from jingu.parallel.block import TensorBlock
+from jingu.parallel.sharding import TensorBlock
 
 CopyPair = tuple[Tensor, Tensor]  # target and value
 

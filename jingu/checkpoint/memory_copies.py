@@ -36,7 +36,7 @@ from jingu.checkpoint.resume import STEP_NAME, step_folder
 from jingu.checkpoint.save_folder import part_path, shard_name, write_small_file
 from jingu.checkpoint.shards import plan_part
 from jingu.checkpoint.store import StateTensors, local_blocks, overlapping_pieces, run_on_all_ranks, write_blocks
-from jingu.parallel.block import TensorBlock
+from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.ranks import all_ranks_agree, broadcast_from_first, gather_from_all
 
 # File beside the checkpoints that identifies the run's copies: where the checkpoints are deleted, it is too.

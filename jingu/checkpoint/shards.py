@@ -19,7 +19,7 @@ from jingu.checkpoint import manifest as manifests
 from jingu.checkpoint.manifest import DTYPE_BYTES, CheckpointError, FileRecord, Manifest, Piece, TensorRecord
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.save_folder import RandomAccessFile, mismatch, shard_name
-from jingu.parallel.block import Extent, TensorBlock, subblock
+from jingu.parallel.sharding import Extent, TensorBlock, subblock
 
 # A block is stored in pieces of about this many bytes, each with its own checksum and read by one thread.
 PIECE_BYTES = 32 << 20

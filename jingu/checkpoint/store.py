@@ -21,7 +21,7 @@ from jingu.checkpoint.mapped_files import map_tensor
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.save_folder import describe_cause, open_checkpoint, open_for_reading
 from jingu.checkpoint.shards import DTYPE_NAMES, DTYPES, check_header, fill_from_piece, overlap, piece_bytes, plan_part
-from jingu.parallel.block import TensorBlock, subblock, whole_block
+from jingu.parallel.sharding import TensorBlock, subblock, whole_block
 from jingu.runtime.device import single_thread
 
 T = TypeVar("T")

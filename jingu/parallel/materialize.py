@@ -21,12 +21,11 @@ from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
 from jingu.model.quantized_weight import TensorReader, quantizing_reader
 from jingu.model.spec import ModelSpec
-from jingu.parallel.expert import apply_expert_parallel
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.offload import DiskStorage
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import ShardingPlan, shard_parameters
-from jingu.parallel.tensor import apply_tensor_parallel
+from jingu.parallel.tensor import apply_expert_parallel, apply_tensor_parallel
 from jingu.parallel.zero import apply_zero
 
 # What fills the parameters: a seed, a function that reads a whole parameter by name, or nothing.

@@ -3,12 +3,12 @@
 Parameters are divided twice: first along the dims that the sharding tables name, over the ranks of `tensor` (and
 experts over those of `expert`); then what is left along the first dim, or along the rows of experts' matrices, by
 ZeRO. FSDP knows only the second division. Checkpoints, initial weights and gradient norms need whole tensors: here the
-two divisions are combined.
+two divisions are combined. A `TensorBlock` is what checkpoints write and fill, whatever layout a model has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -23,8 +23,49 @@ from jingu.compat.torch_distributed import join_meshes, split_axis
 from jingu.model.sharding_table import ShardedDim, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
-from jingu.parallel.block import Extent, TensorBlock, subblock
 from jingu.parallel.mesh import fsdp_mesh, split_expert_mesh
+
+Extent = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """One rank's block of a whole tensor, and which ranks hold equal copies of it.
+
+    Attributes:
+        local: this rank's values; empty where the rank holds nothing.
+        shape: shape of the whole tensor.
+        offset: first index of the block in each dim.
+        replica: which of the equal copies of the block this one is.
+        replicas: number of equal copies.
+        group: equal for blocks that are copied among the same ranks in the same order.
+    """
+
+    local: Tensor
+    shape: Extent
+    offset: Extent
+    replica: int = 0
+    replicas: int = 1
+    group: Hashable = None
+
+    @property
+    def size(self) -> Extent:
+        """Shape of the block."""
+        return tuple(self.local.shape)
+
+
+def whole_block(tensor: Tensor, rank: int = 0, ranks: int = 1) -> TensorBlock:
+    """Return the block of a plain tensor that is equal on all ranks."""
+    if isinstance(tensor, DTensor):
+        raise TypeError("a DTensor has no block here: ask the ShardingPlan of its model for it")
+    return TensorBlock(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks, "plain")
+
+
+def subblock(tensor: Tensor, begin: Extent, offset: Extent, size: Extent) -> Tensor:
+    """Return a view of `size` at `offset` of the whole tensor, given a block of it that begins at `begin`."""
+    for dim, (first, start, extent) in enumerate(zip(begin, offset, size, strict=True)):
+        tensor = tensor.narrow(dim, start - first, extent)
+    return tensor
 
 
 @dataclass(frozen=True)

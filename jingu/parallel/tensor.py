@@ -1,4 +1,4 @@
-"""Tensor and context parallelism: whose tokens and heads a rank computes with.
+"""Tensor, context and expert parallelism: whose tokens, heads and experts a rank computes with.
 
 The tokens of a row are divided over `context` and then over `tensor`. Norms, residuals and everything else that treats
 tokens one by one see the S tokens of a rank. A module with a table (`SHARDING`) gets all tokens of its context rank,
@@ -7,7 +7,10 @@ scattered again. Between projections and attention, ranks of `context` exchange 
 sees whole rows (DeepSpeed-Ulysses, Jacobs et al., 2023); or they keep the heads, and keys and values travel
 (`jingu.parallel.ring`).
 
-Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D hidden size, V vocabulary.
+With expert parallelism, tokens travel to the ranks of `expert` that have their experts, and back.
+
+Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D hidden size, V vocabulary. Of experts:
+M choices of this rank's tokens, N choices that this rank's experts get, R ranks, E experts here.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.compat.torch_distributed import all_gather, all_reduce
+from jingu.compat.torch_distributed import all_gather, all_reduce, all_to_all
 from jingu.model.adapter_layers import LoraLinear
 from jingu.model.attention import Attention, BlockContext, CrossAttention, SelfAttention
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
 from jingu.model.experts import MoELayer, RoutingStats
+from jingu.model.grouped_matmul import GatherRows
 from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.layers import Embedding
 from jingu.model.sharding_table import child_styles, iterate_styles
@@ -257,3 +263,30 @@ def _route(
     experts_BCK = sharding.shard_context(experts_BTK.transpose(1, 2)).transpose(1, 2)
     weights_BCK = sharding.shard_context(weights_BTK.transpose(1, 2)).transpose(1, 2)
     return experts_BCK, weights_BCK, routing
+
+
+# Experts
+
+
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the mixtures of a model compute with this rank's experts, in place; `mesh` is the axis `expert`."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.compute = partial(_compute_experts, mesh.get_group(), module.compute)  # type: ignore[method-assign]
+
+
+def _compute_experts(
+    group: dist.ProcessGroup, original: Callable[[Tensor, Tensor], Tensor], x_MD: Tensor, count: Tensor
+) -> Tensor:
+    """`MoELayer.compute`; experts lie on the ranks in their order, and so do the rows, sorted by expert."""
+    sent_RE = count.view(group.size(), -1)
+    received_RE = torch.empty_like(sent_RE)
+    dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=group)
+    sent, received = sent_RE.sum(1).tolist(), received_RE.sum(1).tolist()  # waits for the device
+    # They come by rank, and then by expert; the experts want them by expert.
+    expert_RE = torch.arange(sent_RE.shape[1], device=count.device).expand_as(received_RE)
+    order_N = expert_RE.flatten().repeat_interleave(received_RE.flatten()).argsort(stable=True)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=count.device))
+    x_ND = GatherRows.apply(all_to_all(x_MD, group, received, sent), order_N, place_N, 1)
+    y_ND = GatherRows.apply(original(x_ND, received_RE.sum(0)), place_N, order_N, 1)
+    return all_to_all(y_ND, group, sent, received)

@@ -31,8 +31,8 @@ from jingu.checkpoint.store import MismatchError, load, run_on_all_ranks, save
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import is_adapter
-from jingu.parallel.block import TensorBlock
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo, broadcast_from_first, gather_from_all, wait_until_all_done
 from jingu.runtime.signals import StopDecision

@@ -7,7 +7,7 @@ import torch
 
 from jingu.checkpoint import save_folder, store
 from jingu.checkpoint.manifest import CheckpointError
-from jingu.parallel.block import TensorBlock
+from jingu.parallel.sharding import TensorBlock
 
 WHOLE = {
     "even": torch.arange(48.0).reshape(8, 6),

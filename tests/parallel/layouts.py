@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jingu.parallel.block import TensorBlock
-from jingu.parallel.sharding import ParameterSharding
+from jingu.parallel.sharding import ParameterSharding, TensorBlock
 
 
 @dataclass(frozen=True)

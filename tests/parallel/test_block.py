@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from jingu.checkpoint.shards import boxes, overlap
 from jingu.compat.torch_distributed import pretend_ranks
-from jingu.parallel.block import subblock, whole_block
+from jingu.parallel.sharding import subblock, whole_block
 from tests.parallel.layouts import block_at, sharding_at
 
 
