@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,19 +14,29 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from jingu.runtime.signals import LAUNCHER_PIPE
+
 
 class ForkedRank:
     """In place of `subprocess.Popen` in the launcher: `python -m jingu WORDS` without the seconds of its imports.
 
-    The rank is a real process with its own environment, process group and signals. Tests of `tests/e2e` start ranks
-    as the product does.
+    The rank is a real process with its own environment, process group and signals, but without the descriptors that
+    the launcher passes. Tests of `tests/e2e` start ranks as the product does.
     """
 
     def __init__(
-        self, command: list[str], *, env: dict[str, str], process_group: int, stdout: Any = None, stderr: Any = None
+        self,
+        command: list[str],
+        *,
+        env: dict[str, str],
+        process_group: int,
+        stdout: Any = None,
+        stderr: Any = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         assert command[:3] == [sys.executable, "-m", "jingu"] and process_group == 0
         descriptors = [file.fileno() if file else default for file, default in ((stdout, 1), (stderr, 2))]
+        env = {name: value for name, value in env.items() if name != LAUNCHER_PIPE}
         # A connection is the one thing that multiprocessing passes to a process together with its descriptor.
         outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in descriptors]
         context = multiprocessing.get_context("forkserver")

@@ -18,6 +18,7 @@ from jingu.cli import COMMANDS, main
 from jingu.command import parse
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.formats.grow_model import GrowthOptions
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.signals import handle_signals
@@ -165,7 +166,7 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
     given = {"config"} if entry.run_file else set()
     parameters = dict(signature.parameters)
     keywords = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
-    if keywords:  # the fields of InferenceOptions
+    if keywords:  # the fields of an options class
         del parameters[keywords[0]]
         # Fields of the settings that the command hands on; a sampling option that is not given may be None.
         if name == "serve":
@@ -179,9 +180,10 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
             for field in sampling.keys() & options.keys():
                 unset = options[field] is None
                 parameters[field] = sampling[field].replace(default=None) if unset else sampling[field]
-        parameters |= inspect.signature(InferenceOptions).parameters
+        bundle = GrowthOptions if name == "model grow" else InferenceOptions
+        parameters |= inspect.signature(bundle).parameters
         if not entry.on_ranks:
-            del parameters["pipeline"]
+            parameters.pop("pipeline", None)
     assert set(parameters) - given == set(options)  # What a function takes can be asked for.
     for option, value in options.items():
         # What is not given is what the function takes it to be, from the command line as from Python.
