@@ -62,39 +62,38 @@ def _convert_weights(
     """Return peft's config and tensors for LoRA or IA3."""
     shapes = parameter_shapes(adapters.spec)
     tensors: dict[str, Tensor] = {}
-    # Hugging Face's modules, and how many of jingu's in each have adapters.
-    targets: dict[str, int] = {}
+    # Hugging Face's modules, and the rank of each: a fused matrix has the ranks of all its parts.
+    ranks: dict[str, int] = {}
     feedforward_modules: list[str] = []
     is_conv = False
     # The names are those of the exported base.
     for mapping, modules in _matrices(equivalent_spec(base.spec)):
-        count = sum(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out"))
-        if not count:
+        if not any(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out")):
             continue
         module = mapping.hf_name.removesuffix(".weight")
-        targets[module] = count
         is_conv = is_conv or mapping.transform is TRANSPOSE
         if isinstance(adapter, Lora):
             leaves = _convert_lora(adapters, base, shapes, mapping, modules)
         else:
             leaves = _convert_ia3(adapters, shapes, mapping, modules)
+        ranks[module] = len(leaves.get("lora_A.weight", ()))
         tensors |= {f"{PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
         if f"{next(iter(modules))}.ia3_in" in shapes:
             feedforward_modules.append(module)
     # Releases of peft that know experts as one tensor look for the last part of the names that they had before.
-    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in targets})
+    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in ranks})
     config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": is_conv}
     if isinstance(adapter, Ia3):
         return {**config, "peft_type": "IA3", "feedforward_modules": feedforward_modules}, tensors
-    # A fused matrix has the ranks of all its parts; alpha grows with them, so that the scale stays the same.
-    fused = {name: count for name, count in targets.items() if count > 1}
+    # Alpha grows with the rank, so that all modules have the same scale.
+    other_ranks = {name: rank for name, rank in ranks.items() if rank != adapter.rank}
     lora_config = {
         "peft_type": "LORA",
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "rank_pattern": {name: adapter.rank * count for name, count in fused.items()},
+        "rank_pattern": other_ranks,
         "alpha_pattern": {
-            name: adapter.alpha * (count**0.5 if adapter.use_rslora else count) for name, count in fused.items()
+            name: adapter.scale * (rank**0.5 if adapter.use_rslora else rank) for name, rank in other_ranks.items()
         },
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.use_rslora,
@@ -114,10 +113,13 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
 def _convert_lora(
     adapters: StoredModel, base: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules
 ) -> dict[str, Tensor]:
-    """Return peft's tensors for one matrix of Hugging Face's."""
+    """Return peft's tensors for one matrix of Hugging Face's, with the scale that most modules have."""
+    adapter = adapters.spec.adapter
+    assert isinstance(adapter, Lora)
     adapted = [module for module in modules if f"{module}.lora_a" in shapes]
     a = [adapters.read(f"{module}.lora_a", mapping.expert) for module in adapted]
-    b = {module: adapters.read(f"{module}.lora_b", mapping.expert) for module in adapted}
+    scales = {module: adapter.of_module(module).scale / adapter.scale for module in adapted}
+    b = {module: scales[module] * adapters.read(f"{module}.lora_b", mapping.expert) for module in adapted}
     example = next(iter(b.values()))
     # A part without an adapter has rows of zeros.
     blocks = [b[module] if module in b else example.new_zeros(rows, 0) for module, rows in modules.items()]

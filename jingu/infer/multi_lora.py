@@ -171,5 +171,5 @@ def _read(path: Path, base: StoredModel) -> LoraWeights:
     pairs = {}
     for name in names:
         module = name.removesuffix(".lora_a")
-        pairs[module] = own.read(name), adapter.scale * own.read(f"{module}.lora_b")
+        pairs[module] = own.read(name), adapter.of_module(module).scale * own.read(f"{module}.lora_b")
     return pairs

@@ -145,7 +145,7 @@ def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
             if "blocks." not in prefix or leaf == "router" or not matches_any(name, adapter.target_modules):
                 continue
             if isinstance(child, Linear | GroupedLinear):
-                setattr(parent, leaf, _adapted(name, child, adapter, seeds))
+                setattr(parent, leaf, _adapted(name, child, adapter.of_module(name), seeds))
 
 
 def _adapted(
@@ -172,11 +172,16 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 def check_targets(names: Collection[str], adapter: Adapter) -> None:
     """Raise JinguError for a pattern that matches no module with an adapter; `names` are those of the parameters."""
     modules = {name.rpartition(".")[0] for name in names if name.endswith(ADAPTER_PARAMETERS)}
-    for pattern in adapter.target_modules if isinstance(adapter, Lora | Ia3) else ():
+    patterns = {"target_modules": adapter.target_modules if isinstance(adapter, Lora | Ia3) else ()}
+    if isinstance(adapter, Lora):
+        patterns["rank_pattern"] = tuple(pattern for pattern, _ in adapter.rank_pattern)
+        patterns["alpha_pattern"] = tuple(pattern for pattern, _ in adapter.alpha_pattern)
+    for setting, pattern in ((setting, pattern) for setting, own in patterns.items() for pattern in own):
         if not any(fnmatchcase(module, pattern) for module in modules):
             raise JinguError(
-                f"no matrix of the model has a name like {pattern}.",
-                where="tune.target_modules",
+                f"no matrix {'of the model' if setting == 'target_modules' else 'with an adapter'} has a name like "
+                f"{pattern}.",
+                where=f"tune.{setting}",
                 fix="Use names such as blocks.0.attention.q and blocks.*.feed_forward.up, or Hugging Face's, such as "
                 "q_proj.",
             )
@@ -198,7 +203,7 @@ def merge_parameter(
     """
     module, _, leaf = name.rpartition(".")
     parts = {kind: read(f"{module}.{kind}") for kind in ADAPTER_PARAMETERS if f"{module}.{kind}" in names}
-    return merge_adapter(value, leaf, parts, adapter) if parts else value
+    return merge_adapter(value, leaf, parts, adapter.of_module(module)) if parts else value
 
 
 def merge_adapter(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3) -> Tensor:

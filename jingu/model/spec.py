@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -250,6 +251,8 @@ class Lora(Component):
         use_rslora: scale by alpha / √rank instead (Kalajdzievski, 2023).
         use_dora: whether the norm of each row of the sum is trained separately (DoRA, Liu et al., 2024).
         dropout: dropout probability of the adapter's inputs.
+        rank_pattern: pairs of a pattern of modules' names and their rank, if it differs.
+        alpha_pattern: likewise, their alpha.
     """
 
     type: Literal["lora"] = "lora"
@@ -259,11 +262,19 @@ class Lora(Component):
     use_rslora: bool = False
     use_dora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rank_pattern: tuple[tuple[str, PositiveInt], ...] = ()
+    alpha_pattern: tuple[tuple[str, PositiveFloat], ...] = ()
 
     @property
     def scale(self) -> float:
         """Factor of the adapters' product."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def of_module(self, name: str) -> Lora:
+        """Return the adapter with the rank and alpha of one module: those of the first pattern that matches."""
+        rank = next((rank for pattern, rank in self.rank_pattern if fnmatchcase(name, pattern)), self.rank)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if fnmatchcase(name, pattern)), self.alpha)
+        return self.model_copy(update={"rank": rank, "alpha": alpha})
 
 
 class Ia3(Component):
@@ -275,6 +286,10 @@ class Ia3(Component):
 
     type: Literal["ia3"] = "ia3"
     target_modules: tuple[str, ...]
+
+    def of_module(self, _name: str) -> Ia3:
+        """Return the adapter of one module: all are alike."""
+        return self
 
 
 class SoftPrompt(Component):

@@ -365,6 +365,8 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
     if isinstance(settings, tune.LoraSettings):
         fields = settings.model_dump(include={"rank", "alpha", "use_rslora", "dropout", "use_dora"})
+        for name, values in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+            fields[name] = [(own, value) for key, value in values.items() for own in expand_targets([key], spec)]
         return Lora(**fields, target_modules=expand_targets(settings.target_modules, spec))
     if isinstance(settings, tune.Ia3Settings):
         return Ia3(target_modules=expand_targets(settings.target_modules, spec))

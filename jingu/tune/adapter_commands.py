@@ -81,7 +81,8 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
         if not parts or not isinstance(adapter, Lora | Ia3):
             return value
         # DoRA's magnitudes replace the norms of the base, which no sum preserves.
-        restored = None if "lora_m" in parts else unmerge_adapter(value, leaf, parts, adapter, base_dtype)
+        own = adapter.of_module(module)
+        restored = None if "lora_m" in parts else unmerge_adapter(value, leaf, parts, own, base_dtype)
         if restored is None:
             raise JinguError(
                 f"{name} cannot be restored: merging has rounded it too much.",

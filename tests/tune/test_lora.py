@@ -129,14 +129,22 @@ def test_a_run_resumes(adapted: MakeRun, train_on: Train, done: Read, capsys: py
         torch.testing.assert_close(result[name], tensor, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("rank_stabilised", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tune.use_rslora": True},
+        {"tune.rank_pattern": {"down_proj": 5, "*.attention.q": 2}, "tune.alpha_pattern": {"1.self_attn.q_proj": 2.5}},
+    ],
+    ids=["plain", "rslora", "patterns"],
+)
 def test_peft_loads_exported_adapters(
-    rank_stabilised: bool, adapted: MakeRun, base: Path, train_on: Train, tmp_path: Path
+    changes: dict[str, Any], adapted: MakeRun, base: Path, train_on: Train, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    config = adapted({"tune.use_rslora": rank_stabilised})
+    config = adapted(changes)
     train_on(1, config)
     run = Path(config.runs_dir) / "adapted"
     convert(base, tmp_path / "hf", "fp32")
@@ -199,6 +207,8 @@ def test_the_base_is_stored_in_the_compute_dtype(
 def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"no matrix of the model has a name like \*query"):
         train_on(1, adapted({"tune.target_modules": ["*query"]}))
+    with pytest.raises(JinguError, match=r"rank_pattern: no matrix with an adapter has a name like .*gate"):
+        train_on(1, adapted({"tune.rank_pattern": {"gate_proj": 4}}))
     with pytest.raises(JinguError, match="the run starts from none"):
         train_on(1, tiny_run({"tune": {"type": "lora"}}, name="none"))
     with pytest.raises(JinguError, match="trained no adapters"):

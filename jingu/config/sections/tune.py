@@ -47,6 +47,9 @@ class LoraSettings(AdapterBase):
         dropout: Dropout probability of the adapter's input.
         target_modules: Patterns of names of the adapted matrices, such as `blocks.*.attention.q`; or names of
             modules in Hugging Face's model, such as `q_proj`; or `all-linear`, for all matrices of the blocks.
+        rank_pattern: Ranks of some of these matrices, by such names: `{"*.feed_forward.*": 32}`. The first pattern
+            that matches counts.
+        alpha_pattern: Alphas of some of these matrices, likewise.
     """
 
     type: Literal["lora"] = "lora"
@@ -56,6 +59,8 @@ class LoraSettings(AdapterBase):
     use_dora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: list[str] = ["*attention.*", "*.feed_forward.*"]
+    rank_pattern: dict[str, Positive] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
 
 
 class Ia3Settings(AdapterBase):
