@@ -19,7 +19,7 @@ quickstart: .venv/core
 	$(BIN)/python examples/quickstart.py $(ARGUMENTS)
 
 test: .venv/develop check
-	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 test-all: .venv/develop check
 	$(BIN)/pytest

@@ -39,12 +39,13 @@ class ForkedRank:
         env = {name: value for name, value in env.items() if name != LAUNCHER_PIPE}
         # A connection is the one thing that multiprocessing passes to a process together with its descriptor.
         outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in descriptors]
+        inherited = {number: Connection(os.dup(number), writable=False) for number in pass_fds}
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["jingu.training.commands"])
-        self._process = context.Process(target=_run, args=(command[3:], env, Path.cwd(), outputs))
+        self._process = context.Process(target=_run, args=(command[3:], env, Path.cwd(), outputs, inherited))
         self._process.start()
-        for output in outputs:
-            output.close()
+        for connection in (*outputs, *inherited.values()):
+            connection.close()
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -68,8 +69,19 @@ def fork_ranks() -> Iterator[None]:
         yield
 
 
-def _run(words: list[str], environment: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+def _run(
+    words: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    outputs: list[Connection],
+    inherited: dict[int, Connection],
+) -> None:
     os.setpgid(0, 0)
+    # Inherited descriptors have other numbers here.
+    numbers = {str(number): str(connection.fileno()) for number, connection in inherited.items()}
+    files = {f"/dev/fd/{number}": f"/dev/fd/{own_number}" for number, own_number in numbers.items()}
+    words = [files.get(word, word) for word in words]
+    environment[LAUNCHER_PIPE] = numbers[environment[LAUNCHER_PIPE]]
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -79,8 +91,8 @@ def _run(words: list[str], environment: dict[str, str], folder: Path, outputs: l
 
     try:
         code = main(words)
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -1,4 +1,4 @@
-"""Commands run in processes of their own that start at once, and a run's file for them."""
+"""Run commands in processes of their own that start at once, and write configuration files of tiny runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jingu.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command ended: its exit code (negative: the signal that killed it), and what it wrote."""
+class CommandResult:
+    """The result of a command: its exit code (negative: the signal that killed it) and its output."""
 
     code: int
     out: str
@@ -48,13 +48,13 @@ class Warm:
         at_event: int | None = None,
         under: Path | None = None,
         after: float | None = None,
-    ) -> Ended:
+    ) -> CommandResult:
         """Run `jingu WORDS`.
 
         Args:
-            send: a signal that the child gets,
-            at_event: at the so-many-th time that it is about to open, rename, make or remove a file `under` a folder,
-            after: or so many seconds after it began, wherever it is then.
+            send: signal to send to the child,
+            at_event: when it is about to open, rename, create or remove a file `under` a folder for the n-th time,
+            after: or this many seconds after its start, wherever it is then.
         """
         out, err = self._folder / "out.txt", self._folder / "err.txt"
         request = {"words": words, "send": send, "at_event": at_event, "under": str(under), "after": after}
@@ -63,7 +63,7 @@ class Warm:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         code = json.loads(self._process.stdout.readline())
-        return Ended(code, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
+        return CommandResult(code, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -72,19 +72,19 @@ class Warm:
         self._process.stdout.close()
 
 
-def heard(process: subprocess.Popen[str], words: str) -> str:
-    """What a process writes to stderr until it has written these words, which it must before it ends."""
-    said = ""
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """Read what a process writes to stderr until these words are in it; fail if the process ends before."""
+    text = ""
     assert process.stderr is not None
-    while words not in said:
-        said += (letter := process.stderr.read(1))
-        assert letter, said
-    return said
+    while words not in text:
+        text += (letter := process.stderr.read(1))
+        assert letter, text
+    return text
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Runs jingu's commands: `warm.run("train", "run.yaml").code`."""
+    """Run jingu's commands: `warm.run("train", "run.yaml").code`."""
     process = Warm(tmp_path_factory.mktemp("warm"))
     yield process
     process.close()
@@ -92,7 +92,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 
 @pytest.fixture
 def run_file(tiny_run: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., str]:
-    """Writes a tiny run's file, and gives its name: `run_file({"train.steps": 3}, name="a")`."""
+    """Write the file of a tiny run and return its path: `run_file({"train.steps": 3}, name="a")`."""
 
     def write(changes: dict[str, Any] | None = None, **more: Any) -> str:
         config = tiny_run(changes, **more)

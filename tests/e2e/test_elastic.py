@@ -13,7 +13,7 @@ import pytest
 
 import jingu
 from jingu.checkpoint.save_folder import read_state
-from tests.e2e.conftest import heard
+from tests.e2e.conftest import read_until
 
 
 def torchrun(ranks: int, *words: str) -> subprocess.Popen[str]:
@@ -36,7 +36,7 @@ def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(
 
     process = torchrun(4, "train", run_file({**settings, "train.steps": 300}, name="elastic"))
     assert process.stderr is not None
-    said = heard(process, "step 10: validation loss")  # the save of step 9 has waited for that of step 6
+    said = read_until(process, "step 10: validation loss")  # the save of step 9 has waited for that of step 6
     workers = [child for child in psutil.Process(process.pid).children(recursive=True) if "RANK" in child.environ()]
     (victim,) = [each for each in workers if each.environ()["RANK"] == "2" and "train" in each.cmdline()]
     victim.kill()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import jingu
-from tests.e2e.conftest import heard
+from tests.e2e.conftest import read_until
 
 LONG = {"train.steps": 60, "train.log_every": 4, "checkpoint.every": 5, "precision.type": "fp32"}
 SHORT = {**LONG, "train.steps": 30}
@@ -160,7 +160,7 @@ def test_two_ranks_are_asked_to_stop_and_go_on(run_file, tiny_run, done, train_o
     changes["schedule"] = {"type": "constant", "warmup": 3}
     file = run_file({**changes, "train.steps": 1_000_000}, name="two")
     process = jingu_process("train", file, "--processes", "2")
-    said = heard(process, "epochs)")  # the last words before the first step
+    said = read_until(process, "epochs)")  # the last words before the first step
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     said += process.stderr.read()

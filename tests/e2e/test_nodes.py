@@ -15,7 +15,7 @@ import jingu
 from jingu.errors import JinguError
 from jingu.runtime.ranks import check_equal_on_all_ranks
 from jingu.training.run import lock_run, open_run
-from tests.e2e.conftest import heard
+from tests.e2e.conftest import read_until
 from tests.e2e.test_dying_rank import LOCAL, LONG, PATIENCE
 
 ROOT = str(Path(jingu.__file__).parents[1])
@@ -73,7 +73,7 @@ def test_a_killed_launcher_takes_its_ranks_along(run_file, tiny_run, done, tmp_p
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
     command = [sys.executable, *(word.format(file=run_file(LONG, name="orphans")) for word in LOCAL)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1)
-    heard(process, "epochs)")  # the last words before the first step
+    read_until(process, "epochs)")  # the last words before the first step
     ranks = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
     assert len(ranks) == 2
     process.kill()

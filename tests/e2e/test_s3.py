@@ -15,7 +15,7 @@ import torch
 
 import jingu
 from jingu.formats.models import open_model
-from tests.e2e.conftest import heard
+from tests.e2e.conftest import read_until
 
 PACKAGES = ("s3fs==2026.9.0", "fsspec==2026.9.0", "aiobotocore==3.10.0", "boto3==1.43.117", "moto[server]==5.2.5")
 
@@ -64,7 +64,7 @@ def test_a_run_on_s3_is_killed_and_goes_on(server, environment, run_file, tiny_r
     command = [sys.executable, "-m", "jingu"]
 
     process = subprocess.Popen([*command, "train", file], env=environment, stderr=subprocess.PIPE, text=True)
-    heard(process, "step 10: validation loss")
+    read_until(process, "step 10: validation loss")
     process.kill()
     process.communicate()
     ended = subprocess.run([*command, "train", file], env=environment, capture_output=True, text=True)

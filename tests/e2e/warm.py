@@ -1,6 +1,6 @@
-"""Run as a script: imports jingu and torch, and forks a child for each command that comes as a line of JSON.
+"""A script that imports jingu and torch, and forks a child for each command that it receives as a line of JSON.
 
-A child starts at once, and is killed as really as any other process. `Warm` in conftest.py is the other end.
+A child starts at once, and can be killed like any other process. `Warm` in conftest.py is the other end.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 
 def serve() -> None:
-    """Answer each request with the child's exit code, until there are no more."""
+    """Answer each request with the exit code of its child, until the input ends."""
     import jingu.training.commands
     from jingu.cli import main
     from jingu.training import session
 
     assert jingu.training.commands.train is not None
-    assert threading.active_count() == 1  # a fork takes only this thread along
+    assert threading.active_count() == 1  # a fork has only the thread that forked
     session.measure_peak_flops = lambda *_: 1e9  # measuring takes longer than a tiny run
     for line in sys.stdin:
         request = json.loads(line)
@@ -30,7 +30,7 @@ def serve() -> None:
             os._exit(_run(request, main))
         if request["after"] is not None:
             time.sleep(request["after"])
-            os.kill(child, request["send"])  # if it has ended, it is a zombie still
+            os.kill(child, request["send"])  # if it has exited, it is still a zombie
         _, status = os.waitpid(child, 0)
         print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
 
@@ -43,8 +43,8 @@ def _run(request: dict[str, Any], main: Any) -> int:
         _send_at_event(request)
     try:
         code = int(main(request["words"]))
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -54,14 +54,14 @@ def _run(request: dict[str, Any], main: Any) -> int:
 
 
 def _send_at_event(request: dict[str, Any]) -> None:
-    left = request["at_event"]
+    remaining = request["at_event"]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
+        nonlocal remaining
         touches = event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove")
         if touches and str(arguments[0]).startswith(request["under"]):
-            left -= 1
-            if left == 0:
+            remaining -= 1
+            if remaining == 0:
                 os.kill(os.getpid(), request["send"])
 
     sys.addaudithook(hook)
