@@ -1,0 +1,74 @@
+"""`jingu evaluate` from the command line, as its guide says, and the comparison of two models."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jingu.cli import main
+from jingu.formats.export import convert
+from jingu.training.commands import train
+from tests.conftest import MakeRun
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "evaluation.md"
+CITIES = {"Norway": ["Oslo", "Bergen"], "Japan": ["Kyoto", "Tokyo"], "Kenya": ["Nairobi", "Mombasa"]}
+
+
+@pytest.fixture
+def models(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two models, trained for one step each, and the data of the guide's task."""
+    for name, seed in (("MODEL", 1), ("OTHER", 2)):
+        settings = {"name": name, "seed": seed, "train.steps": 1, "model.max_position_embeddings": 512}
+        config = tiny_run(settings)
+        train(config)
+        convert(Path(config.runs_dir) / config.name, tmp_path / name)
+    rows = [
+        json.dumps({"country": country, "cities": cities, "answer": number % 2})
+        for number, (country, cities) in enumerate(CITIES.items())
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"capitals-{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guide = GUIDE.read_text(encoding="utf-8")
+    (task,) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", guide, re.DOTALL)
+    (models / task[0]).write_text(task[1], encoding="utf-8")
+    commands = re.findall(r"^jingu (.*)$", guide, re.MULTILINE)
+    assert len(commands) == 6
+    outputs = []
+    for command in commands:
+        assert main(command.split()) == 0
+        outputs.append(capsys.readouterr().out)
+    basics, listed, limited, _, _, compared = outputs
+    assert re.search(r"^hellaswag_100 +0 +100 +acc +0\.\d{4} +0\.0\d{3} +0\.\d+ to 0\.\d+$", basics, re.MULTILINE)
+    assert re.search(r"^gsm8k_text_100 .* bits_per_byte ", basics, re.MULTILINE)
+    assert re.search(r"^truthfulqa_100 +multiple_choice +Apache-2\.0 ", listed, re.MULTILINE)
+    assert re.search(r"^hellaswag_100 +0 +20 +acc ", limited, re.MULTILINE)
+    assert re.search(r"^capitals +acc +3 .* McNemar ", compared, re.MULTILINE)
+    # Results with their hashes, and a prompt with its two shots.
+    result = json.loads((models / "evaluations" / "MODEL" / "capitals.json").read_text(encoding="utf-8"))
+    other = json.loads((models / "evaluations" / "other" / "capitals.json").read_text(encoding="utf-8"))
+    assert result["hashes"] == other["hashes"] and result["model"]["fingerprint"] != other["model"]["fingerprint"]
+    assert result["num_fewshot"] == 2 and result["results"]["acc,none"]["size"] == 3
+    samples = (models / "evaluations" / "MODEL" / "capitals.samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(samples[0])["pairs"][0][0].count("The capital of ") == 3
+
+
+def test_results_of_a_run_lie_in_the_run(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_run({"train.steps": 1, "model.max_position_embeddings": 512})
+    train(config)
+    run = Path(config.runs_dir) / config.name
+    assert main(["evaluate", str(run), "hellaswag_100", "--limit", "2"]) == 0
+    assert main(["evaluate", str(run / "checkpoints" / "step-00000001"), "hellaswag_100", "--limit", "2"]) == 0
+    assert (run / "evaluations" / "hellaswag_100.json").is_file()
+    assert main(["evaluate", str(run), "hellaswag_10"]) == 2
+    assert main(["evaluate", "compare", str(run), str(run)]) == 2
+    errors = capsys.readouterr().err
+    assert "there is no task hellaswag_10. Did you mean hellaswag_100?" in errors
+    assert "the two folders have no results in common" in errors

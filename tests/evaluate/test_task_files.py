@@ -1,0 +1,154 @@
+"""Task files and their data: what is read, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jingu.errors import JinguError
+from jingu.evaluate.evaluation import prepare_task
+from jingu.evaluate.scoring import check_generation_fits
+from jingu.evaluate.task_data import read_split
+from jingu.evaluate.task_file import TaskIndex
+from jingu.infer.inference_model import InferenceModel
+from tests.evaluate.conftest import ROWS, WriteTask, load_task
+
+GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_target": "text"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"doc_to_text": "{{query}}"},
+            "its doc_to_text uses what the data do not have: 'query' is undefined.*question",
+        ),
+        ({"doc_to_text": "{{question"}, "its doc_to_text cannot be rendered"),
+        ({"doc_to_text": "{{''.__class__.__mro__}}"}, "unsafe|undefined"),
+        ({"doc_to_choice": "{{text}}"}, "its doc_to_choice gives '0' for a document, which is no list of texts"),
+        ({"doc_to_target": "{{label + 9}}"}, r"a document has the label 9, and 3 choices\. Labels count from 0"),
+        ({"doc_to_target": "text_of_nothing"}, "label 'text_of_nothing', and 3 choices"),
+        ({"doc_to_target": -1}, r"no right answer \(its target is -1\)\. Use a split with labels"),
+        ({"metric_list": [{"metric": "bits_per_byte"}]}, "the metric bits_per_byte does not fit tasks of type multi"),
+        ({"metric_list": [{"metric": "f1"}]}, "the metric f1 is for tasks with two choices"),
+        ({"metric_list": [{"metric": "acc", "aggregation": "sum"}]}, "there is no aggregation sum"),
+        ({"filter_list": [{"name": "a", "filter": [{"function": "shorten"}]}]}, "there is no filter shorten. Use take"),
+        (
+            {"filter_list": [{"name": "a", "filter": [{"function": "regex", "x": 1}]}]},
+            "its filter regex is wrong: .*'x'",
+        ),
+        ({"test_split": "dev"}, r"its split dev has no data\. Set dataset_kwargs\.data_files\.dev"),
+        ({"test_split": None}, "neither a test_split nor a validation_split"),
+        ({"dataset_path": None}, "it names no data"),
+        ({"dataset_kwargs": {"data_files": {"test": "none.jsonl"}}}, "its data are missing: there is no none.jsonl"),
+        (
+            {"dataset_kwargs": {"data_files": {"test": "package:no_such_package/a"}}},
+            "package no_such_package, which is",
+        ),
+        ({"dataset_path": "parquet"}, r"rows\.jsonl: its data cannot be read .*should be parquet"),
+        ({"num_fewshot": 7}, "7 shots are more than the 7 documents to draw them from allow"),
+        ({"dokument_to_text": "a"}, "it is no task: dokument_to_text"),
+        ({"output_type": "essay"}, "it is no task: output_type: Input should be 'multiple_choice'"),
+        ({"fewshot_config": {"shots": 1}}, "its fewshot_config is wrong"),
+        ({**GENERATION, "generation_kwargs": {"beams": 4}}, "generation_kwargs has beams, which jingu does not read"),
+        (
+            {**GENERATION, "doc_to_target": "missing_answers", "rows": [{"question": "a", "missing_answers": None}]},
+            "no ri",
+        ),
+        ({"rows": []}, "its split test has no documents"),
+        ({"metadata": {"cluster": "passage"}}, "its metadata.cluster is passage, which the data do not have"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_said(settings: dict[str, Any], words: str, write_task: WriteTask) -> None:
+    with pytest.raises(JinguError, match=words):
+        prepare_task(load_task(write_task(**settings)))
+
+
+def test_a_context_must_hold_the_generation(tiny: InferenceModel, write_task: WriteTask) -> None:
+    task = load_task(write_task(**GENERATION))
+    with pytest.raises(
+        JinguError, match=r"up to 256 tokens leave no room .*context of 64\. Set generation_kwargs\.max_g"
+    ):
+        check_generation_fits(task, tiny.spec)
+    check_generation_fits(task.model_copy(update={"generation_kwargs": {"max_gen_toks": 63}}), tiny.spec)
+
+
+def test_code_runs_only_if_it_is_trusted(write_task: WriteTask, tmp_path: Path) -> None:
+    (tmp_path / "utils.py").write_text(
+        "def question(row):\n    return row['question'] + '!'\n\n"
+        "def results(row, results):\n    return {'greedy': float(results[row['label']][1])}\n",
+        encoding="utf-8",
+    )
+    file = write_task(metric_list=[{"metric": "greedy"}])
+    text = file.read_text(encoding="utf-8").replace("'{{question}}'", "!function utils.question")
+    file.write_text(text + "process_results: !function utils.results\n", encoding="utf-8")
+    with pytest.raises(
+        JinguError, match=r"this task runs code \(question of utils\.py\)\. Read that code.*--trust .*utils"
+    ):
+        load_task(file)
+    prepared = prepare_task(load_task(file, trusted=[tmp_path / "utils.py"]))
+    assert prepared.samples[0].pairs[0] == ("What is 0 + 1?!", " one")
+
+
+def test_unknown_tasks_are_named(write_task: WriteTask) -> None:
+    file = write_task()
+    with pytest.raises(JinguError, match=r"there is no task sum\. Did you mean sums\?"):
+        TaskIndex([file.parent]).load("sum")
+    with pytest.raises(JinguError, match="there is no such folder of tasks"):
+        TaskIndex([file])
+    file.write_text("task: [", encoding="utf-8")
+    with pytest.raises(JinguError, match="the task file is not YAML"):
+        load_task(file)
+
+
+def test_groups_and_tags(write_task: WriteTask) -> None:
+    folder = write_task(tag=["easy", "short"]).parent
+    (folder / "more.yaml").write_text("include: sums.yaml\ntask: more\ntag: easy\n", encoding="utf-8")
+    (folder / "all.yaml").write_text(
+        "group: all\ntask:\n- sums\n- group: part\n  task:\n  - task: more\n    task_alias: renamed\n", encoding="utf-8"
+    )
+    index = TaskIndex([folder])
+    assert index.load("all") == ["sums", "more"]
+    assert index.groups["all"].members == ("sums", "more") and index.groups["part"].members == ("more",)
+    assert index.tasks["more"].task_alias == "renamed" and index.tasks["more"].doc_to_target == "label"
+    assert sorted(index.load("easy")) == ["more", "sums"] and index.load("short") == ["sums"]
+
+
+def test_formats_of_data_are_read_alike(write_task: WriteTask, tmp_path: Path) -> None:
+    rows = [{"number": 1, "share": 0.5, "word": "ä,\n"}, {"number": 20, "share": 2.0, "word": "b"}]
+    table = pyarrow.Table.from_pylist(rows)
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}), encoding="utf-8")
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for name, writer in (("a.arrow", pyarrow.ipc.new_stream), ("b.arrow", pyarrow.ipc.new_file)):
+        with writer(tmp_path / name, table.schema) as stream:
+            stream.write_table(table)
+    for kind, name in (("json", "a.json"), ("parquet", "a.parquet"), ("arrow", "a.arrow"), ("arrow", "b.arrow")):
+        more = {"field": "data"} if kind == "json" else {}
+        kwargs = {"data_files": {"test": name}, **more}
+        assert read_split(load_task(write_task(dataset_path=kind, dataset_kwargs=kwargs)), "test") == rows
+    kwargs = {"data_files": {"test": ["a.csv", "a.csv"]}}
+    task = load_task(write_task(dataset_path="csv", dataset_kwargs=kwargs))
+    (tmp_path / "a.csv").write_text("number,share,word\n1,0.5,ä\n20,2.0,b\n", encoding="utf-8")
+    assert read_split(task, "test") == [{**rows[0], "word": "ä"}, rows[1]] * 2
+    # A data set that was saved to disk.
+    saved = tmp_path / "saved" / "test"
+    saved.mkdir(parents=True)
+    (tmp_path / "a.arrow").rename(saved / "data-00000-of-00001.arrow")
+    assert read_split(load_task(write_task(dataset_path="saved", dataset_kwargs=None)), "test") == rows
+
+
+def test_shots_do_not_depend_on_the_limit_and_never_show_the_answer(write_task: WriteTask) -> None:
+    """A validation split without a test split: there the harness shows documents their own answers."""
+    files = {"data_files": {"validation": "rows.jsonl"}}
+    file = write_task(test_split=None, validation_split="validation", fewshot_split="validation", dataset_kwargs=files)
+    samples = prepare_task(load_task(file), num_shots=3).samples
+    for sample in samples:
+        *shots, question = sample.pairs[0][0].split("\n\n")
+        assert len(shots) == len(set(shots)) == 3 and not any(shot.startswith(question) for shot in shots)
+    assert prepare_task(load_task(file), num_shots=3, limit=4).samples == samples[:4]
+    assert len({sample.pairs[0][0] for sample in samples}) == len(ROWS)
