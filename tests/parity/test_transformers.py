@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import BloomConfig, GlmConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
@@ -295,6 +295,16 @@ CASES = [
         sliding_window=7,
         max_window_layers=0,
     ),
+    llama_case("glm-1-group", GlmConfig, num_key_value_heads=1, head_dim=12, pad_token_id=None),
+    llama_case(
+        "glm-wide-heads-no-biases",
+        GlmConfig,
+        num_key_value_heads=3,
+        head_dim=20,
+        attention_bias=False,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 531.0, "partial_rotary_factor": 0.5},
+    ),
     llama_case("qwen3-wide-heads", Qwen3Config, num_key_value_heads=1, head_dim=22),
     llama_case(
         "qwen3-tied-biases",
@@ -353,7 +363,7 @@ def computing_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
     its own formulas are run with every such fp32 read as fp64; and BLOOM's GELU, whose constants are cut after eight
     digits, is torch's."""
     if dtype == torch.float64:
-        for name in ("llama", "mistral", "qwen2", "qwen3", "bloom"):
+        for name in ("llama", "mistral", "qwen2", "qwen3", "bloom", "glm"):
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
             monkeypatch.setattr(module, "torch", InFp64("torch"))
         monkeypatch.setattr(transformers.modeling_rope_utils, "torch", InFp64("torch"))
