@@ -126,6 +126,8 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = deepcopy(value)  # or later keys would be written into what the caller holds
+    if not {"schedule", "schedule.warmup"} & changes.keys():
+        settings["schedule"]["warmup"] = min(3, settings["train"]["steps"])
     return RunConfig.model_validate(settings)
 
 

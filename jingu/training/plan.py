@@ -29,6 +29,7 @@ from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.precision import choose_precision
 from jingu.training.run import apply_tuning, build_run_spec
+from jingu.training.schedule import check_schedule
 from jingu.training.session import train_state_bytes, training_layout
 
 
@@ -51,6 +52,7 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
     """
     batch = config.batch
     steps = config.train.steps
+    check_schedule(config)
     spec, missing = _resolve_spec(config)
     sizes, plan = plan_layout(config, world, spec)
     parameters = sum(shape.numel() for shape in parameter_shapes(spec).values())

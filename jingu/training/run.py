@@ -35,6 +35,7 @@ from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.optimizer import check_param_groups, check_state_dtype
+from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation
 
 
@@ -103,6 +104,7 @@ def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> 
     # Settings that depend on the model.
     check_param_groups(config.optimizer, parameter_shapes(spec).keys())
     check_state_dtype(config)
+    check_schedule(config)
     _check_train_settings(config, spec)
     _check_sample_prompts(config, spec, tokenizer)
     objective = _build_objective(config, spec, source, tokenizer)

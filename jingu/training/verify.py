@@ -23,6 +23,7 @@ from jingu.checkpoint.store import CheckpointReader
 from jingu.config.load import config_from_tree, dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import resolve_steps
 from jingu.errors import JinguError, pluralize
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import AXES, AxisSizes
@@ -171,7 +172,10 @@ class LayoutRunner:
     def __init__(self, folder: Path, config: RunConfig, steps: int) -> None:
         self.folder = folder
         # The run may exist already, in another layout: verification has a folder of its own.
-        self.config = _override(config, [f"runs_dir={folder}", "evaluation.every=0", "checkpoint.resume=auto"])
+        overrides = [f"runs_dir={folder}", "evaluation.every=0", "checkpoint.resume=auto"]
+        if resolve_steps(config.schedule.warmup, steps) > steps:
+            overrides.append("schedule.warmup=1.0")
+        self.config = _override(config, overrides)
         self.spec = open_run(self.config).spec
         self.steps = steps
         self._runs: dict[tuple[str, int, str], Path] = {}

@@ -213,7 +213,7 @@ def mistake(config: RunConfig) -> str:
 
 
 def test_another_configuration_is_refused(tiny_run, done):
-    config = tiny_run({"train.steps": 2})
+    config = tiny_run({"train.steps": 2, "schedule.warmup": 2})
     assert train(config) == 0
     for changes, words, keys in (
         ({"optimizer.lr": 0.02}, "optimizer.lr: 0.01 → 0.02", ["optimizer.lr"]),
@@ -221,7 +221,7 @@ def test_another_configuration_is_refused(tiny_run, done):
         ({"train.steps": 3}, "train.steps: 2 → 3", ["train.steps"]),
         ({"precision.type": "fp32"}, "precision.type: fp64 → fp32", ["precision.type"]),
     ):
-        assert mistake(tiny_run({"train.steps": 2, **changes})) == (
+        assert mistake(tiny_run({"train.steps": 2, "schedule.warmup": 2, **changes})) == (
             f"{done(config).folder}: this run was started with another configuration: {words}. To resume it would "
             "mix two runs. Choose another name (name=...), delete the folder to start over, or, if the change is "
             f"intended, resume with {' '.join(f'--allow {key}' for key in keys)}."

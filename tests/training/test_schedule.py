@@ -17,6 +17,9 @@ from jingu.config.sections.train import (
     WsdSettings,
     resolve_steps,
 )
+from jingu.errors import JinguError
+from jingu.training.plan import show_config
+from jingu.training.run import open_run
 from jingu.training.schedule import learning_rate
 
 PEAK = 3e-4
@@ -70,10 +73,47 @@ def test_ends():
     assert learning_rate(LinearSettings(warmup=0, min_lr=1e-5), PEAK, 99, 100) == pytest.approx(1e-5)
     assert learning_rate(CosineSettings(warmup=0, min_lr=1e-5), PEAK, 99, 100) == pytest.approx(1e-5)
     assert learning_rate(ExponentialSettings(warmup=0, decay=0.1), PEAK, 99, 100) == pytest.approx(PEAK / 10)
-    stable = WsdSettings(warmup=0.1, decay=0.2, min_lr=0.0)
+    stable = WsdSettings(warmup=0.1, decay=0.2, min_lr=1e-6)
     assert [learning_rate(stable, PEAK, step, 100) for step in (9, 50, 79)] == [PEAK] * 3
-    assert learning_rate(stable, PEAK, 89, 100) == pytest.approx(PEAK / 2)
-    assert learning_rate(stable, PEAK, 99, 100) == 0.0
+    assert learning_rate(stable, PEAK, 89, 100) == pytest.approx((PEAK + 1e-6) / 2)
+    assert learning_rate(stable, PEAK, 99, 100) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("schedule", [LinearSettings(), CosineSettings(), WsdSettings()], ids=lambda s: s.type)
+@pytest.mark.parametrize("steps", [1, 3, 100])
+def test_no_step_has_rate_zero(schedule, steps):
+    """A decay to zero arrives there one step after the run, as in transformers."""
+    rates = [learning_rate(schedule, PEAK, step, steps) for step in range(steps + 1)]
+    assert 0 < rates[-2] <= PEAK and rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_linear_and_cosine_equal_transformers():
+    """Its rate of the step after the last of warmup is the peak, which is ours at the last step of warmup."""
+    transformers = pytest.importorskip("transformers")
+    names = {"linear": LinearSettings(warmup=7), "cosine": CosineSettings(warmup=7)}
+    for name, schedule in names.items():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+        reference = transformers.get_scheduler(name, optimizer, num_warmup_steps=7, num_training_steps=54)
+        for step in range(53):
+            optimizer.step()
+            reference.step()
+            theirs = optimizer.param_groups[0]["lr"]
+            assert learning_rate(schedule, PEAK, step, 53) == pytest.approx(theirs, rel=1e-9, abs=1e-15), step
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule.min_lr": 0.1}, r"schedule.min_lr: the lowest rate, 0.1, is above the peak \(optimizer.lr\), 0.0"),
+        ({"schedule.warmup": 21}, r"schedule.warmup: 21 steps of warmup are more than the run's 20"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(changes, words, tiny_run):
+    with pytest.raises(JinguError, match=words):
+        open_run(tiny_run(changes))
+    with pytest.raises(JinguError, match=words):
+        show_config(tiny_run(changes))
+    open_run(tiny_run({"schedule.min_lr": 1e-4, "schedule.warmup": 20}))
 
 
 def test_a_whole_number_is_steps_and_a_decimal_a_fraction():
