@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings
+from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings, check_file_name
 from jingu.config.sections.data import DataSettings, TokenizerSettings
 from jingu.config.sections.model import InitializeSettings, ModelSettings
 from jingu.config.sections.parallel import DeviceSettings, ParallelSettings
@@ -104,7 +104,10 @@ class RunConfig(Settings):
 
     name: Annotated[
         str,
-        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200),
+        # Of ASCII only letters, digits, dots, dashes and underscores; and all other letters, in words that every
+        # regular expression understands.
+        Field(pattern=r"^[^\s\x00-/:-@\[-`{-\x7f][^\s\x00-,/:-@\[-^`{-\x7f]*$", max_length=200),
+        AfterValidator(check_file_name),
         Description("up to 200 letters, digits, dots, dashes and underscores, beginning with a letter or digit"),
     ] = "run"
     runs_dir: PathText = "runs"

@@ -138,8 +138,8 @@ def _powers(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def draw_chart(chart: Chart, resumes: Sequence[int] = ()) -> str:
-    """Return the chart as an HTML figure, with thin lines at the steps from which the run was resumed.
+def draw_chart(chart: Chart, resumes: Sequence[int] = (), stages: Sequence[int] = ()) -> str:
+    """Return the chart as an HTML figure, with lines where the run was resumed and where a stage of the data began.
 
     Without any drawable value it is a sentence.
     """
@@ -154,6 +154,7 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = ()) -> str:
         ticks=ticks,
         steps=[tick for tick in round_ticks(0, scale.last_step) if tick <= scale.last_step and tick == int(tick)],
         resumes=[step for step in resumes if step <= scale.last_step],
+        stages=[step for step in stages if 0 < step <= scale.last_step],
         curves=[_curve(series, scale) for series in shown],
         gaps=sorted({step for series in chart.series for step, value in series.points if not is_drawable(value)}),
         data=_for_script(shown, scale),

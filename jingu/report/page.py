@@ -23,6 +23,7 @@ MAX_TABLE_ROWS = 20
 MAX_SAMPLES_PER_PROMPT = 6
 MAX_PROMPTS = 12
 MAX_SAMPLE_CHARS = 4000  # characters
+NUM_COLOURS = 6
 
 
 def render_page(record: RunRecord) -> str:
@@ -49,7 +50,7 @@ def render_page(record: RunRecord) -> str:
         counts_bytes=_counts_bytes(record),
         best=_best(record),
         resumes=", ".join(f"{step:,}" for step in _spread(record.resumes, 12)),
-        charts=Markup("".join(draw_chart(chart, record.resumes) for chart in _charts(record))),
+        charts=Markup("".join(draw_chart(chart, record.resumes, record.stages) for chart in _charts(record))),
         coders=_coders(record),
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
@@ -105,6 +106,7 @@ def _charts(record: RunRecord) -> list[Chart]:
         ),
         *[Chart("Bits per byte", "validation split", _validation_series(record, "bits_per_byte"), levels=levels)]
         * _counts_bytes(record),
+        *_source_charts(record),
         Chart("Learning rate", "", one("rate", "lr"), from_zero=True),
         Chart("Gradient norm", "before clipping", one("norm", "grad_norm"), from_zero=True, logarithmic_beyond=10),
         Chart("Throughput", "tokens a second", one("rate", "tokens_per_second"), from_zero=True),
@@ -120,6 +122,15 @@ def _validation_series(record: RunRecord, key: str) -> list[Series]:
         Series(name, _points(rows, key), "dots", min(colour, 2))
         for colour, (name, rows) in enumerate(zip(names, groups, strict=True), 1)
     ]
+
+
+def _source_charts(record: RunRecord) -> list[Chart]:
+    """Return a chart of the validation loss of each source, if there are several."""
+    series = [
+        Series(name, _points(record.evaluations, f"loss/{name}"), "dots", number % NUM_COLOURS)
+        for number, name in enumerate(record.sources)
+    ]
+    return [Chart("Validation loss by source", "nats a token", series)] if len(series) > 1 else []
 
 
 def _tokens_read(rows: dict[int, Row]) -> str:

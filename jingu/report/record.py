@@ -46,6 +46,18 @@ class RunRecord:
         return [start["step"] for start in self.starts[1:]]
 
     @property
+    def stages(self) -> list[int]:
+        """First steps of the stages of the data, after the first stage."""
+        stages = self.starts[-1].get("stages") if self.starts else None
+        return [step for step in stages if type(step) is int and step > 0] if isinstance(stages, list) else []
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources whose validation loss was measured."""
+        keys = {key: None for row in self.evaluations.values() for key in row if key.startswith("loss/")}
+        return [key.removeprefix("loss/") for key in keys]
+
+    @property
     def has_diverged(self) -> bool:
         """Whether the loss was not finite at the last step."""
         return bool(self.train) and not math.isfinite(get_number(self.train[max(self.train)], "loss"))

@@ -282,7 +282,8 @@ def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> Mod
         return spec_from_settings(settings, tokenizer.vocab_size, length)
     stored_spec = folder / "model.json"
     if complete_steps(checkpoints_path(folder, config)) and stored_spec.is_file():
-        spec = ModelSpec.from_json(stored_spec.read_bytes(), stored_spec)
+        # `apply_tuning` adds the adapter again, to the model as it is without one.
+        spec = ModelSpec.from_json(stored_spec.read_bytes(), stored_spec).model_copy(update={"adapter": None})
         return spec_from_settings(settings, tokenizer.vocab_size, length, spec)
     initial = open_model(Path(config.initialize.from_))
     if initial.spec.adapter is not None:

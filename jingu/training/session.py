@@ -114,6 +114,7 @@ def train_run(
         "parameters": sum(shape.numel() for shape in parameter_shapes(run.spec).values()),
         "peak_flops": meter.peak,
         "tokens_per_step": plan.tokens_per_step,
+        "stages": [stage.start_step for stage in config.data.stages],
     }
     log_info(_summarize(run, start))
     if progress.step >= config.train.steps:

@@ -219,6 +219,25 @@ def _table(source: str) -> list[list[str]]:
     return [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in body.split("<tr>")[2:]]
 
 
+def test_every_source_has_a_curve_and_stages_are_marked(make_run: MakeRun, realistic: Rows) -> None:
+    _, seen = written(make_run(realistic))
+    assert "by source" not in seen and "stage" not in seen
+    rows = [dict(row) for row in realistic]
+    rows[0]["stages"] = [0, 400, 800, 9000]
+    rows = [row for row in rows if row["type"] != "start" or row["step"] == 0]
+    for row in rows:
+        if row["type"] == "evaluation":
+            row |= {f"loss/{name}": row["loss"] + number / 10 for number, name in enumerate(("代码", "web<b>", "c"))}
+    source, seen = written(make_run(rows, name="mixed"))
+    assert "Validation loss by source" in seen and "web<b>" in seen and "代码" in seen
+    data = next(chart for chart in _charts(source) if len(chart["series"]) == 3)
+    logged = [row for row in rows if row["type"] == "evaluation"]
+    for number, points in enumerate(data["series"]):
+        assert [text for _, text, _ in points] == [f"{row['loss'] + number / 10:.4g}" for row in logged]
+    assert "a stage of the data began at steps 400, 800, 9,000." in seen
+    assert source.count('class="stage"') == 2 * source.count("<figure data-chart")
+
+
 def test_divergence_has_a_headline(make_run: MakeRun, realistic: Rows) -> None:
     _, seen = written(make_run(realistic))
     assert "diverged" not in seen

@@ -223,7 +223,12 @@ def short(tmp_path: Path, tiny_run: Any, name: str, steps: int = 2, precision: s
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(tiny_run(changes)))
     return load_config(
-        file, [*short_run_overrides(tmp_path / "runs", name, steps, precision), "batch.micro_batch_size=2"]
+        file,
+        [
+            *short_run_overrides(tmp_path / "runs", name, steps, precision),
+            "batch.micro_batch_size=2",
+            "schedule.warmup=1.0",
+        ],
     )
 
 

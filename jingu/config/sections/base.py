@@ -34,6 +34,13 @@ def reject_bool_and_float(value: object) -> object:
     return value
 
 
+def check_file_name(name: str) -> str:
+    """Refuse names that are too long for a file system, which counts bytes (up to 255)."""
+    if len(name.encode()) > 240:
+        raise PydanticCustomError("bytes", "a shorter name")
+    return name
+
+
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanduser), Description("the name of a file or folder")]
 """A file or folder, relative to the working directory; a leading ~ is the home folder."""
 
