@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +185,7 @@ def diff(first: CheckpointPath, second: CheckpointPath) -> None:
         elif _same_bytes(tensor_a, tensor_b):
             equal += 1
         else:
-            delta = difference(tensor_a, tensor_b)
-            figures = (f"{value:.6g}" for value in (delta.largest, delta.norm_a, delta.norm_b))
+            figures = (f"{value:.6g}" for value in difference(tensor_a, tensor_b))
             rows.append((name, _describe(tensor_a), *figures))
     if rows:
         header = ("tensor", "dtype and shape", "largest difference", "norm in first", "norm in second")
@@ -204,17 +202,12 @@ def diff(first: CheckpointPath, second: CheckpointPath) -> None:
     print(f"{equal} tensors are equal to the last bit, {len(rows)} differ.")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How a tensor differs between two checkpoints: largest absolute difference of two elements, and both norms."""
+def difference(a: Tensor, b: Tensor) -> list[float]:
+    """Compare two tensors of equal shape and dtype, in fp64.
 
-    largest: float
-    norm_a: float
-    norm_b: float
-
-
-def difference(a: Tensor, b: Tensor) -> Difference:
-    """Return the largest difference and the Euclidean norms, in fp64, of two tensors of equal shape and dtype."""
+    Returns:
+        The largest absolute difference of two elements, and the Euclidean norms of both tensors.
+    """
     wide = torch.complex128 if a.is_complex() else torch.float64
     # Largest difference, and both sums of squares; torch's maximum keeps a NaN, which is what the reader must see.
     largest, squares_a, squares_b = torch.zeros(3, dtype=torch.float64)
@@ -225,7 +218,7 @@ def difference(a: Tensor, b: Tensor) -> Difference:
         largest = torch.cat([largest.view(1), (wide_a - wide_b).abs()]).max()
         squares_a += wide_a.abs().square().sum()
         squares_b += wide_b.abs().square().sum()
-    return Difference(float(largest), float(squares_a.sqrt()), float(squares_b.sqrt()))
+    return torch.stack([largest, squares_a.sqrt(), squares_b.sqrt()]).tolist()
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
