@@ -20,8 +20,8 @@ from jingu.runtime.signals import LAUNCHER_PIPE
 class ForkedRank:
     """In place of `subprocess.Popen` in the launcher: `python -m jingu WORDS` without the seconds of its imports.
 
-    The rank is a real process with its own environment, process group and signals, but without the descriptors that
-    the launcher passes. Tests of `tests/e2e` start ranks as the product does.
+    The rank is a real process with its own environment, process group, signals and inherited descriptors. Tests of
+    `tests/e2e` start ranks as the product does.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class ForkedRank:
     ) -> None:
         assert command[:3] == [sys.executable, "-m", "jingu"] and process_group == 0
         descriptors = [file.fileno() if file else default for file, default in ((stdout, 1), (stderr, 2))]
-        env = {name: value for name, value in env.items() if name != LAUNCHER_PIPE}
         # A connection is the one thing that multiprocessing passes to a process together with its descriptor.
         outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in descriptors]
         inherited = {number: Connection(os.dup(number), writable=False) for number in pass_fds}
