@@ -17,7 +17,7 @@ from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.save_folder import write_all
 from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_bytes
 from jingu.errors import JinguError
-from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
+from jingu.formats.huggingface import INDEX, WEIGHTS, read_json, write_json
 from jingu.formats.models import open_model
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
@@ -138,12 +138,7 @@ def export_hf(
     with create_folder_atomically(to) as folder:
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", special_ids if generation_config is None else generation_config)
-        # The tokenizer's files are copied as they are; one in another format is converted.
-        for name in _TOKENIZER_FILES:
-            if (tokenizer_folder / name).is_file():
-                shutil.copyfile(tokenizer_folder / name, folder / name)
-        if not (folder / "tokenizer.json").is_file():
-            Tokenizer.load(tokenizer_folder).save(folder)
+        _write_tokenizer(folder, tokenizer_folder)
         with single_thread():  # casts and checks keep up with the disk
             broken = _write_weights(folder, spec, read, dtype, shard_bytes)
         problem = f"{len(broken)} of the weights contain NaN or infinity in {config['dtype']}: {', '.join(broken)}."
@@ -167,6 +162,19 @@ def _special_token_ids(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
         start = tokenizer.decoder_start_token_id
         ids |= {"pad_token_id": start, "decoder_start_token_id": start}
     return ids
+
+
+def _write_tokenizer(folder: Path, source: Path) -> None:
+    """Copy the tokenizer's files as they are; convert one in another format."""
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not (folder / "tokenizer.json").is_file():
+        Tokenizer.load(source).save(folder)
+    # A class whose code came with the original is not here; tokenizer.json has all that it does.
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    if config.pop("auto_map", None):
+        write_json(folder / "tokenizer_config.json", {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:

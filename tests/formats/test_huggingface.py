@@ -443,3 +443,17 @@ def test_transformers_can_train_every_exported_embedding(family: str, tokenizer_
     states = exported.base_model(tokens).last_hidden_state
     states.square().sum().backward()
     assert (exported.get_input_embeddings().weight.grad[end] != 0).any()
+
+
+def test_exports_name_no_code_that_is_not_in_them(tokenizer_path: Path, tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer"
+    Tokenizer.load(tokenizer_path).save(source)
+    file = source / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    model = made_model("baichuan2")
+    export_hf(model.spec, model.state_dict().__getitem__, source, tmp_path / "out")
+    assert not any("auto_map" in path.read_text() for path in (tmp_path / "out").glob("*.json"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("some text").input_ids == Tokenizer.load(tokenizer_path).encode("some text")
+    assert json.loads(file.read_text())["auto_map"] == own["auto_map"]
