@@ -112,7 +112,9 @@ def _run_engine(model: Any, prompts: list[list[int]], answer: int) -> tuple[floa
     seconds = time.perf_counter() - start
     after = engine.stats()
     rate = (after.generated_tokens - before.generated_tokens) / seconds
-    return rate, (after.overhead_seconds - before.overhead_seconds) / seconds, sum(empty_shares) / len(empty_shares)
+    # Time in steps outside of forward passes.
+    overhead = (after.step_seconds - after.forward_seconds) - (before.step_seconds - before.forward_seconds)
+    return rate, overhead / seconds, sum(empty_shares) / len(empty_shares)
 
 
 def _load_transformers(path: Path, folder: Path) -> Any:

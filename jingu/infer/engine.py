@@ -32,7 +32,7 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import SequenceChunk, block_bytes
 from jingu.infer.model_runner import ModelRunner
 from jingu.infer.request import Event, Request, Score, Token, check_request_fits, check_token_ids
-from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingParams, check_logit_bias, top_logprobs
+from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingParams, top_logprobs
 from jingu.infer.scheduler import ScheduledSequence, Scheduler
 from jingu.infer.sequence import Sequence, SequenceGroup
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
@@ -122,11 +122,6 @@ class EngineStats:
     step_seconds: float = 0.0
     forward_seconds: float = 0.0
     experts: ExpertOffloadStats | None = None
-
-    @property
-    def overhead_seconds(self) -> float:
-        """Total in steps outside of forward passes."""
-        return self.step_seconds - self.forward_seconds
 
 
 class Engine:
@@ -282,9 +277,8 @@ class Engine:
         check_request_fits(spec, prompt, request.max_tokens, scored=bool(request.continuations))
         for continuation in request.continuations:
             check_token_ids(spec, continuation, "continuations")
-        if request.stop_token_ids:
-            check_token_ids(spec, request.stop_token_ids, "stop_token_ids")
-        check_logit_bias(request.sampling, spec.vocab_size)
+        check_token_ids(spec, request.stop_token_ids, "stop_token_ids")
+        check_token_ids(spec, request.sampling.logit_bias, "logit_bias")
         model.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocab_size, "logprobs", request.logprobs, f"at most {spec.vocab_size}")
         # A beam search looks at (1 + number of end tokens) candidates a beam.

@@ -233,7 +233,7 @@ class ExpertOffloader:
 
     def _compute_expert(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
         """Return the output of one expert for its rows."""
-        matmuls = {part: partial(_matmul, weight) for part, weight in slot.weights.items()}
+        matmuls = {part: partial(linear, weight=weight) for part, weight in slot.weights.items()}
         y_MD = self._blocks[layer][2].speak(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
         if self._stream is not None:
             slot.used = torch.cuda.Event()
@@ -370,10 +370,6 @@ def _allocate_like(
     if device.type == "cpu":
         request_huge_pages(memory.data_ptr(), memory.nbytes)
     return list(memory)
-
-
-def _matmul(weight_OI: Tensor | PrepackedQuantizedWeight, x_MI: Tensor) -> Tensor:
-    return linear(x_MI, weight_OI)
 
 
 def _count_slots(resident: str, total_bytes: int, expert_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -175,14 +175,15 @@ def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int, 
     check_token_ids(spec, prompt, "prompt")
 
 
-def check_token_ids(spec: ModelSpec, ids: Sequence[int], where: str) -> None:
+def check_token_ids(spec: ModelSpec, ids: Collection[int], where: str) -> None:
     """Raise JinguError unless token ids are in the model's vocabulary."""
-    if max(ids) >= spec.vocab_size or min(ids) < 0:
-        raise JinguError(
-            f"there are token ids outside the model's vocabulary of {spec.vocab_size}.",
-            where=where,
-            fix="Use the tokenizer that the model was trained with.",
-        )
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < spec.vocab_size:
+            raise JinguError(
+                f"token {token_id} is outside the model's vocabulary of {spec.vocab_size}.",
+                where=where,
+                fix="Use the tokenizer that the model was trained with.",
+            )
 
 
 def max_new_tokens(spec: ModelSpec, prompt_tokens: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from jingu.errors import JinguError, refuse
+from jingu.errors import refuse
 
 if TYPE_CHECKING:
     from jingu.infer.structured_output import Grammar
@@ -178,14 +178,3 @@ def top_logprobs(logits_V: Tensor, token_id: int, count: int) -> tuple[float, tu
     logprobs_V = logits_V.log_softmax(0)
     top = logprobs_V.topk(min(count, len(logprobs_V)))
     return float(logprobs_V[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-
-
-def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
-    """Raise JinguError where a biased token is outside the vocabulary."""
-    invalid = [token_id for token_id in params.logit_bias if not 0 <= token_id < vocab_size]
-    if invalid:
-        raise JinguError(
-            f"token {invalid[0]} is outside the model's vocabulary of {vocab_size}.",
-            where="logit_bias",
-            fix=f"Use token ids from 0 to {vocab_size - 1}.",
-        )

@@ -23,7 +23,7 @@ from jingu.serve.http_errors import ApiError
 from jingu.serve.middleware import AccessMiddleware
 from jingu.serve.responses import error_response
 from jingu.serve.service import Service, ServiceDependency
-from jingu.serve.static_files import SECURITY_HEADERS, StaticFile, load_static_files
+from jingu.serve.static_files import load_static_files
 
 # Among the names of fields pydantic lists, for a field of several types, the type that was tried.
 _TYPE_NAME = re.compile(r"^(str|bool)$|\[|^[A-Z]")
@@ -57,8 +57,8 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(protocol.router)
     app.add_api_route("/metrics", _metrics, tags=["metrics"], response_class=PlainTextResponse)
     app.add_route("/", lambda _: RedirectResponse("/chat"))
-    for path, file in load_static_files().items():
-        app.add_route(path, partial(_send_file, file))
+    for path, response in load_static_files().items():
+        app.add_route(path, partial(_send_file, response))
     for error_type in (ApiError, JinguError, StarletteHTTPException, RequestValidationError):
         app.add_exception_handler(error_type, _handle_error)
     app.add_middleware(AccessMiddleware, settings=service.settings)
@@ -74,8 +74,8 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-async def _send_file(file: StaticFile, _: HttpRequest) -> Response:
-    return Response(file.content, media_type=file.media_type, headers=SECURITY_HEADERS)
+async def _send_file(response: Response, _: HttpRequest) -> Response:
+    return response
 
 
 async def _metrics(service: ServiceDependency) -> Response:

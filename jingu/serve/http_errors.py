@@ -18,6 +18,7 @@ _FIELD_NAMES = {
     "/api/generate": {"constraint": "format"},
 }
 _TGI_FIELD_NAMES = {"prompt": "inputs", "constraint": "grammar", "prompt_logprobs": "decoder_input_details"}
+_OPENAI_CODES = {401: "invalid_api_key", 404: "not_found"}
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -78,15 +79,8 @@ def error_body(error: ApiError, path: str) -> tuple[int, dict[str, Any]]:
     if path.startswith("/v1/messages"):
         kind = "api_error" if error.status >= 500 else kind
         return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
-    code = None
-    if error.status == 401:
-        code = "invalid_api_key"
-    elif error.status == 404:
-        code = "model_not_found" if error.field == "model" else "not_found"
-    details = {
-        "message": error.message,
-        "type": kind,
-        "param": error.field,
-        "code": code,
-    }
+    code = _OPENAI_CODES.get(error.status)
+    if error.status == 404 and error.field == "model":
+        code = "model_not_found"
+    details = {"message": error.message, "type": kind, "param": error.field, "code": code}
     return error.status, {"error": details}

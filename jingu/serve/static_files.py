@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import NamedTuple
+
+from starlette.responses import Response
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 SECURITY_HEADERS = {
@@ -18,18 +19,11 @@ SECURITY_HEADERS = {
 }
 
 
-class StaticFile(NamedTuple):
-    """One file of the page."""
-
-    content: bytes
-    media_type: str
-
-
-def load_static_files() -> dict[str, StaticFile]:
-    """Return the page's files by URL path: `/chat`, and those that it loads."""
-    static_files = {}
+def load_static_files() -> dict[str, Response]:
+    """Return the page's files by URL path, as responses: `/chat`, and those that it loads."""
+    responses = {}
     for file in files("jingu.serve").joinpath("page").iterdir():
         path = "/chat" if file.name == "index.html" else f"/chat/{file.name}"
-        suffix = file.name.rpartition(".")[2]
-        static_files[path] = StaticFile(file.read_bytes(), f"{MEDIA_TYPES[suffix]}; charset=utf-8")
-    return static_files
+        media_type = MEDIA_TYPES[file.name.rpartition(".")[2]]
+        responses[path] = Response(file.read_bytes(), media_type=media_type, headers=SECURITY_HEADERS)
+    return responses

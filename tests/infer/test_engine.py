@@ -165,8 +165,8 @@ def test_cancelled_requests_end_and_others_go_on(tiny: InferenceModel) -> None:
         (
             [9999],
             {},
-            "prompt: there are token ids outside the model's vocabulary of 280. Use the tokenizer that the model was "
-            "trained with.",
+            "prompt: token 9999 is outside the model's vocabulary of 280. Use the tokenizer that the model was trained "
+            "with.",
         ),
         ([1], {"stop": ("",)}, "stop: a stop string is empty. Leave it out."),
         ([1], {"n": 0}, "n: it is 0, and should be 1 or more."),
@@ -174,7 +174,8 @@ def test_cancelled_requests_end_and_others_go_on(tiny: InferenceModel) -> None:
         (
             [1],
             {"sampling": SamplingParams(logit_bias={280: 1.0})},
-            "logit_bias: token 280 is outside the model's vocabulary of 280. Use token ids from 0 to 279.",
+            "logit_bias: token 280 is outside the model's vocabulary of 280. Use the tokenizer that the model was "
+            "trained with.",
         ),
     ],
 )

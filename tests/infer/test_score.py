@@ -146,7 +146,7 @@ def test_what_cannot_be_scored(tiny: InferenceModel) -> None:
     for context, continuations, words in (
         (CONTEXT, [(1,), ()], r"continuations: a continuation is empty"),
         (CONTEXT, [], r"max_tokens: it is 0"),
-        (CONTEXT, [(1, 280)], r"continuations: there are token ids outside the model's vocabulary of 280"),
+        (CONTEXT, [(1, 280)], r"continuations: token 280 is outside the model's vocabulary of 280"),
         (CONTEXT, [tuple(range(60))], r"prompt: the prompt's 11 tokens and 60 new tokens exceed the model's context"),
     ):
         if continuations:

@@ -39,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         result = load_static_files().get(self.path)
         if result:
-            self._reply(200, result.content, result.media_type, SECURITY_HEADERS)
+            self._reply(200, bytes(result.body), str(result.media_type), SECURITY_HEADERS)
         elif self.path == "/v1/models":
             names = [{"id": name, "object": "model"} for name in ("small", "large")]
             self._reply(200, json.dumps({"object": "list", "data": names}).encode(), "application/json", {})
