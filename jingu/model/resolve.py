@@ -166,7 +166,10 @@ def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
     patterns: list[str] = []
     # The spec of a run that resumes has the adapter already.
     spec = spec.model_copy(update={"adapter": None})
-    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    try:
+        mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    except LookupError:
+        mappings = []  # Hugging Face has no such model, such as Mixtral with a shared expert
     for target in targets:
         if target == "all-linear":
             patterns += ["*attention.*", "*.feed_forward.*"]
