@@ -30,8 +30,8 @@ from jingu.runtime.signals import stop_with_launcher
 # How long a collective waits for other ranks.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _PATIENCE = 30.0
-# How long a machine may take to answer before it counts as unreachable.
-_CONNECT_SECONDS = 20.0
+# How long the name of a machine may be unknown, or the machine not answer, before it counts as unreachable.
+REACH_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,18 @@ def _wait_for_master(address: str, port: int) -> None:
     start = time.monotonic()
     is_announced = False
     while True:
-        waited = time.monotonic() - start
         try:
-            socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+            socket.create_connection((address, port), timeout=REACH_SECONDS).close()
             return
         except OSError as error:
+            waited = time.monotonic() - start
             # A machine that refuses is there, and rank 0 may start later than this rank.
-            if not isinstance(error, ConnectionRefusedError) or waited > COLLECTIVE_TIMEOUT.total_seconds():
+            is_refused = isinstance(error, ConnectionRefusedError)
+            if waited > (COLLECTIVE_TIMEOUT.total_seconds() if is_refused else REACH_SECONDS):
                 fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
                 what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
                 raise JinguError(what, fix=fix) from error
-        if waited > _CONNECT_SECONDS and not is_announced:
+        if waited > REACH_SECONDS and not is_announced:
             print(f"jingu: waiting for rank 0 to start at {address}:{port}.", file=sys.stderr)
             is_announced = True
         time.sleep(0.2)

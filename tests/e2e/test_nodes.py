@@ -107,6 +107,8 @@ def test_an_unreachable_master_address_is_one_sentence(address, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT", timedelta(0))
+    if address != "127.0.0.1":
+        monkeypatch.setattr(ranks_module, "REACH_SECONDS", 0.1)
     with pytest.raises(JinguError) as caught, ranks_module.join_process_group("cpu", 1):
         pass
     assert caught.value.what.startswith(f"the master address {address}:{port} cannot be reached (")
