@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, S tokens of an encoder, D hidden size, V vocabulary, H
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -353,8 +354,12 @@ def build_model(spec: ModelSpec, blocks: range | None = None) -> Decoder:
     return model
 
 
+@lru_cache(maxsize=16)
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return names and shapes of the model's parameters, in its order, as if none were quantized."""
+    """Return names and shapes of the model's parameters, in its order, as if none were quantized.
+
+    The result is cached, and must not be changed: a model of a hundred blocks takes a second to build.
+    """
     with torch.device("meta"):
         model = build_model(spec.model_copy(update={"quantization": None}))
     return {name: parameter.shape for name, parameter in model.named_parameters()}

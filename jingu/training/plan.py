@@ -14,6 +14,7 @@ from jingu.compat.torch_distributed import pretend_ranks
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import resolve_steps
 from jingu.errors import pluralize
 from jingu.formatting import format_rounded, memory_unit
@@ -24,7 +25,7 @@ from jingu.parallel.layout import Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import AxisSizes, build_mesh
 from jingu.parallel.pipeline import ParallelModel
-from jingu.parallel.stages import plan_layout, split_blocks
+from jingu.parallel.stages import plan_layout, rank_of_stage, split_blocks
 from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.precision import choose_precision
@@ -57,9 +58,10 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
     sizes, plan = plan_layout(config, world, spec)
     parameters = sum(shape.numel() for shape in parameter_shapes(spec).values())
     model = f"that of {missing}" if missing else f"{spec.family}, {format_rounded(parameters)} parameters"
+    experts = f", {sizes.expert} expert" if sizes.expert > 1 else ""
     rows = [
         ("model", model),
-        ("layout", f"{world:,} = {sizes} (ZeRO {config.parallel.zero_stage})"),
+        ("layout", f"{world:,} = {sizes} (ZeRO {config.parallel.zero_stage}{experts})"),
         ("tokens a step", f"{plan.tokens_per_step:,} = {batch.global_batch_size:,} × {batch.sequence_length:,}"),
         ("tokens of the run", f"{plan.tokens_per_step * steps:,} = {steps:,} steps × {plan.tokens_per_step:,}"),
         ("sequences a rank", f"{plan.rows_per_rank:,} = {batch.global_batch_size:,} / {sizes.data:,}"),
@@ -96,7 +98,8 @@ def _resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
 
 def _format_memory(config: RunConfig, spec: ModelSpec, world: int, sizes: AxisSizes, plan: BatchPlan) -> str:
     """Return what the fullest rank of the pipeline holds, as text."""
-    estimates = [estimate_memory(config, spec, world, sizes, plan, rank) for rank in range(sizes.pipeline)]
+    ranks = _distinct_ranks(config.parallel, sizes.pipeline, spec)
+    estimates = [estimate_memory(config, spec, world, sizes, plan, rank) for rank in ranks]
     largest = max(estimates, key=lambda estimate: sum(estimate.values()))
     total = sum(largest.values())
     unit, unit_name = memory_unit(total)
@@ -107,6 +110,24 @@ def _format_memory(config: RunConfig, spec: ModelSpec, world: int, sizes: AxisSi
         f"{total / unit:,.1f} {unit_name} = {parts}{place[config.parallel.offload.type]}; and what {rest} and one "
         "chunk of the loss take"
     )
+
+
+def _distinct_ranks(settings: ParallelSettings, pipeline: int, spec: ModelSpec) -> list[int]:
+    """Return the ranks of the pipeline that differ in what they hold. Of equal ones, the first has the most
+    micro-batches in flight."""
+    if pipeline == 1 or spec.num_encoder_layers is not None:
+        return list(range(pipeline))
+    stages = split_blocks(settings, pipeline, spec)
+    ranks: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+    for rank in range(pipeline):
+        # Embedding and head are in the first and the last stage.
+        load = tuple(
+            (len(blocks), number == 0, number == len(stages) - 1)
+            for number, blocks in enumerate(stages)
+            if rank_of_stage(settings, pipeline, number) == rank
+        )
+        ranks.setdefault(load, rank)
+    return list(ranks.values())
 
 
 def estimate_memory(

@@ -13,6 +13,7 @@ from jingu.errors import JinguError
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import spec_from_settings
 from jingu.parallel.stages import plan_layout
+from jingu.training import plan
 from jingu.training.plan import estimate_memory, show_config
 
 
@@ -91,6 +92,39 @@ def test_estimated_memory_equals_a_count_by_hand(
     assert (found["weights"], found["gradients"]) == (expected[0] * sum(numbers), expected[1] * sum(numbers))
     gathered = sum(numbers) - (2 * of_block if parallel.get("zero_stage") == 3 else 0)  # two blocks of four at a time
     assert found.get("gathered weights", 0) == expected[3] * gathered
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
+def test_ranks_that_hold_the_same_are_estimated_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline of many ranks takes no longer than one of few, and the fullest rank is among them."""
+    settings: dict[str, Any] = {
+        "model": {"num_layers": 19, "hidden_size": 48, "num_heads": 6},
+        "batch": {"sequence_length": 10, "global_batch_size": 16, "micro_batch_size": 1},
+        "train": {"activation_checkpointing": {"type": "full"}},
+        "parallel": {"pipeline": 8, "pipeline_schedule": schedule},
+        "tokenizer": {"vocab_size": 320},
+        "precision": {"type": "fp32"},
+    }
+    config = RunConfig.model_validate(settings)
+    spec = spec_from_settings(config.model, 320, 10)
+    sizes, batch_plan = plan_layout(config, 8, spec)
+    every = [estimate_memory(config, spec, 8, sizes, batch_plan, rank) for rank in range(8)]
+    ranks: list[int] = []
+
+    def noting(*arguments: Any) -> dict[str, int]:
+        ranks.append(arguments[-1])
+        return every[arguments[-1]]
+
+    monkeypatch.setattr(plan, "estimate_memory", noting)
+    plan.derive_plan(config, 8)
+    assert len(ranks) < 6
+    assert max(sum(every[rank].values()) for rank in ranks) == max(sum(estimate.values()) for estimate in every)
+
+
+def test_the_layout_names_the_ranks_of_experts() -> None:
+    config = RunConfig.model_validate({"model": {"family": "mixtral"}, "parallel": {"expert": 4}})
+    assert ("layout", "8 = 8 shard (ZeRO 1, 4 expert)") in plan.derive_plan(config, 8)
+    assert ("layout", "8 = 8 shard (ZeRO 1)") in plan.derive_plan(RunConfig(), 8)
 
 
 def test_recomputed_blocks_keep_their_inputs() -> None:
