@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
 from jingu.chat.tool_calls import ToolCall, ToolCallParser
 from jingu.errors import JinguError
 from jingu.infer.request import Constraint, FinishReason, Token
@@ -29,6 +30,7 @@ class ChatDelta:
 
     Attributes:
         text: that belongs to no tool call.
+        reasoning: before the answer.
         calls: all tool calls of the answer, with its last token.
         finish_reason: None before the last token.
     """
@@ -38,6 +40,7 @@ class ChatDelta:
     text: str
     calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class ChatAnswer:
     calls: tuple[ToolCall, ...]
     tokens: list[Token]
     finish_reason: FinishReason
+    reasoning: str = ""
 
 
 class ChatRun:
@@ -57,9 +61,9 @@ class ChatRun:
         handle: of the engine's request.
     """
 
-    def __init__(self, handle: RequestHandle, parsers: list[ToolCallParser]) -> None:
+    def __init__(self, handle: RequestHandle, parsers: list[tuple[ReasoningParser | None, ToolCallParser]]) -> None:
         self.handle = handle
-        # Each choice has a parser of its own, since choices are streamed in turns.
+        # Each choice has parsers of its own, since choices are streamed in turns.
         self._parsers = parsers
 
     async def deltas(self) -> AsyncIterator[list[ChatDelta]]:
@@ -69,24 +73,31 @@ class ChatRun:
             for _, event in batch:
                 if event.token is None:
                     continue
-                parser = self._parsers[event.choice]
-                text = parser.push(event.token.text)
-                calls: list[ToolCall] = []
-                if event.finish_reason is not None:
-                    rest, calls = parser.finish()
-                    text += rest
-                deltas.append(ChatDelta(event.choice, event.token, text, tuple(calls), event.finish_reason))
+                finish = event.finish_reason
+                reasoning, text, calls = self._parse(event.choice, event.token.text, finish is not None)
+                deltas.append(ChatDelta(event.choice, event.token, text, calls, finish, reasoning))
             yield deltas
 
     async def collect(self) -> list[ChatAnswer]:
         """Wait until all choices have ended; return them in order. Raises ApiError."""
         (completions,) = await self.handle.collect()
         answers = []
-        for completion, parser in zip(completions, self._parsers, strict=True):
-            text = parser.push(completion.text)
-            rest, calls = parser.finish()
-            answers.append(ChatAnswer(text + rest, tuple(calls), completion.tokens, completion.finish_reason))
+        for choice, completion in enumerate(completions):
+            reasoning, text, calls = self._parse(choice, completion.text, is_last=True)
+            answers.append(ChatAnswer(text, calls, completion.tokens, completion.finish_reason, reasoning))
         return answers
+
+    def _parse(self, choice: int, text: str, is_last: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """Return what a piece of a choice adds to its reasoning, to its text and to its calls."""
+        reasoning_parser, call_parser = self._parsers[choice]
+        reasoning = ""
+        if reasoning_parser is not None:
+            reasoning, text = reasoning_parser.push(text, is_last=is_last)
+        text = call_parser.push(text)
+        if not is_last:
+            return reasoning, text, ()
+        rest, calls = call_parser.finish()
+        return reasoning, text + rest, tuple(calls)
 
 
 async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) -> ChatRun:
@@ -120,8 +131,13 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
         if tool_constraint is not None and error.where == "constraint":
             raise JinguError(error.what, where="tools", fix=error.fix) from error
         raise
+    # A template may begin the reasoning. An answer with a constraint has none.
+    is_open = service.model.tokenizer.decode(list(prompt[-16:]), keep_special_tokens=True).rstrip().endswith(OPEN_TAG)
     parsers = [
-        ToolCallParser(names, forced_name, tool_constraint is not None, body.parallel_tool_calls is not False)
+        (
+            ReasoningParser(is_open) if engine_request.constraint is None else None,
+            ToolCallParser(names, forced_name, tool_constraint is not None, body.parallel_tool_calls is not False),
+        )
         for _ in range(body.n or 1)
     ]
     return ChatRun(handle, parsers)

@@ -14,10 +14,9 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from jingu import __version__
-from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason
 from jingu.serve.async_engine import RequestHandle
-from jingu.serve.chat_run import start_chat
+from jingu.serve.chat_run import ChatAnswer, ChatDelta, start_chat
 from jingu.serve.http_errors import bad_request
 from jingu.serve.openai import FINISH_REASONS, build_engine_request
 from jingu.serve.protocol import (
@@ -174,25 +173,27 @@ async def chat(body: OllamaChatRequest, request: HttpRequest, service: ServiceDe
         )
     run = await start_chat(body.to_chat_request(messages, body.tools), request, service)
 
-    def format_part(text: str, calls: tuple[ToolCall, ...]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
+    def format_part(part: ChatDelta | ChatAnswer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": part.text}
+        if part.reasoning:
+            message["thinking"] = part.reasoning
+        if part.calls:
             message["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls
+                {"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in part.calls
             ]
         return {"message": message}
 
     async def parts() -> AsyncIterator[tuple[dict[str, Any], FinishReason | None]]:
         async for deltas in run.deltas():
             for delta in deltas:
-                yield format_part(delta.text, delta.calls), delta.finish_reason
+                yield format_part(delta), delta.finish_reason
 
     if body.stream is not False:
         return _stream(body, run.handle, parts())
 
     async def collect() -> Any:
         (answer,) = await run.collect()
-        fields = format_part(answer.text, answer.calls)
+        fields = format_part(answer)
         return {**_head(body), **fields, **_final_fields(run.handle, answer.finish_reason)}
 
     return await respond_once(request, run.handle, collect())

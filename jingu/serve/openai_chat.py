@@ -59,6 +59,8 @@ def _finish_reason(reason: FinishReason, has_calls: bool) -> str:
 
 def _format_choice(index: int, answer: ChatAnswer, body: ChatRequest, service: Service) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     if answer.calls:
         message["content"] = answer.text.strip() or None
         message["tool_calls"] = [_format_tool_call(call) for call in answer.calls]
@@ -98,6 +100,8 @@ async def _stream(run: ChatRun, body: ChatRequest, service: Service) -> AsyncIte
         for delta in deltas:
             index = delta.choice
             logprobs = _format_logprobs([delta.token], service) if body.logprobs else None
+            if delta.reasoning:
+                chunks.append(format_chunk(index, {"reasoning_content": delta.reasoning}))
             if delta.text or logprobs:
                 chunks.append(format_chunk(index, {"content": delta.text}, logprobs))
             if delta.calls:

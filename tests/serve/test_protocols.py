@@ -473,6 +473,25 @@ def test_variables_of_the_template(serve: Serve, tiny_model: InferenceModel, tmp
     assert server.call("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == "a False low."
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_reasoning_comes_apart_from_the_answer(
+    is_open: bool, serve: Serve, tiny_model: InferenceModel, tmp_path: Any
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}" + ("<think>\n" if is_open else ""), encoding="utf-8")
+    said = ("" if is_open else "<think>\n") + "the end\n</think>\n\nis near"
+    server = serve(ScriptedEngine(tiny_model, says=lambda _: said), template=str(template))
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 200}
+    message = server.call("/v1/chat/completions", body)[1]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("the end", "is near")
+    *chunks, _ = server.events("/v1/chat/completions", {**body, "stream": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "the end"
+    assert "".join(delta.get("content", "") for delta in deltas) == "is near"
+    message = server.call("/api/chat", {"model": "tiny", "messages": body["messages"], "stream": False})[1]["message"]
+    assert (message["thinking"], message["content"]) == ("the end", "is near")
+
+
 def test_a_prompt_is_scored_without_new_tokens(tiny: Running) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1}
     _, scored, _ = tiny.call("/v1/completions", {**body, "max_tokens": 0})

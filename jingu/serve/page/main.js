@@ -282,6 +282,7 @@ async function reply() {
   scrollToEnd();
   announce(strings.answering);
   let end = "stop";
+  let isReasoning = false;
   let first = 0;
   let last = 0;
   let saved = performance.now();
@@ -289,8 +290,13 @@ async function reply() {
     for await (const chunk of answer({ messages, ...requestSettings() }, sessionStorage.getItem("jingu.key"), current.stop.signal)) {
       if (generation !== current) return;
       const choice = chunk.choices?.[0];
-      if (choice?.delta?.content) {
-        node.text += choice.delta.content;
+      // Reasoning comes separately; the page shows it between the model's own tags.
+      const reasoning = choice?.delta?.reasoning_content;
+      const content = choice?.delta?.content;
+      if (reasoning) node.text += (isReasoning ? "" : "<think>\n") + reasoning;
+      if (content) node.text += (isReasoning ? "\n</think>\n\n" : "") + content;
+      if (reasoning || content) {
+        isReasoning = Boolean(reasoning);
         last = performance.now();
         first ||= last;
         scheduleRefresh(current);
