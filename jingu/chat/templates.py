@@ -135,8 +135,8 @@ class ChatTemplate:
             locate_answers: False skips locating them, which some templates do not allow.
 
         Raises:
-            ConversationError: the template refuses the conversation or ignores its tools.
-            JinguError: the answers cannot be located reliably.
+            ConversationError: the template refuses the conversation or ignores its tools, or the answers cannot be
+                located reliably.
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render(messages, tools, locate_answers=locate_answers)
@@ -287,15 +287,14 @@ class ChatTemplate:
     def _prefix_length(
         self, text: str, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False
     ) -> int:
-        """Return the length of the first messages when rendered. Raise JinguError unless the text begins with them."""
+        """Return the length of the first messages when rendered. Raise unless the text begins with them."""
         prefix = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         if not text.startswith(prefix):
-            raise JinguError(
-                "the answers in this chat template cannot be located: a conversation up to an answer does not render "
-                "as a prefix of the whole conversation.",
-                where=self.where,
-                fix="Mark the answers in the template ({% generation %}…{% endgeneration %}), choose another "
-                "data.objective.template, or train on all tokens (data.objective.loss_on=all).",
+            raise ConversationError(
+                f"in the chat template {self.where} its answers cannot be located: the conversation up to an answer "
+                "does not render as a prefix of the whole conversation; mark the answers with {% generation %}…"
+                "{% endgeneration %}, choose another data.objective.template, or train on all tokens "
+                "(data.objective.loss_on=all)"
             )
         return len(prefix)
 

@@ -37,8 +37,8 @@ def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on
     """Return the token ids of a row and their loss weights.
 
     Raises:
-        ConversationError: the template refuses the row, or its answers do not match the row's weights.
-        JinguError: the answers cannot be located in what the template renders.
+        ConversationError: the template refuses the row, its answers do not match the row's weights, or they cannot be
+            located in what the template renders.
     """
     if row.segments:
         return _tokenize_segments(row, tokenizer, loss_on)

@@ -207,7 +207,7 @@ def test_plain_text_rows(tokenizer: Tokenizer) -> None:
 def test_a_template_whose_answers_cannot_be_located_is_refused(tokenizer: Tokenizer) -> None:
     """The template renders the number of messages, so a prefix of the messages is not a prefix of the text."""
     counting = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    with pytest.raises(JinguError, match="cannot be located"):
+    with pytest.raises(ConversationError, match="cannot be located"):
         ChatTemplate(counting, tokenizer, "a").render(tuple(CHAT))
 
 

@@ -114,6 +114,28 @@ def test_bad_rows_stop_or_are_skipped(tuning: Callable[..., RunConfig]) -> None:
     assert manifest.train.documents + manifest.validation.documents == 10
 
 
+def test_rows_whose_answers_cannot_be_located_are_skipped(tuning: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """As Qwen3's own template: an answer renders differently once another turn follows."""
+    template = tmp_path / "changing.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}(thinks) {% endif %}"
+        "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    turns = [{"role": role, "content": "fox"} for role in ("user", "assistant")]
+    rows = [*({"messages": [*turns[:1], {"role": "assistant", "content": f"fox {n}"}]} for n in range(9))]
+    rows.append({"messages": [*turns, *turns]})
+    settings = {"data__objective__template": str(template)}
+    with pytest.raises(
+        JinguError, match=r"row 10: in the chat template .*changing.jinja its answers cannot be located"
+    ):
+        prepare(tuning(rows, **settings))
+    config = tuning(rows, data__on_error="skip", **settings)
+    prepare(config)
+    assert "row 10: in the chat template" in (Path(config.data.path) / "skipped.txt").read_text(encoding="utf-8")
+    manifest = DatasetManifest.load(Path(config.data.path))
+    assert manifest is not None and manifest.train.documents + manifest.validation.documents == 9
+
+
 def test_rows_are_prepared_once_and_never_by_ranks(tuning: Callable[..., RunConfig]) -> None:
     """Ranks only read prepared data, and of two processes that prepare it the second fails."""
     config = tuning()
