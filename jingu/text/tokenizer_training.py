@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
 from jingu.errors import JinguError
+from jingu.runtime.gpus import num_usable_cores
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import BYTE_TO_LETTER, SPLIT_PATTERN, build_byte_level_bpe
 
@@ -19,6 +27,8 @@ _ALPHABET = sorted(BYTE_TO_LETTER.values())
 _SUBWORD_PREFIX = "▁"
 # The time of WordPiece grows with the cube of a word's length: longer words are cut.
 _MAX_WORD_CHARS = 400
+# Unigram begins with this many pieces, or ten times the vocabulary, and prunes them.
+_MIN_SEED_PIECES = 100_000
 
 
 def train_tokenizer(
@@ -26,7 +36,7 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level tokenizer of at most `vocab_size` entries; the special tokens get the first ids.
 
-    The same texts give the same tokenizer, except for unigram, which chooses at random among equally likely pieces. It
+    The same texts give the same tokenizer; with unigram, scores are rounded by the number of threads, too. It
     has fewer entries if the texts have no more pairs to merge.
 
     Args:
@@ -71,15 +81,61 @@ def _bpe(texts: Iterator[str], options: dict[str, Any]) -> str:
 
 
 def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
+    """Train with sentencepiece on the counts of words, since the library's own trainer takes hours for Chinese."""
     inner = build_byte_level_bpe({}, [], SPLIT_PATTERN)
-    inner.model = models.Unigram()
-    inner.train_from_iterator(texts, trainers.UnigramTrainer(**options))
-    spec = json.loads(inner.to_str())
-    unlikely = 100 * min(score for _, score in spec["model"]["vocab"])
-    # With their score of 0 special tokens would be the likeliest pieces of a text.
-    for id_ in range(len(options["special_tokens"])):
-        spec["model"]["vocab"][id_][1] = unlikely
-    return json.dumps(spec, ensure_ascii=False, indent=2)
+    words: Counter[str] = Counter()
+    for text in texts:
+        for word, _ in inner.pre_tokenizer.pre_tokenize_str(text):
+            words.update(word[start : start + _MAX_WORD_CHARS] for start in range(0, len(word), _MAX_WORD_CHARS))
+    special = options["special_tokens"]
+    with TemporaryDirectory() as folder:
+        corpus = Path(folder, "words.tsv")
+        corpus.write_text("".join(f"{word}\t{count}\n" for word, count in words.items()), encoding="utf-8")
+        unseen = set(_ALPHABET).difference(*words)
+        # One more entry for sentencepiece's unknown piece, which is left out.
+        scores = _run_sentencepiece(corpus, options["vocab_size"] - len(special) - len(unseen) + 1)
+    least = min(scores.values())
+    # With a score of 0 special tokens would be the likeliest pieces of a text.
+    scores = dict.fromkeys(special, 100 * least) | scores | dict.fromkeys(sorted(unseen), least)
+    inner.model = models.Unigram(list(scores.items()))
+    inner.add_special_tokens(special)
+    return str(inner.to_str(pretty=True))
+
+
+def _run_sentencepiece(corpus: Path, vocab_size: int) -> dict[str, float]:
+    """Return pieces and their scores, from a process of its own: Ctrl-C ends it, and its log shows the progress."""
+    options = {
+        "input": str(corpus),
+        "input_format": "tsv",
+        "model_prefix": str(corpus.with_suffix("")),
+        "model_type": "unigram",
+        "vocab_size": vocab_size,
+        "character_coverage": 1.0,
+        "hard_vocab_limit": False,
+        "seed_sentencepiece_size": max(_MIN_SEED_PIECES, 10 * vocab_size),
+        "normalization_rule_name": "identity",
+        "num_threads": num_usable_cores(),
+        **dict.fromkeys(("bos_id", "eos_id"), -1),
+        **dict.fromkeys(("add_dummy_prefix", "remove_extra_whitespaces"), False),
+        **dict.fromkeys(("split_by_whitespace", "split_by_unicode_script", "split_by_number"), False),
+    }
+    code = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.loads(sys.argv[1]))"
+    line = ""
+    with Popen([sys.executable, "-c", code, json.dumps(options)], stderr=PIPE, text=True, errors="replace") as process:
+        assert process.stderr is not None
+        try:
+            with tqdm(desc="pieces before pruning", disable=None, bar_format="{desc}: {n_fmt} [{elapsed}]") as bar:
+                for line in process.stderr:
+                    if match := re.search(r"EM sub_iter=\d+ size=(\d+)", line):
+                        bar.update(int(match[1]) - bar.n)
+        finally:
+            # Without effect on a process that has ended.
+            process.kill()
+    if process.returncode:
+        raise JinguError(f"sentencepiece could not train ({line.strip()}).", where="tokenizer.vocab_size")
+    lines = corpus.with_suffix(".vocab").read_text(encoding="utf-8").splitlines()
+    pieces = [line.split("\t") for line in lines]
+    return {piece: float(score) for piece, score in pieces if piece != "<unk>"}
 
 
 def _wordpiece(texts: Iterator[str], options: dict[str, Any]) -> str:

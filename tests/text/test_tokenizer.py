@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
 import jingu.text.tokenizer as tokenizer_module
+import jingu.text.tokenizer_training as tokenizer_training
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
@@ -250,6 +253,37 @@ def test_other_algorithms_write_every_text_as_bytes(algorithm: Any, tmp_path: Pa
     tokenizer.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs("fox 春")["input_ids"] == Tokenizer.load(tmp_path).encode("fox 春")
+
+
+def test_unigram_training_shows_its_progress_and_ends_with_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of Chinese text rarely repeat: training runs in a process of its own, which an interrupt ends."""
+    random = np.random.default_rng(0)
+    text = "，".join("".join(map(chr, 0x4E00 + random.zipf(1.3, 12) % 900)) for _ in range(600))
+    sizes: list[int] = []
+    processes: list[subprocess.Popen[str]] = []
+
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            sizes.append(int(self.n + (n or 0)))
+            if len(sizes) == limit:
+                raise KeyboardInterrupt
+            return super().update(n)
+
+    class Process(subprocess.Popen):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(tokenizer_training, "tqdm", Bar)
+    monkeypatch.setattr(tokenizer_training, "Popen", Process)
+    limit = 0
+    tokenizer = train_tokenizer(iter([text]), 400, ["<|endoftext|>"], "unigram")
+    assert len(sizes) > 3 and sizes == sorted(sizes, reverse=True)
+    assert len(tokenizer.encode(text)) < 0.8 * len(text.encode())
+    limit = len(sizes) + 2
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(iter([text]), 400, ["<|endoftext|>"], "unigram")
+    assert len(sizes) == limit and processes[-1].returncode is not None
 
 
 def test_wordpiece_takes_the_longest_piece_each_time() -> None:
