@@ -26,23 +26,15 @@ def _regex(
     return results
 
 
-def _map(answers: list[Any], mapping_dict: Options, default_value: Any = None) -> list[Any]:
-    return [mapping_dict.get(answer, default_value) for answer in answers]
-
-
-def _take_first_k(answers: list[Any], k: int) -> list[Any]:
-    return answers[:k]
-
-
 FILTERS: dict[str, Callable[..., list[Any]]] = {
     "take_first": lambda answers: answers[:1],
-    "take_first_k": _take_first_k,
+    "take_first_k": lambda answers, k: answers[:k],
     "majority_vote": lambda answers: [Counter(answers).most_common(1)[0][0]],
     "regex": _regex,
     "remove_whitespace": lambda answers: [answer.strip() for answer in answers],
     "lowercase": lambda answers: [answer.lower() for answer in answers],
     "uppercase": lambda answers: [answer.upper() for answer in answers],
-    "map": _map,
+    "map": lambda answers, mapping_dict, default_value=None: [mapping_dict.get(key, default_value) for key in answers],
 }
 
 

@@ -8,20 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jingu.evaluate import task_metrics
 from jingu.evaluate.answer_filters import apply_filter, filters_of
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
 from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, fingerprint_of, load_data
 from jingu.evaluate.task_file import TaskGroup, TaskSettings
-from jingu.evaluate.task_metrics import (
-    Answer,
-    MetricResult,
-    aggregate,
-    average_results,
-    check_samples,
-    measure,
-    metrics_of,
-)
+from jingu.evaluate.task_metrics import Answer, MetricResult
 from jingu.runtime.files import write_text_atomically
 
 RESULT_SUFFIX = ".json"
@@ -53,13 +46,13 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
     Raises:
         JinguError: what is wrong with the task or its data.
     """
-    metrics_of(task)
+    task_metrics.metrics_of(task)
     filters_of(task)
     generation_request(task)
     count = task.num_fewshot if num_shots is None else num_shots
     data = load_data(task, needs_shots=count > 0)
     samples = PromptRenderer(task, data, count).render_all(limit)
-    check_samples(task, samples)
+    task_metrics.check_samples(task, samples)
     column = task.metadata.get("cluster")
     if column is not None and column not in data.columns:
         raise task.error(f"its metadata.cluster is {column}, which the data do not have.", "Name one of its columns.")
@@ -95,7 +88,9 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
             kept = answers
             if task.output_type == "generate_until":
                 kept = [Answer(text=apply_filter(steps, [answer.text for answer in answers]))]
-            measured |= {f"{metric},{name}": value for metric, value in measure(task, sample, kept).items()}
+            measured |= {
+                f"{metric},{name}": value for metric, value in task_metrics.measure(task, sample, kept).items()
+            }
         for key, value in measured.items():
             values.setdefault(key, []).append(value)
         records.append(
@@ -109,11 +104,11 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
                 "metrics": measured,
             }
         )
-    options = {metric["metric"]: metric for metric in metrics_of(task)}
+    options = {task_metrics.name_of(metric): metric for metric in task_metrics.metrics_of(task)}
     metrics = {}
     for key, column in values.items():
         name = key.rpartition(",")[0]
-        metrics[key] = aggregate(options.get(name, {"metric": name}), column, prepared.clusters)
+        metrics[key] = task_metrics.aggregate(options.get(name, {"metric": name}), column, prepared.clusters)
     counts = {what: count - counts_before[what] for what, count in scorer.counts.items()}
     counts["left_out"] = len(prepared.data.rows) - len(records)
     return TaskResult(prepared, metrics, records, counts)
@@ -143,7 +138,7 @@ def aggregate_group(group: TaskGroup, results: Mapping[str, TaskResult]) -> dict
             name, _, filter_name = key.rpartition(",")
             if name == metric["metric"] and (filters is None or filter_name in filters):
                 parts = [member.metrics[key] for member in members if key in member.metrics]
-                metrics[key] = average_results(parts, metric.get("weight_by_size", True))
+                metrics[key] = task_metrics.average_results(parts, metric.get("weight_by_size", True))
     return metrics
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,19 +110,26 @@ class FunctionReference:
     file: Path
     name: str
 
-    def load(self, trusted: Iterable[Path], task_file: Path) -> Any:
+    def load(self, trusted: frozenset[Path], task_file: Path) -> Any:
         """Import the function. Raises JinguError unless its file is trusted."""
-        if self.file.resolve() not in {path.resolve() for path in trusted}:
+        if self.file.resolve() not in trusted:
             fix = f"Read that code. If you trust it, add --trust {self.file}."
             raise JinguError(f"this task runs code ({self.name} of {self.file.name}).", where=task_file, fix=fix)
-        spec = importlib.util.spec_from_file_location(f"jingu_task_{self.file.stem}", self.file)
-        if spec is None or spec.loader is None or not self.file.is_file():
-            raise JinguError("there is no such Python file.", where=self.file, fix="Check the task's !function.")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if self.name not in vars(module):
+        names = _import_names(self.file)
+        if self.name not in names:
             raise JinguError(f"it has no function {self.name}.", where=self.file, fix="Check the task's !function.")
-        return vars(module)[self.name]
+        return names[self.name]
+
+
+@cache
+def _import_names(file: Path) -> Options:
+    """Run a Python file; return what it defines."""
+    spec = importlib.util.spec_from_file_location(f"jingu_task_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise JinguError("there is no such Python file.", where=file, fix="Check the task's !function.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
 
 
 class _TaskLoader(yaml.SafeLoader):
@@ -174,7 +181,7 @@ class TaskIndex:
 
     def __init__(self, folders: Sequence[Path] = (), trusted: Sequence[Path] = ()) -> None:
         self._folders = [*folders, CATALOGUE]
-        self._trusted = trusted
+        self._trusted = frozenset(path.resolve() for path in trusted)
         self.tasks: dict[str, TaskSettings] = {}
         self.groups: dict[str, TaskGroup] = {}
         for folder in folders:
@@ -247,7 +254,7 @@ class TaskIndex:
         return self._add(base | member, file)
 
 
-def _load_functions(value: Any, trusted: Iterable[Path], file: Path) -> Any:
+def _load_functions(value: Any, trusted: frozenset[Path], file: Path) -> Any:
     """Replace references to functions by the functions."""
     if isinstance(value, dict):
         return {key: _load_functions(item, trusted, file) for key, item in value.items()}

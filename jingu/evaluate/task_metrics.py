@@ -10,6 +10,8 @@ import re
 import string
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from jingu.errors import join_words
 from jingu.evaluate import statistics
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings
+from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]
 
@@ -40,22 +43,31 @@ class Answer:
     text: str = ""
 
 
+_LABEL_METRICS = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "acc_mutual_info", "f1", "mcc")
 # Metrics by the output type of the tasks that they fit; the first few are those of a task that names none.
-METRICS: dict[OutputType, tuple[str, ...]] = {
-    "multiple_choice": (
-        *("acc", "acc_norm", "acc_bytes", "acc_tokens", "acc_mutual_info"),
-        *("f1", "mcc", "brier_score", "exact_match"),
-    ),
-    "loglikelihood": ("perplexity", "acc"),
-    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
-    "generate_until": ("exact_match",),
+METRICS: dict[OutputType, list[str]] = {
+    "multiple_choice": [*_LABEL_METRICS, "brier_score", "exact_match"],
+    "loglikelihood": ["perplexity", "acc"],
+    "loglikelihood_rolling": ["word_perplexity", "byte_perplexity", "bits_per_byte"],
+    "generate_until": ["exact_match", "bleu", "chrf", "chrf++", "ter"],
 }
-_NUM_DEFAULTS = {"multiple_choice": 2}
-_LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score")
-# Aggregations of the metrics that are no means.
-_AGGREGATIONS_OF = {"mcc": "matthews_corrcoef"} | dict.fromkeys(
-    ("word_perplexity", "byte_perplexity"), "weighted_perplexity"
-)
+_NUM_DEFAULTS = {"multiple_choice": 2, "generate_until": 1}
+_LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter")
+# Aggregations of the metrics that are neither means nor have their own.
+_AGGREGATIONS_OF = {
+    "mcc": "matthews_corrcoef",
+    "word_perplexity": "weighted_perplexity",
+    "byte_perplexity": "weighted_perplexity",
+}
+_METRIC_KEYS = ("metric", "aggregation", "higher_is_better", "hf_evaluate")
+# Metrics of a whole corpus, by the names of sacrebleu's functions.
+CORPUS_METRICS = {"bleu": "corpus_bleu", "chrf": "corpus_chrf", "chrf++": "corpus_chrf", "ter": "corpus_ter"}
+
+
+def name_of(metric: Options) -> str:
+    """Return the name of a metric, or of the function that a task uses as one."""
+    name = metric["metric"]
+    return str(name.__name__ if callable(name) else name)
 
 
 # What is measured for a document
@@ -82,10 +94,19 @@ def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answ
         by_words = (first.logprob, len(re.split(r"\s+", text)))
         values = {"word_perplexity": by_words, "byte_perplexity": by_bytes, "bits_per_byte": by_bytes}
     else:
-        options = next(metric for metric in metrics_of(task) if metric["metric"] == "exact_match")
-        gold = [_normalize(text, options) for text in sample.gold]
-        values = {"exact_match": float(_normalize(first.text, options) in gold)}
-    return {metric["metric"]: values[metric["metric"]] for metric in metrics_of(task)}
+        values = {name_of(metric): _measure_text(sample.gold, first.text, metric) for metric in metrics_of(task)}
+    return {name_of(metric): values[name_of(metric)] for metric in metrics_of(task)}
+
+
+def _measure_text(gold: tuple[str, ...], text: str, metric: Options) -> Any:
+    """Return a metric of a generated text; of metrics of a corpus, the right texts and this one."""
+    if callable(metric["metric"]):
+        options = {key: value for key, value in metric.items() if key not in _METRIC_KEYS}
+        value = metric["metric"](references=list(gold[:1]), predictions=[text], **options)
+        return value[name_of(metric)] if isinstance(value, dict) else value
+    if metric["metric"] in CORPUS_METRICS:
+        return gold, text
+    return float(_normalize(text, metric) in [_normalize(answer, metric) for answer in gold])
 
 
 def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -149,20 +170,27 @@ def _matthews(pairs: Array) -> Array:
     return np.divide(covariance, np.sqrt(product), out=np.zeros(product.shape), where=product > 0)
 
 
+def _mean(values: Array) -> Array:
+    mean: Array = values.mean(-1)
+    return mean
+
+
 def _weighted_mean(pairs: Array) -> Array:
     mean: Array = pairs[..., 0].sum(-1) / pairs[..., 1].sum(-1)
     return mean
 
 
 AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
-    "mean": lambda values: values.mean(-1),
+    "mean": _mean,
+    "brier_score": _mean,
     "perplexity": lambda values: np.exp(-values.mean(-1)),
     "weighted_perplexity": lambda pairs: np.exp(-_weighted_mean(pairs)),
     "bits_per_byte": lambda pairs: -_weighted_mean(pairs) / math.log(2),
     "f1": _f1,
     "matthews_corrcoef": _matthews,
-    "brier_score": lambda values: values.mean(-1),
 }
+# Draws of the bootstrap of what is measured over a whole corpus, as the harness takes them.
+_CORPUS_DRAWS = 100
 
 
 def metrics_of(task: TaskSettings) -> list[Options]:
@@ -173,18 +201,26 @@ def metrics_of(task: TaskSettings) -> list[Options]:
     """
     names = METRICS[task.output_type]
     for metric in task.metric_list if task.process_results is None else ():
-        if metric.get("metric") not in names:
-            what = f"the metric {metric.get('metric')} does not fit tasks of type {task.output_type}."
+        name = metric.get("metric")
+        aggregation = metric.get("aggregation", "mean")
+        if name not in names and not (callable(name) and task.output_type == "generate_until"):
+            what = f"the metric {name} does not fit tasks of type {task.output_type}."
             raise task.error(what, f"Those that do: {join_words(names, 'and')}.")
-        if metric.get("aggregation", "mean") not in AGGREGATIONS:
-            raise task.error(f"there is no aggregation {metric['aggregation']}.", f"Use {join_words([*AGGREGATIONS])}.")
+        if not callable(aggregation) and aggregation not in (*AGGREGATIONS, *CORPUS_METRICS):
+            raise task.error(f"there is no aggregation {aggregation}.", f"Use {join_words([*AGGREGATIONS])}.")
+        if name in CORPUS_METRICS:
+            import_optional("sacrebleu", f"the metric {name}", task.task)
     return task.metric_list or [{"metric": name} for name in names[: _NUM_DEFAULTS.get(task.output_type)]]
 
 
 def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> None:
     """Raise JinguError if a metric does not fit the documents."""
-    names = {metric["metric"] for metric in metrics_of(task)}
-    if task.process_results is None and "f1" in names and any(len(sample.choices) != 2 for sample in samples):
+    if task.process_results is not None:
+        return
+    names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
+    if "acc_mutual_info" in names and any(len(sample.pairs) != 2 * len(sample.choices) for sample in samples):
+        raise task.error("the metric acc_mutual_info is for choices after one context.", "Use acc.")
+    if "f1" in names and any(len(sample.choices) != 2 for sample in samples):
         what = "the metric f1 is for tasks with two choices, the second of which is the class that is sought."
         raise task.error(what, "Use acc or mcc.")
 
@@ -219,22 +255,36 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
         values: of the documents.
         clusters: labels of the documents; equal ones belong together.
     """
-    name = metric["metric"]
+    name = name_of(metric)
     aggregation = metric.get("aggregation") or _AGGREGATIONS_OF.get(name, name)
-    aggregation = aggregation if aggregation in AGGREGATIONS else "mean"
-    array = np.array(values, np.float64)
-    statistic = AGGREGATIONS[aggregation]
-    if aggregation in ("mean", "brier_score"):
-        method = "mean" if clusters is None else "clustered"
-        stderr = statistics.mean_stderr(array, clusters)
-        interval = statistics.mean_interval(array, clusters)
-    else:
-        method = "bootstrap"
-        draws = statistics.bootstrap(lambda indices: statistic(array[indices]), len(array), clusters)
-        stderr = float(draws.std(ddof=1))
-        interval = (float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
     better = metric.get("higher_is_better", name not in _LOWER_IS_BETTER)
-    return MetricResult(float(statistic(array)), stderr, method, interval, len(array), better)
+    size = len(values)
+    if callable(aggregation) or aggregation in CORPUS_METRICS:
+        function = aggregation if callable(aggregation) else partial(_score_corpus, aggregation, metric)
+        generator = Random(0)
+        value = float(function(values))
+        draws = np.array([function(generator.choices(values, k=size)) for _ in range(_CORPUS_DRAWS)], np.float64)
+    else:
+        array = np.array(values, np.float64)
+        statistic = AGGREGATIONS.get(aggregation, _mean)
+        value = float(statistic(array))
+        if statistic is _mean:
+            stderr = statistics.mean_stderr(array, clusters)
+            method = "mean" if clusters is None else "clustered"
+            return MetricResult(value, stderr, method, statistics.mean_interval(array, clusters), size, better)
+        draws = statistics.bootstrap(lambda indices: statistic(array[indices]), size, clusters)
+    interval = (float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
+    return MetricResult(value, float(draws.std(ddof=1)), "bootstrap", interval, size, better)
+
+
+def _score_corpus(name: str, metric: Options, pairs: Sequence[tuple[Sequence[str], str]]) -> float:
+    """Return a metric of sacrebleu for right texts and generated ones; BLEU splits words as `tokenize` says."""
+    options: Options = {"word_order": 2} if name == "chrf++" else {}
+    if name == "bleu" and "tokenize" in metric:
+        options["tokenize"] = metric["tokenize"]
+    references = list(zip(*(gold for gold, _ in pairs), strict=True))
+    function = vars(import_optional("sacrebleu", f"the metric {name}", name))[CORPUS_METRICS[name]]
+    return float(function([text for _, text in pairs], references, **options).score)
 
 
 def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> MetricResult:

@@ -111,7 +111,10 @@ TASKS: dict[str, dict[str, Any]] = {
                 ],
             },
         ],
-        "metric_list": [{"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True}],
+        "metric_list": [
+            {"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True},
+            *({"metric": name} for name in ("bleu", "chrf", "chrf++", "ter")),
+        ],
     },
     "several_right_answers": {
         "output_type": "generate_until",
