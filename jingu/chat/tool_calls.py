@@ -8,10 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jingu.chat.messages import JsonObject, Message
+
+# How tools are described where the chat template has no place for them, in Hermes's and Qwen's words.
+_TOOL_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")
 _DECODER = json.JSONDecoder()
@@ -119,3 +135,28 @@ def _to_call(value: Mapping[str, Any]) -> ToolCall:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(value["name"], arguments)
+
+
+def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]) -> tuple[Message, ...]:
+    """Return messages with tools, calls and results as text, for chat templates that do not support tools.
+
+    The tools are described in the first message: some templates have no place for a system message either.
+    """
+    texts: list[Message] = []
+    for message in messages:
+        calls = (
+            json.dumps({key: call[key] for key in ("name", "arguments")}, ensure_ascii=False)
+            for call in message.tool_calls
+        )
+        parts = [message.content, *(f"{OPEN_TAG}\n{call}\n</tool_call>" for call in calls)]
+        text = replace(message, content="\n".join(filter(None, parts)), tool_calls=(), name="", tool_call_id="")
+        if message.role == "tool":
+            text = replace(text, role="user", content=f"<tool_response>\n{text.content}\n</tool_response>")
+            # Results of several calls are one message, as many templates want roles to alternate.
+            if texts[-1:] and texts[-1].role == "user":
+                text = replace(text, content=f"{texts.pop().content}\n{text.content}")
+        texts.append(text)
+    description = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    first, *rest = texts
+    parts = [first.content, description] if first.role == "system" else [description, first.content]
+    return (replace(first, content="\n\n".join(parts)), *rest)

@@ -6,15 +6,17 @@ Each protocol converts its body to a `ChatRequest`, and formats the answers or t
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fastapi import Request as HttpRequest
 
 from jingu.chat.messages import ConversationError, JsonObject, Message
 from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
-from jingu.chat.tool_calls import ToolCall, ToolCallParser
+from jingu.chat.tool_calls import ToolCall, ToolCallParser, write_tools_as_text
 from jingu.errors import JinguError
 from jingu.infer.request import Constraint, FinishReason, Token
 from jingu.serve.async_engine import RequestHandle
@@ -22,6 +24,8 @@ from jingu.serve.http_errors import bad_request
 from jingu.serve.openai import build_engine_request
 from jingu.serve.protocol import AllowedToolsChoice, ChatMessage, ChatRequest, FunctionDefinition, ToolChoice
 from jingu.serve.service import Service, run_off_loop
+
+LOGGER = logging.getLogger("jingu.serve")
 
 
 @dataclass(frozen=True)
@@ -162,13 +166,35 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
     continue_final = bool(body.continue_final_message)
     if continue_final and messages[-1].role != "assistant":
         raise bad_request("`continue_final_message` requires a last message of the assistant", "messages")
+
+    def encode() -> tuple[int, ...]:
+        try:
+            return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
+        except ConversationError as error:
+            if not tools:
+                raise
+            texts = write_tools_as_text(messages, tools)
+            try:
+                ids = chat_format.encode_prompt(texts, (), variables, continue_final=continue_final)
+            except ConversationError:
+                raise ConversationError(f"{error}; start the server with --template qwen to use tools") from error
+        _warn_of_tool_prompt(chat_format.template.where)
+        return ids
+
     length = sum(len(message.content) for message in messages)
     try:
-        return await run_off_loop(
-            lambda: chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final), length
-        )
+        return await run_off_loop(encode, length)
     except ConversationError as error:
         raise bad_request(str(error), "messages") from error
+
+
+@cache
+def _warn_of_tool_prompt(template: str) -> None:
+    """Say once that tools are written as text."""
+    LOGGER.warning(
+        f"the chat template {template} does not support tools; jingu describes them in the first message of the prompt "
+        "(--template qwen has a place for them)"
+    )
 
 
 def _parse_message(message: ChatMessage, index: int) -> Message:
