@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jingu.compat.torch_distributed import pretend_ranks
@@ -18,9 +19,11 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import resolve_steps
 from jingu.errors import pluralize
 from jingu.formatting import format_rounded, memory_unit
-from jingu.model.decoder import iterate_blocks, parameter_shapes
+from jingu.model.adapter_layers import is_trained
+from jingu.model.decoder import build_model, iterate_blocks, parameter_shapes
+from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import Experts, ModelSpec
 from jingu.parallel.layout import Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import AxisSizes, build_mesh
@@ -105,11 +108,10 @@ def _format_memory(config: RunConfig, spec: ModelSpec, world: int, sizes: AxisSi
     unit, unit_name = memory_unit(total)
     parts = " + ".join(f"{size / unit:,.1f} {purpose}" for purpose, size in largest.items() if size)
     place = {"none": "", "host": ", some of it in main memory", "disk": ", some of it on disk"}
-    rest = "one block" if config.train.activation_checkpointing.type == "full" else "activations"
-    return (
-        f"{total / unit:,.1f} {unit_name} = {parts}{place[config.parallel.offload.type]}; and what {rest} and one "
-        "chunk of the loss take"
-    )
+    rest = "one chunk of the loss takes"
+    if "activations" not in largest:
+        rest = "activations and one chunk of the loss take"
+    return f"{total / unit:,.1f} {unit_name} = {parts}{place[config.parallel.offload.type]}; and what {rest}"
 
 
 def _distinct_ranks(settings: ParallelSettings, pipeline: int, spec: ModelSpec) -> list[int]:
@@ -150,19 +152,57 @@ def estimate_memory(
     parameters = [parameter for stage in model.stages for parameter in stage.parameters()]
     if isinstance(parameters[0], DTensor):
         _add_gathered(estimate, model, config, plan, precision)
+    # Activations stay until the backward pass, of each micro-batch in flight.
     checkpointing = config.train.activation_checkpointing
+    in_flight = 1
+    if sizes.pipeline > 1:
+        by_schedule = {"gpipe": plan.accumulation, "1f1b": sizes.pipeline - pipeline_rank}
+        in_flight = by_schedule.get(config.parallel.pipeline_schedule, 2 * sizes.pipeline)
+        in_flight = min(plan.accumulation, in_flight)
+    tokens = plan.micro_batch_size * -(-config.batch.sequence_length // (sizes.context * sizes.tensor))
+    numbers = [number for stage in model.stages for number, _ in iterate_blocks(stage)]
+    checkpointed = 0
     if checkpointing.type == "full":
-        # The input of every checkpointed block stays until its backward pass, of each micro-batch in flight.
-        numbers = [number for stage in model.stages for number, _ in iterate_blocks(stage)]
-        blocks = sum(number % checkpointing.every == 0 for number in numbers)
-        in_flight = 1
-        if sizes.pipeline > 1:
-            by_schedule = {"gpipe": plan.accumulation, "1f1b": sizes.pipeline - pipeline_rank}
-            in_flight = by_schedule.get(config.parallel.pipeline_schedule, 2 * sizes.pipeline)
-            in_flight = min(plan.accumulation, in_flight)
-        tokens = plan.micro_batch_size * -(-config.batch.sequence_length // (sizes.context * sizes.tensor))
-        estimate["inputs of blocks"] = blocks * in_flight * tokens * spec.hidden_size * precision.compute.itemsize
+        checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
+        input_bytes = tokens * spec.hidden_size * precision.compute.itemsize
+        estimate["inputs of blocks"] = checkpointed * in_flight * input_bytes
+    if (
+        checkpointing.type != "selective"
+        and spec.num_encoder_layers is None
+        and not isinstance(spec.feed_forward, Experts)
+    ):
+        # A checkpointed block is recomputed, one at a time.
+        blocks = (len(numbers) - checkpointed) * in_flight + min(1, checkpointed)
+        estimate["activations"] = round(blocks * tokens * activation_bytes(spec, precision.compute))
     return estimate
+
+
+@lru_cache(maxsize=16)
+def activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Return the bytes per token that a decoder's block keeps for its backward pass, counted on the meta device."""
+
+    def count(layers: int, length: int) -> int:
+        with torch.device("meta"):
+            model = build_model(spec.model_copy(update={"num_layers": layers, "quantization": None})).to(dtype)
+            tokens = torch.zeros(1, length, dtype=torch.int64)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained(name, spec))
+        weights = {id(parameter.untyped_storage()) for parameter in model.parameters()}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def record(tensor: Tensor) -> Tensor:
+            storages[id(tensor.untyped_storage())] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            model(Inputs(tokens))
+        return sum(storage.nbytes() for number, storage in storages.items() if number not in weights)
+
+    # The second of two blocks, without embedding and head. Attention on the meta device keeps its probabilities, which
+    # grow with the square of the length; kernels of real devices do not keep them.
+    length = min(64, spec.max_position_embeddings // 2)
+    short, long = (count(2, size) - count(1, size) for size in (length, 2 * length))
+    return (4 * short - long) / (2 * length)
 
 
 def _add_gathered(

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import BatchSettings, PrecisionSettings, TrainSettings, WsdSettings
 from jingu.errors import JinguError
-from jingu.model.decoder import parameter_shapes
+from jingu.model.decoder import build_model, parameter_shapes
+from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
 from jingu.parallel.stages import plan_layout
 from jingu.training import plan
@@ -31,7 +33,7 @@ def test_config_show_prints_a_valid_file_and_the_plan(tmp_path: Path, capsys: py
     assert load_config(tmp_path / "shown.yaml") == config
     followed, _, memory = text.split("\n\n")[-1].rpartition("#   memory of a rank       ")
     assert memory.endswith(
-        "optimizer state + 26.3 gathered weights; and what activations and one chunk of the loss take\n"
+        "optimizer state + 26.3 gathered weights + 36.5 activations; and what one chunk of the loss takes\n"
     )
     assert followed == (
         "# What follows, on 4 ranks:\n"
@@ -125,6 +127,51 @@ def test_the_layout_names_the_ranks_of_experts() -> None:
     config = RunConfig.model_validate({"model": {"family": "mixtral"}, "parallel": {"expert": 4}})
     assert ("layout", "8 = 8 shard (ZeRO 1, 4 expert)") in plan.derive_plan(config, 8)
     assert ("layout", "8 = 8 shard (ZeRO 1)") in plan.derive_plan(RunConfig(), 8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("length", [33, 128])
+def test_activations_are_those_that_a_forward_pass_keeps(family: str, length: int) -> None:
+    """On the CPU itself; kernels of attention keep a little more or less than on the meta device."""
+    model = {"family": family, "num_layers": 2, "hidden_size": 64, "num_heads": 4, "max_position_embeddings": 256}
+    spec = spec_from_settings(RunConfig.model_validate({"model": model}).model, 320, 256)
+
+    def kept(layers: int) -> int:
+        decoder = build_model(spec.model_copy(update={"num_layers": layers}))
+        storages: dict[int, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = decoder(Inputs(torch.zeros(2, length, dtype=torch.int64)))
+        assert out.requires_grad
+        weights = {parameter.data_ptr() for parameter in decoder.parameters()}
+        return sum(tensor.untyped_storage().nbytes() for at, tensor in storages.items() if at not in weights)
+
+    per_token = (kept(2) - kept(1)) / (2 * length)
+    assert plan.activation_bytes(spec, torch.float32) == pytest.approx(per_token, rel=0.15)
+
+
+def test_activations_of_blocks_in_flight_are_counted() -> None:
+    settings: dict[str, Any] = {
+        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6},
+        "batch": {"sequence_length": 10, "global_batch_size": 8, "micro_batch_size": 2},
+        "parallel": {"pipeline": 2},
+        "precision": {"type": "fp32"},
+    }
+    counts = {}
+    for kind in ("none", "full", "selective"):
+        settings["train"] = {"activation_checkpointing": {"type": kind}}
+        config = RunConfig.model_validate(settings)
+        spec = spec_from_settings(config.model, 64, 10)
+        layout = plan_layout(config, 2, spec)
+        counts[kind] = [estimate_memory(config, spec, 2, *layout, rank).get("activations") for rank in (0, 1)]
+    of_block = 2 * 10 * plan.activation_bytes(spec, torch.float32)
+    assert counts == {
+        "none": [round(2 * 2 * of_block), round(2 * of_block)], "full": [round(of_block)] * 2, "selective": [None] * 2,
+    }  # fmt: skip
 
 
 def test_recomputed_blocks_keep_their_inputs() -> None:
