@@ -1,4 +1,4 @@
-"""Saving while training goes on: what lands is the step it claims to be, and nothing that fails stops the run."""
+"""Saving while training continues: a checkpoint has the state of its step, and no failure stops the run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
 
 
 def pause(saver: AsyncSaver) -> None:
-    """Stop the process that writes; it goes on with `resume`."""
+    """Pause the writer process; `resume` continues it."""
     os.kill(saver._process.pid, signal.SIGSTOP)
 
 
@@ -72,8 +72,8 @@ def saver(tensors):
     assert made._process.returncode is not None
 
 
-def test_what_lands_is_the_step_it_claims(saver, tensors, tmp_path):
-    """Writing is held up while training changes every tensor; the memory of the copy is used again and again."""
+def test_a_delayed_save_writes_the_state_of_its_step(saver, tensors, tmp_path):
+    """Writing is delayed while training changes every tensor; the memory of the copy is reused."""
     assert saver.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     for step in range(1, 5):
         train(tensors)
@@ -93,8 +93,8 @@ def test_what_lands_is_the_step_it_claims(saver, tensors, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
 
 
-def test_a_step_of_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
-    """The copy begins only when the optimizer has come to its next step."""
+def test_an_optimizer_step_waits_for_the_copy(tmp_path, monkeypatch):
+    """The copy starts only when the optimizer has reached its next step."""
     weight = torch.nn.Parameter(torch.ones(3, 4))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
 
@@ -122,14 +122,14 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
     saver.close()
 
 
-def test_it_clears_away_what_is_not_kept(saver, tensors, tmp_path):
+def test_saving_prunes_old_checkpoints(saver, tensors, tmp_path):
     for step in range(1, 8):
         saver.save(step_folder(tmp_path, step), tensors, {}, Retention(2, every=3))
         assert saver.poll(None).problem is None
     assert all_steps(tmp_path) == [3, 6, 7]
 
 
-def test_the_bytes_are_those_of_a_save_that_waits(saver, tensors, tmp_path):
+def test_async_and_synchronous_saves_write_the_same_bytes(saver, tensors, tmp_path):
     from jingu.checkpoint.store import save
 
     saver.save(step_folder(tmp_path / "a", 1), tensors, {"step": 1}, Retention())
@@ -141,7 +141,7 @@ def test_the_bytes_are_those_of_a_save_that_waits(saver, tensors, tmp_path):
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in files)
 
 
-def test_where_the_process_that_writes_dies_the_next_save_has_another(saver, tensors, tmp_path):
+def test_a_dead_writer_process_is_replaced(saver, tensors, tmp_path):
     pause(saver)
     saver.save(step_folder(tmp_path, 1), tensors, {}, Retention())
     os.kill(saver._process.pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_where_the_process_that_writes_dies_the_next_save_has_another(saver, ten
     assert_holds(step_folder(tmp_path, 2), tensors)
 
 
-def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
+def test_a_failing_disk_is_reported_and_training_continues(saver, tensors, tmp_path):
     (tmp_path / "file").touch()
     saver.save(tmp_path / "file" / "step-00000001", tensors, {}, Retention())
     assert "Not a directory" in saver.poll(None).problem
@@ -167,7 +167,7 @@ def test_where_the_disk_fails_it_says_so_and_goes_on(saver, tensors, tmp_path):
     assert_holds(step_folder(tmp_path, 3), tensors)
 
 
-def test_a_save_that_fails_leaves_nothing_and_takes_what_earlier_ones_left(saver, tensors, tmp_path):
+def test_a_failed_save_removes_its_files_and_older_leftovers(saver, tensors, tmp_path):
     partial = partial_path(step_folder(tmp_path, 2))
     (partial / shard_name(0, 1)).mkdir(parents=True)  # in the way of the file
     late = partial_path(step_folder(tmp_path, 1)) / shard_name(1, 2)
@@ -178,7 +178,7 @@ def test_a_save_that_fails_leaves_nothing_and_takes_what_earlier_ones_left(saver
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_note_is_there_when_it_is_written(tmp_path):
+def test_a_note_is_complete_when_it_appears(tmp_path):
     seen = []
 
     class LooksError(Exception):
@@ -190,7 +190,7 @@ def test_a_note_is_there_when_it_is_written(tmp_path):
     assert seen == [{}] and failure_notes(tmp_path) == {1: "LooksError: why"}
 
 
-def test_what_another_rank_has_begun_to_write_of_a_later_step_stays(saver, tensors, tmp_path):
+def test_a_later_step_of_another_rank_is_not_deleted(saver, tensors, tmp_path):
     for step in (1, 3):
         partial_path(step_folder(tmp_path, step)).mkdir()
     saver.save(step_folder(tmp_path, 2), tensors, {}, Retention())
@@ -198,12 +198,12 @@ def test_what_another_rank_has_begun_to_write_of_a_later_step_stays(saver, tenso
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000003.partial", "step-00000002"]
 
 
-def test_other_tensors_than_at_the_start_are_refused(saver, tensors, tmp_path):
+def test_changed_tensors_are_refused(saver, tensors, tmp_path):
     with pytest.raises(ValueError, match="differ from those at the start"):
         saver.save(step_folder(tmp_path, 1), {**tensors, "model/b": torch.zeros(6)}, {}, Retention())
 
 
-def test_ctrl_c_is_not_for_the_process_that_writes(saver, tensors, tmp_path):
+def test_ctrl_c_does_not_reach_the_writer_process(saver, tensors, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         saver.save(step_folder(tmp_path, 1), tensors, {}, Retention())
         assert saver.poll(None).problem is None
@@ -227,7 +227,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_killed_training_takes_the_process_that_writes_along(tmp_path):
+def test_the_writer_process_ends_with_killed_training(tmp_path):
     folder = step_folder(tmp_path, 1)
     process = subprocess.Popen([sys.executable, "-c", DIES, str(folder)], stdout=subprocess.PIPE, text=True)
     writer = psutil.Process(int(process.stdout.readline()))
@@ -246,7 +246,7 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
 
 
 def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
-    """Rank 1's process is held up, then killed before any process has begun, then works."""
+    """Rank 1's writer process is first delayed, then killed before any other has started, then works."""
     import torch.distributed as dist
 
     tensors, said = sharded(rank, world), []
@@ -274,7 +274,7 @@ def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
     return said
 
 
-def test_the_first_rank_waits_for_all_parts_and_hears_of_failures(tmp_path, ranks):
+def test_rank_0_waits_for_all_parts_and_learns_of_failures(tmp_path, ranks):
     first, second = ranks.run(save_on_two, 2, tmp_path)
     died = "the process that writes it ended by SIGKILL"
     assert second == [None, died, None]

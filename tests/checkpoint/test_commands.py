@@ -50,7 +50,7 @@ def test_list(run, capsys):
     assert " ".join(lines[4][3:]).startswith("unfinished")
 
 
-def test_what_a_run_deletes_meanwhile_is_no_error(run, capsys, monkeypatch):
+def test_checkpoints_deleted_meanwhile_are_skipped(run, capsys, monkeypatch):
     first, partial = step_folder(run / "checkpoints", 1), run / "checkpoints" / ".step-00000009.partial"
     partial.mkdir()
     shutil.copytree(first, run / "copy")
@@ -127,7 +127,7 @@ def test_prune(run, capsys):
     assert all_steps(run / "checkpoints") == [5]
 
 
-def test_a_run_that_is_trained_is_not_pruned(run):
+def test_a_run_in_training_is_not_pruned(run):
     descriptor = os.open(run, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(JinguError, match="is training this run now"):
@@ -135,7 +135,7 @@ def test_a_run_that_is_trained_is_not_pruned(run):
     os.close(descriptor)
 
 
-def test_every_verb_takes_an_address(run, tmp_path, capsys):
+def test_every_command_accepts_a_url(run, tmp_path, capsys):
     address = f"file://{run}"
     assert main(["checkpoint", "diff", f"{address}/checkpoints/step-00000001", address]) == 0
     assert "1 tensors are equal to the last bit, 2 differ." in capsys.readouterr().out
@@ -150,8 +150,8 @@ def test_every_verb_takes_an_address(run, tmp_path, capsys):
         commands.verify(checkpoint_path(f"{address}/checkpoints/step-00000003"))
 
 
-def test_a_run_with_its_checkpoints_elsewhere(tiny_run, tmp_path, capsys):
-    """They are found through the run's folder, and copies are listed, too."""
+def test_a_run_with_checkpoints_at_a_url(tiny_run, tmp_path, capsys):
+    """They are listed through the run's folder, and so are copies."""
     for name, setting, above in (("far", "url", "a"), ("near", "copy_to", "b")):
         config = tiny_run({f"checkpoint.{setting}": f"file://{tmp_path}/{above}"}, name=name)
         folder = tmp_path / "runs" / name

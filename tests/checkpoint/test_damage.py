@@ -1,4 +1,4 @@
-"""A damaged checkpoint is never taken for a good one, and the way back leads past it."""
+"""A damaged checkpoint is never loaded, and resuming skips it."""
 
 import pathlib
 import random
@@ -27,8 +27,8 @@ def checkpoints(tmp_path):
     return tmp_path
 
 
-def test_a_thousand_flipped_bits_and_truncations_are_all_seen(checkpoints):
-    """By verifying and by loading, in any file; the way back leads past them."""
+def test_all_of_a_thousand_flipped_bits_and_truncations_are_detected(checkpoints):
+    """Both verifying and loading detect damage in any file, and resuming skips it."""
     generator = random.Random(0)
     last = step_folder(checkpoints, 200)
     files = sorted(last.iterdir())
@@ -101,7 +101,7 @@ def test_a_manifest_cannot_lead_outside_its_folder(checkpoints):
     assert verify(path.parent)[0].startswith("manifest.json is not a manifest: files")
 
 
-def test_no_checkpoint_at_all(tmp_path):
+def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
     assert find_latest(tmp_path / "absent").step is None
     assert find_latest(tmp_path).folder is None
     assert prune(tmp_path, Retention(1), 100) == []
@@ -113,7 +113,7 @@ def test_no_checkpoint_at_all(tmp_path):
     assert found.skipped == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
 
 
-def test_a_newest_that_is_not_complete_is_passed_over_with_a_word(checkpoints, caplog):
+def test_an_incomplete_newest_checkpoint_is_skipped_with_a_warning(checkpoints, caplog):
     assert newest_complete(checkpoints, checkpoints) == step_folder(checkpoints, 200) and not caplog.messages
     save(step_folder(checkpoints, 300), some_tensors(300), {"step": 300})
     for step in (200, 300):
@@ -122,7 +122,7 @@ def test_a_newest_that_is_not_complete_is_passed_over_with_a_word(checkpoints, c
     assert caplog.messages == [f"{step_folder(checkpoints, 300)} is not complete: using step 100."]
 
 
-def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
+def test_prune_keeps_the_newest_and_deletes_leftovers(checkpoints):
     for step in (300, 123_456_789):
         save(step_folder(checkpoints, step), some_tensors(step), {})
     for name in (".step-00000400.partial", ".step-00000050.deleted"):
@@ -133,8 +133,8 @@ def test_prune_keeps_the_newest_and_clears_leftovers(checkpoints):
     assert sorted(path.name for path in checkpoints.iterdir()) == [".mine", "step-00000300", "step-123456789"]
 
 
-def test_prune_never_deletes_the_last_good_one(checkpoints):
-    """Damage after the save, which a sound manifest does not show."""
+def test_prune_never_deletes_the_last_valid_checkpoint(checkpoints):
+    """The checkpoint was damaged after it was saved, so its manifest is intact."""
     (step_folder(checkpoints, 200) / "state.json").write_text("{}")
     assert complete_steps(checkpoints) == [100, 200]
     assert prune(checkpoints, Retention(1), 100) == []
@@ -144,7 +144,7 @@ def test_prune_never_deletes_the_last_good_one(checkpoints):
     assert find_latest(checkpoints).step == 150
 
 
-def test_what_cannot_be_deleted_now_is_deleted_after_the_next_save(checkpoints, monkeypatch):
+def test_a_failed_deletion_is_repeated_after_the_next_save(checkpoints, monkeypatch):
     def fails(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_deleted_now_is_deleted_after_the_next_save(checkpoints, 
     assert complete_steps(checkpoints) == [200]
 
 
-def test_a_prune_that_is_killed_leaves_no_half_checkpoint(checkpoints, monkeypatch):
+def test_a_killed_prune_leaves_no_partial_checkpoint(checkpoints, monkeypatch):
     class Killed(BaseException):
         pass
 

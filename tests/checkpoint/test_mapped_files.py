@@ -1,4 +1,4 @@
-"""Tensors read where they lie in files."""
+"""Tensors that are mapped from files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jingu.errors import JinguError
     places=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 300), st.integers(0, 90)), max_size=8),
     row=st.booleans(),
 )
-def test_memories_are_filled_from_their_places(
+def test_tensors_are_filled_from_their_file_ranges(
     tmp_path_factory: pytest.TempPathFactory, places: list[tuple[str, int, int]], row: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
@@ -37,13 +37,13 @@ def test_memories_are_filled_from_their_places(
     assert [bytes(own) for own in memories] == [held[name][at : at + size] for name, at, size in places]
 
 
-def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+def test_a_truncated_file(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(bytes(100))
     with pytest.raises(JinguError, match="shorter than it was"):
         FileReader().read_into([(FileRegion(tmp_path / "weights", 90), memoryview(bytearray(11)))])
 
 
-def test_only_the_very_tensor_knows_where_it_lies(tmp_path: Path) -> None:
+def test_only_the_mapped_tensor_itself_has_a_file_range(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(torch.arange(12.0).numpy().tobytes())
     tensor = map_tensor(tmp_path / "weights", 8, torch.Size((2, 5)), torch.float32)
     assert file_region(tensor) == (tmp_path / "weights", 8)

@@ -1,4 +1,4 @@
-"""Copies in main memory: a folder for each rank stands for a node of its own, so that what is lacking travels."""
+"""Copies in main memory; a folder for each rank represents a node, so that missing files are transferred."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def four(ranks, tmp_path):
     return tmp_path
 
 
-def test_any_one_node_is_lost(four, ranks):
+def test_recovery_after_losing_any_one_node(four, ranks):
     assert ranks.run(find, 4, four) == [([6], {"step": 6})] * 4
     for lost in range(4):
         shutil.move(four / f"node-{lost}", four / "lost")
@@ -76,7 +76,7 @@ def test_any_one_node_is_lost(four, ranks):
         shutil.move(four / "lost", four / f"node-{lost}")
 
 
-def test_two_nodes_of_four_are_left(four, ranks):
+def test_recovery_on_two_of_four_nodes(four, ranks):
     """The first and the third have all parts between them; they become the nodes of a run on two ranks."""
     shutil.rmtree(four / "node-1")
     shutil.rmtree(four / "node-3")
@@ -84,14 +84,14 @@ def test_two_nodes_of_four_are_left(four, ranks):
     assert ranks.run(find, 2, four) == [([6], {"step": 6})] * 2
 
 
-def test_two_neighbours_are_lost(four, ranks):
+def test_losing_two_neighbouring_nodes(four, ranks):
     shutil.rmtree(four / "node-1")
     shutil.rmtree(four / "node-2")
     assert ranks.run(find, 4, four) == [([], None)] * 4
 
 
 @pytest.mark.parametrize("name", ["shard-00002-of-00004.safetensors", "part-00001.json", "state.json"])
-def test_a_flipped_byte_is_noticed_on_all_ranks(name, four, ranks):
+def test_all_ranks_detect_a_flipped_byte(name, four, ranks):
     for path in four.rglob(name):
         raw = bytearray(path.read_bytes())
         raw[-9] ^= 4
@@ -102,7 +102,7 @@ def test_a_flipped_byte_is_noticed_on_all_ranks(name, four, ranks):
 
 
 def test_parts_of_two_attempts_at_a_step_are_not_mixed(four, ranks):
-    """Half of the nodes have one attempt, the other half another: between them there is no whole one."""
+    """Half of the nodes have one attempt, the other half another, so that neither is complete."""
     for node in (0, 1):
         (key,) = (four / f"node-{node}").glob("jingu-*/rank-*/step-*")
         key.rename(key.with_name("step-00000006-00000000000000000001"))
@@ -128,7 +128,7 @@ def find_while_one_goes(rank: int, world: int, folder: Path) -> list[int]:
     return steps
 
 
-def test_a_copy_that_is_deleted_meanwhile_is_passed_over(four, ranks):
+def test_a_copy_deleted_meanwhile_is_skipped(four, ranks):
     assert ranks.run(find_while_one_goes, 4, four) == [[6]] * 4
 
 
@@ -186,7 +186,7 @@ def find_where_the_receiving_rank_is_late(rank: int, world: int, folder: Path, g
     return all(torch.equal(values(tensors[name]), values(expected[name])) for name in WHOLE)
 
 
-def test_no_rank_reads_what_another_one_of_its_node_still_receives(ranks, tmp_path):
+def test_ranks_wait_for_files_that_their_node_still_receives(ranks, tmp_path):
     ranks.run(save_on_two_nodes, 4, tmp_path)
     shutil.rmtree(tmp_path / "node-1")
     gates = [tmp_path / "first", tmp_path / "second"]
@@ -195,7 +195,7 @@ def test_no_rank_reads_what_another_one_of_its_node_still_receives(ranks, tmp_pa
     assert ranks.run(find_where_the_receiving_rank_is_late, 4, tmp_path, gates) == [True] * 4
 
 
-def test_the_last_rank_of_a_node_may_take_the_folder_away_while_the_first_looks(tmp_path, monkeypatch):
+def test_a_folder_may_disappear_while_it_is_listed(tmp_path, monkeypatch):
     root, plain = tmp_path / f"jingu-{ID:016x}", Path.iterdir
 
     def iterdir(path: Path) -> Any:
@@ -239,7 +239,7 @@ def copy_where_one_is_full(rank: int, world: int, folder: Path) -> str:
     return "saved"
 
 
-def test_where_one_rank_has_no_room_the_copies_before_stay(ranks, tmp_path):
+def test_earlier_copies_stay_if_one_rank_has_no_space(ranks, tmp_path):
     said = ranks.run(copy_where_one_is_full, 4, tmp_path)
     assert said[1] == "No space left on device."
     assert {*said[:1], *said[2:]} == {"rank 1: No space left on device."}

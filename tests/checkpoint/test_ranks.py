@@ -66,7 +66,7 @@ def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
     return "saved"
 
 
-def test_two_ranks_write_four_read_and_write_one_reads(tmp_path, ranks):
+def test_two_ranks_write_four_rewrite_and_one_reads(tmp_path, ranks):
     assert ranks.run(save_on, 2, tmp_path / "two", None) == [True] * 2
     assert ranks.run(save_on, 4, tmp_path / "four", tmp_path / "two") == [True] * 4
     for name, whole in WHOLE.items():

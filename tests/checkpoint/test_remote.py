@@ -1,4 +1,4 @@
-"""Copies of checkpoints on stores without a rename: whole or not to be seen, and the way back from them."""
+"""Copies of checkpoints on object stores without rename: complete or invisible, and resuming from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def here() -> RemotePath:
     return RemotePath.at(PLACE)
 
 
-def test_a_copy_is_read_where_it_is(tmp_path):
+def test_a_copy_is_read_in_place(tmp_path):
     for step in (1, 2):
         copy_checkpoint(saved(tmp_path, step), PLACE, Retention(3))
     assert complete_steps(here()) == [1, 2]
@@ -49,8 +49,8 @@ def test_a_copy_is_read_where_it_is(tmp_path):
     assert verify(folder) == ["state.json is missing"]
 
 
-def test_saved_at_an_address(store):
-    """Complete only with its manifest; what is there of the same step goes first, what failed goes altogether."""
+def test_saving_to_a_url(store):
+    """A checkpoint is complete only with its manifest; an older copy is deleted first, a failed one completely."""
     folder = step_folder(here(), 3)
     for value in (1.0, 2.0):
         save(folder, {"w": torch.full((700, 3), value)}, {"step": 3})
@@ -63,7 +63,7 @@ def test_saved_at_an_address(store):
     assert all_steps(here()) == []
 
 
-def test_what_is_damaged_at_an_address_is_seen_and_passed_over(store):
+def test_damaged_copies_at_a_url_are_skipped(store):
     for step in (1, 2, 3):
         save(step_folder(here(), step), {"w": torch.full((5,), float(step))}, {"step": step})
     (step_folder(here(), 3) / "manifest.json").unlink()
@@ -82,15 +82,15 @@ def test_what_is_damaged_at_an_address_is_seen_and_passed_over(store):
     assert prune(here(), Retention(1), current=4) == [1, 2]
 
 
-def test_what_need_not_stay_goes(tmp_path):
+def test_old_copies_are_pruned(tmp_path):
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8), (5, 0.7)):
         copy_checkpoint(saved(tmp_path, step, loss), PLACE, Retention(1, every=3, best=1))
     assert complete_steps(here()) == [2, 3, 5]
 
 
 @pytest.mark.parametrize("good", range(3))
-def test_a_copy_that_breaks_off_is_not_to_be_seen(good, tmp_path, monkeypatch):
-    """Also where a complete one of the same step was there before."""
+def test_an_interrupted_copy_is_invisible(good, tmp_path, monkeypatch):
+    """Also if there was a complete copy of the same step before."""
     copy_checkpoint(saved(tmp_path, 1), PLACE, Retention(3))
     for _ in range(2):
         copy_checkpoint(saved(tmp_path, 2), PLACE, Retention(3))
@@ -111,12 +111,12 @@ def test_a_copy_that_breaks_off_is_not_to_be_seen(good, tmp_path, monkeypatch):
     assert complete_steps(here()) == [1, 2]
 
 
-def test_an_address_that_nothing_knows():
+def test_an_unknown_url_scheme():
     with pytest.raises(JinguError, match="the URL cannot be opened"):
         RemotePath.at("nowhere://bucket")
 
 
-def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, done, peak, tmp_path, capsys):
+def test_a_run_without_local_checkpoints_resumes_from_the_copies(tiny_run, done, peak, tmp_path, capsys):
     from jingu.training.commands import train
 
     settings = {"checkpoint.every": 4, "checkpoint.copy_to": f"file://{tmp_path}/shared", "train.steps": 10}
@@ -137,7 +137,7 @@ def test_a_run_whose_own_checkpoints_are_gone_goes_on_from_the_copies(tiny_run, 
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_run_keeps_its_checkpoints_at_an_address(background, tiny_run, done, peak, tmp_path, capsys):
+def test_a_run_saves_its_checkpoints_to_a_url(background, tiny_run, done, peak, tmp_path, capsys):
     from jingu.checkpoint.commands import list_checkpoints
     from jingu.formats.models import open_model
     from jingu.training.commands import train
@@ -161,7 +161,7 @@ def test_a_run_keeps_its_checkpoints_at_an_address(background, tiny_run, done, p
         train(parts.model_copy(update={"checkpoint": whole.checkpoint}))
 
 
-def test_two_ranks_keep_theirs_at_an_address(tiny_run, train_on, done, tmp_path):
+def test_two_ranks_save_to_a_url(tiny_run, train_on, done, tmp_path):
     settings = {
         "checkpoint.every": 4,
         "train.steps": 10,
@@ -177,7 +177,7 @@ def test_two_ranks_keep_theirs_at_an_address(tiny_run, train_on, done, tmp_path)
     assert done(config).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
 
 
-def test_where_copying_fails_training_goes_on(tiny_run, done, peak, tmp_path, capsys):
+def test_training_continues_if_copying_fails(tiny_run, done, peak, tmp_path, capsys):
     from jingu.training.commands import train
 
     (tmp_path / "file").touch()

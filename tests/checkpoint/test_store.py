@@ -1,4 +1,4 @@
-"""What is saved in one layout loads in any other to the last bit; a save that fails leaves nothing."""
+"""Checkpoints of one layout load bitwise in any other; a failed save leaves nothing."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ KINDS = [
 
 
 def filled(shape, dtype, seed=0):
-    """Every bit pattern may come up, NaNs too, but in bool, which has two."""
+    """Every bit pattern may occur, including NaNs; bool has two."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return ((raw & 1) if dtype == torch.bool else raw).view(dtype).reshape(shape)
@@ -41,13 +41,13 @@ def coordinates(mesh):
 
 
 def cut(whole, mesh, coordinate, layout, empty=False):
-    """A rank's block, given the dim that each axis of the mesh divides and the axis that divides last."""
+    """Return a rank's block, given the dim that each mesh axis divides and the axis that divides last."""
     block = block_at(whole, mesh, coordinate, *layout)
     return replace(block, local=torch.zeros_like(block.local.contiguous())) if empty else block
 
 
 def save_as_ranks(folder, tensors, mesh, layouts):
-    """What as many processes as the mesh has ranks would write, one after another."""
+    """Write the parts of all ranks of the mesh, one after another."""
     partial = save_folder.partial_path(folder)
     partial.mkdir(parents=True)
     for rank, coordinate in enumerate(coordinates(mesh)):
@@ -100,7 +100,7 @@ def test_any_layout_loads_any_layout(tmp_path_factory, journey):
 
 
 @pytest.mark.parametrize("chunk", [64, 1000])
-def test_blocks_larger_than_the_chunks_of_reading(tmp_path, monkeypatch, chunk):
+def test_blocks_larger_than_a_read_chunk(tmp_path, monkeypatch, chunk):
     """The same three ways of reading as for large tensors, on small ones."""
     monkeypatch.setattr(shards, "STAGING_BYTES", chunk)
     monkeypatch.setattr(save_folder, "CHUNK", chunk)
@@ -131,7 +131,7 @@ def test_every_byte_is_written_once_and_replicas_share_the_work(tmp_path_factory
     assert sum(piece.bytes[1] - piece.bytes[0] for piece in pieces) == whole
 
 
-def test_equal_copies_are_dealt_out_evenly(tmp_path):
+def test_replicated_tensors_are_distributed_evenly(tmp_path):
     tensors = {f"t{i}": filled((10 + i,), torch.float32) for i in range(16)}
     save_as_ranks(tmp_path / "step", tensors, (4,), {name: ([None],) for name in tensors})
     sizes = [path.stat().st_size for path in (tmp_path / "step").glob("shard-*")]
@@ -173,7 +173,7 @@ def test_two_saves_are_the_same_bytes(tmp_path):
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
 
 
-def test_state_and_names_come_back(tmp_path):
+def test_state_and_names_are_restored(tmp_path):
     state = {"step": 7, "lr": 0.1, "nested": {"list": [1, None, "ü"]}}
     store.save(tmp_path / "step", example(), state)
     assert save_folder.read_state(tmp_path / "step") == state
@@ -190,7 +190,7 @@ def test_loading_a_part_by_prefix(tmp_path):
     assert all(same(weights[name], example()[name]) for name in weights)
 
 
-def test_everything_that_does_not_fit_is_named_at_once(tmp_path):
+def test_all_mismatches_are_reported_at_once(tmp_path):
     store.save(tmp_path / "step", example(), {})
     wanted = {"model/w": torch.zeros(4, 7), "model/b": torch.zeros(5), "model/new": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
@@ -202,7 +202,7 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path):
     )
 
 
-def test_loading_sees_damage_and_no_rank_goes_on_alone(tmp_path):
+def test_loading_detects_damage_on_all_ranks(tmp_path):
     store.save(tmp_path / "step", example(), {})
     shard = tmp_path / "step" / "shard-00000-of-00001.safetensors"
     raw = bytearray(shard.read_bytes())
@@ -225,7 +225,7 @@ def _saved(folder):
 
 
 class Failing:
-    """Stands in for a system call: works `good` times, then fails."""
+    """A replacement for a system call that works `good` times, then fails."""
 
     def __init__(self, call, good, code):
         self.call, self.left, self.code, self.failed = call, good, code, False
@@ -240,7 +240,7 @@ class Failing:
 
 @pytest.mark.parametrize("good", range(12))
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_save_that_fails_midway_leaves_nothing_and_the_last_one_good(tmp_path, monkeypatch, call, good):
+def test_a_failed_save_leaves_the_last_checkpoint_valid(tmp_path, monkeypatch, call, good):
     first = _saved(tmp_path / "step-00000001")
     code = errno.ENOSPC if call == "write" else errno.EIO
     target = (save_folder, "write_all") if call == "write" else (os, "fsync")
@@ -263,7 +263,7 @@ def test_a_save_that_fails_midway_leaves_nothing_and_the_last_one_good(tmp_path,
     assert save_folder.verify(tmp_path / "step-00000002") == []
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(tmp_path):
+def test_a_bug_keeps_its_traceback(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         store.save(tmp_path / "step", example(), {"bad": object()})
     assert list(tmp_path.iterdir()) == []

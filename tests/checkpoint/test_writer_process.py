@@ -1,4 +1,4 @@
-"""The writer over a file layer that fails: the disk fills up, cannot be written, or does not keep what it took."""
+"""The writer on a failing disk: it fills up, cannot be written, or loses data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors_of(step: int) -> dict[str, Tensor]:
 
 
 def write(checkpoints: Path, step: int) -> str | None:
-    """What the background process does at a request; the problem it answers."""
+    """Handle a request as the background process does, and return the problem that it reports."""
     plan, blocks = plan_part(local_blocks(tensors_of(step)), 0, 1)
     owner = {piece: block for name, block in blocks.items() for piece in plan.tensors[name].pieces}
     request = {"folder": str(step_folder(checkpoints, step)), "state": {"step": step}, "retention": KEEP}
@@ -45,7 +45,7 @@ def assert_good(checkpoints: Path, *steps: int) -> None:
 
 
 class Killed(BaseException):
-    """In place of a SIGKILL."""
+    """Simulates a SIGKILL."""
 
 
 CALLS = [
@@ -56,12 +56,12 @@ CALLS = [
     (os, "unlink"),
     (os, "rmdir"),
 ]
-"""What changes a disk."""
+"""Functions that change the disk."""
 
 
 @contextmanager
 def failing(monkeypatch: Any, good: int, error: BaseException, only: str | None = None) -> Iterator[list[str]]:
-    """After `good` calls that change the disk (or `only` those of a name), all further ones fail."""
+    """After `good` calls that change the disk (or only calls of the function `only`), all further ones fail."""
     made: list[str] = []
 
     def stand_in(name: str, real: Any) -> Any:
@@ -82,7 +82,7 @@ def failing(monkeypatch: Any, good: int, error: BaseException, only: str | None 
 
 @pytest.mark.parametrize("only", ["write_all", "fsync", "rename", "mkdir", None])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_whatever_fails_the_last_good_one_loads_and_the_next_save_works(only, code, tmp_path, monkeypatch):
+def test_after_any_failure_the_last_checkpoint_loads_and_saving_works(only, code, tmp_path, monkeypatch):
     good = 0
     while True:
         checkpoints = tmp_path / str(good)
@@ -102,7 +102,7 @@ def test_whatever_fails_the_last_good_one_loads_and_the_next_save_works(only, co
     assert good >= (1 if only == "mkdir" else 2)
 
 
-def test_killed_before_each_change_of_the_disk(tmp_path, monkeypatch):
+def test_kill_before_each_file_operation(tmp_path, monkeypatch):
     good = 0
     while True:
         checkpoints = tmp_path / str(good)

@@ -23,7 +23,7 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def corpus_texts(count: int = 60) -> list[str]:
-    """Documents of every length, some of them copies, in English, code and Chinese."""
+    """Documents of many lengths, some of them duplicates, in English, code and Chinese."""
     random = np.random.default_rng(7)
     words = ["def", "return", " seed", " grow", "\n    ", "春眠", "不觉晓", "🙂", "<|endoftext|>", "x = 1\n"]
     texts = ["".join(random.choice(words, random.integers(1, 80))) for _ in range(count)]
@@ -50,7 +50,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(tmp_path: Path, tokenizer_folder: Path, corpus_folder: Path) -> MakeConfig:
-    """A run over the corpus; keyword arguments replace settings of `data`."""
+    """Make the configuration of a run over the corpus; keyword arguments replace settings of `data`."""
 
     def make(tokenizer: Path = tokenizer_folder, **data: Any) -> RunConfig:
         settings = {

@@ -1,4 +1,4 @@
-"""Every way of reading gives the same numbers, opens each file once, and a local copy is only read when it is right."""
+"""Every reader returns the same ids and opens each file once, and a local copy is only read if it is valid."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     count=st.integers(0, 300),
     places=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 310)), max_size=8),
 )
-def test_any_stretch(
+def test_reading_any_range(
     tmp_path_factory: pytest.TempPathFactory, reading: ReaderType, count: int, places: list[tuple[int, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("numbers") / "x"
@@ -81,7 +81,7 @@ def test_batches_are_the_same_and_no_file_is_opened_twice(built_folder: Path, re
     assert len(counts) == len(shards) > 3 and set(counts) == {2}
 
 
-def test_the_way_is_inferred_from_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_is_inferred_from_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     rows = [("/", "ext4"), ("/shared", "nfs4"), ("/shared/fast", "xfs"), ("/scratch", "lustre"), ("/a\\040b", "fuse.x")]
     table.write_text("".join(f"36 35 98:0 / {at} rw,noatime master:1 - {kind} /dev/x rw\n" for at, kind in rows))
@@ -98,7 +98,7 @@ def test_the_way_is_inferred_from_the_file_system(tmp_path: Path, monkeypatch: p
     assert infer_reader(Path("/shared/x")) is MmapReader
 
 
-def test_a_file_cut_while_it_is_read_is_told(tmp_path: Path) -> None:
+def test_a_file_truncated_while_reading_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(100))
     numbers = open_array(path, "uint16", 50, "lazy")
@@ -107,9 +107,7 @@ def test_a_file_cut_while_it_is_read_is_told(tmp_path: Path) -> None:
         numbers.read(20, 40)
 
 
-def test_files_of_others_are_read_by_their_prefix(
-    built_folder: Path, data_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_foreign_files_are_read_by_their_prefix(built_folder: Path, data_tokenizer: Tokenizer, tmp_path: Path) -> None:
     dataset = open_dataset(built_folder / "train-00001", "train")
     ours = open_dataset(built_folder, "train")
     count = len(ours.shards[1])
@@ -134,7 +132,7 @@ def kinds(dataset: TokenDataset) -> int:
     return len({shard.bin_xxh3 for shard in dataset.manifest.train.shards})
 
 
-def test_shards_are_copied_and_then_read_from_there(built_folder: Path, tmp_path: Path) -> None:
+def test_shards_are_copied_and_read_from_the_copy(built_folder: Path, tmp_path: Path) -> None:
     source, expected = source_of(built_folder, "lazy"), source_of(built_folder, "mmap")
     dataset = source.sources[0].dataset
     copies = [copy_shards_in_background([dataset], tmp_path / "fast") for _ in range(2)]  # as of two processes
@@ -148,7 +146,7 @@ def test_shards_are_copied_and_then_read_from_there(built_folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("trouble", ["damage", "disk"])
-def test_where_copying_fails_the_slow_files_are_read_on(
+def test_the_original_files_are_read_if_copying_fails(
     built_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     said: list[str] = []
@@ -175,7 +173,7 @@ def test_where_copying_fails_the_slow_files_are_read_on(
     assert torch.equal(source.batch(3, 0, 4).tokens, expected.batch(3, 0, 4).tokens)
 
 
-def test_the_loader_gives_what_was_asked_and_holds_one_step(built_folder: Path) -> None:
+def test_the_prefetcher_returns_each_step_and_buffers_one(built_folder: Path) -> None:
     source = source_of(built_folder, "mmap")
     asked: list[tuple[int, int, int]] = []
 
@@ -194,7 +192,7 @@ def test_the_loader_gives_what_was_asked_and_holds_one_step(built_folder: Path) 
     assert set(asked) >= {(1, 0, 4), (9, 0, 2), (9, 2, 2), (3, 1, 3)}
 
 
-def test_an_error_in_the_loader_is_the_trainings(built_folder: Path) -> None:
+def test_an_error_of_the_prefetcher_is_raised_in_training(built_folder: Path) -> None:
     def make(step: int, first: int, count: int) -> Batch:
         raise OSError("the disk is gone")
 

@@ -1,4 +1,4 @@
-"""`jingu data build`: content, order, split, counts, and what is left when it fails."""
+"""`jingu data build`: content, order, split, counts, and what remains after a failure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_document_is_there_once_in_order(
     assert (manifest.dtype, manifest.eos_token_id, manifest.empty) == ("uint16", 0, 1)
 
 
-def test_workers_change_no_byte(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+def test_the_number_of_workers_changes_no_byte(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     trees = []
     for workers in (1, 3):
         path = tmp_path / f"data-{workers}"
@@ -115,7 +115,9 @@ def test_without_ray_its_executor_is_explained(make_config: MakeConfig, monkeypa
         build(make_config(), executor="ray")
 
 
-def test_a_mistake_in_a_worker_is_the_users(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+def test_an_error_of_a_worker_is_reported_to_the_user(
+    make_config: MakeConfig, tmp_path: Path, small_units: None
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "' + "x" * 1500 + '"}\n{"id": 1}\n')
     for workers in (1, 2):
@@ -128,7 +130,7 @@ def test_a_mistake_in_a_worker_is_the_users(make_config: MakeConfig, tmp_path: P
         assert [item.name for item in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
-def test_copies_fall_on_one_side(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_duplicates_are_in_the_same_split(make_config: MakeConfig, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {index % 40}"}) for index in range(160)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     config = make_config(input=str(tmp_path / "x.jsonl"), validation_fraction=0.3)
@@ -171,7 +173,7 @@ def test_a_small_corpus_holds_out_at_least_one(
         ("ab" * 40, 16),
     ],
 )
-def test_the_end_of_a_single_text_is_held_out(
+def test_the_end_of_a_single_text_is_the_validation_split(
     make_config: MakeConfig, tmp_path: Path, text: str, validation: str | int
 ) -> None:
     (tmp_path / "only.txt").write_text(text)
@@ -223,7 +225,7 @@ def test_invalid_documents_are_counted(
     assert "left out: 1 empty, 0 not UTF-8; read with bytes replaced: 1" in capsys.readouterr().out
 
 
-def test_the_same_again_is_nothing_and_other_settings_are_refused(
+def test_rebuilding_does_nothing_and_changed_settings_are_refused(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config()
@@ -251,7 +253,7 @@ def test_the_same_again_is_nothing_and_other_settings_are_refused(
         build(config)
 
 
-def test_a_folder_of_something_else_is_left_alone(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_with_other_content_is_not_touched(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.txt").write_text("precious")
     with pytest.raises(JinguError) as caught:
@@ -301,7 +303,7 @@ def killed_at(event: int, config: RunConfig) -> bool:
 
 
 @pytest.mark.parametrize("duplicates", ["keep", "drop"])
-def test_killed_ten_times_the_build_is_the_undisturbed_one(
+def test_a_build_killed_ten_times_equals_the_uninterrupted_one(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, duplicates: str
 ) -> None:
     monkeypatch.setattr(build_module, "RESUMABLE_AFTER_SECONDS", 0.0)
@@ -320,7 +322,7 @@ def test_killed_ten_times_the_build_is_the_undisturbed_one(
     assert sorted(item.name for item in tmp_path.iterdir()) == ["data", "undisturbed"]
 
 
-def test_a_killed_build_goes_on_where_it_was(
+def test_a_killed_build_resumes(
     make_config: MakeConfig,
     tmp_path: Path,
     small_units: None,
@@ -342,7 +344,7 @@ def test_a_killed_build_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("duplicates", ["keep", "drop"])
-def test_parts_are_joined_by_the_last_of_them_to_the_very_bytes_of_one_build(
+def test_the_last_part_joins_all_to_the_bytes_of_one_build(
     make_config: MakeConfig, tmp_path: Path, small_units: None, capsys: pytest.CaptureFixture[str], duplicates: str
 ) -> None:
     settings = {"shard_tokens": 500, "duplicates": duplicates}
@@ -359,7 +361,7 @@ def test_parts_are_joined_by_the_last_of_them_to_the_very_bytes_of_one_build(
     inspect(tmp_path / "data")
 
 
-def test_a_part_that_is_done_when_another_has_joined_all_is_no_error(
+def test_a_part_that_finishes_after_the_join_succeeds(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, locked, times = make_config(), build_module._locked, []
@@ -377,7 +379,7 @@ def test_a_part_that_is_done_when_another_has_joined_all_is_no_error(
     inspect(tmp_path / "data")
 
 
-def test_parts_of_other_settings_are_not_joined(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
+def test_parts_with_other_settings_are_not_joined(make_config: MakeConfig, tmp_path: Path, small_units: None) -> None:
     build(make_config(), part=(1, 2))
     with pytest.raises(JinguError) as caught:
         build(make_config(validation_fraction=0.5), part=(2, 2))
@@ -387,7 +389,7 @@ def test_parts_of_other_settings_are_not_joined(make_config: MakeConfig, tmp_pat
     )
 
 
-def test_a_full_disk_is_told_by_a_part(
+def test_a_part_reports_a_full_disk(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -404,7 +406,7 @@ def test_a_full_disk_is_told_by_a_part(
     build(make_config(), part=(1, 2))
 
 
-def test_copies_are_left_out_on_request(
+def test_duplicates_are_dropped_on_request(
     make_config: MakeConfig, tmp_path: Path, small_units: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(duplicates="drop")
@@ -421,7 +423,7 @@ def test_copies_are_left_out_on_request(
     assert {tuple(ids) for ids in kept} <= {tuple(ids) for ids in both}
 
 
-def test_mistakes_are_left_out_on_request_and_listed(
+def test_invalid_documents_are_skipped_on_request_and_listed(
     make_config: MakeConfig, tmp_path: Path, small_units: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [json.dumps({"text": f"document {number}"}) for number in range(60)]
@@ -444,7 +446,7 @@ def test_two_builds_into_one_folder(make_config: MakeConfig, tmp_path: Path) -> 
         build(make_config())
 
 
-def test_a_full_disk_keeps_what_is_done(
+def test_a_full_disk_keeps_finished_units(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = IndexedWriter.add
@@ -491,10 +493,10 @@ def test_workers_end_with_a_killed_build(make_config: MakeConfig) -> None:
     assert len(done.stdout.split()) == 2
 
 
-def test_documents_begin_as_the_tokenizer_would_have_it(
+def test_documents_start_with_the_bos_token_of_the_tokenizer(
     make_config: MakeConfig, tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`<s>` before each, where its post-processor puts that, as Llama's does; and nothing on request."""
+    """`<s>` before each document if the tokenizer's post-processor adds it, as Llama's does; nothing on request."""
     shutil.copytree(tokenizer_folder, tmp_path / "llama")
     spec = json.loads((tmp_path / "llama" / "tokenizer.json").read_text())
     end = Tokenizer.load(tokenizer_folder).eos_token_id
@@ -520,7 +522,7 @@ def test_documents_begin_as_the_tokenizer_would_have_it(
         build(make_config(tokenizer=tmp_path / "llama", add_bos_token=False))
 
 
-def test_a_tokenizer_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_missing_tokenizer(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"none: there is no tokenizer folder here\. Run `jingu tokenizer train`"):
         build(make_config(tokenizer=tmp_path / "none"))
 

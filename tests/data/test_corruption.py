@@ -1,4 +1,4 @@
-"""Span corruption: nothing is lost, as much is removed as the settings say, and a sample is always the same."""
+"""Span corruption: no text is lost, the settings determine how much is removed, and samples are deterministic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planned(tokenizer: Tokenizer, length: int, rate: float = 0.15, mean: float =
 
 
 def restored(plan: SpanCorruption, source: list[int], target: list[int]) -> list[int]:
-    """The text, from what encoder and decoder are given: each sentinel of the source replaced by its span."""
+    """Restore the text: replace each sentinel of the encoder input by its span in the target."""
     assert source[-1] == target[-1] == plan.eos_token_id
     spans: dict[int, list[int]] = {}
     for token in target[:-1]:
@@ -61,13 +61,13 @@ def test_the_text_can_be_restored(tokenizer, length, rate, mean, sample, seed):
     assert source[0] == text[0] and text[-1] == target[-2]
 
 
-def test_lengths_are_those_of_the_paper(tokenizer):
+def test_lengths_equal_those_of_the_paper(tokenizer):
     """15% in spans of 3 of 568 tokens leave 512 for the encoder and 114 for the decoder, as T5 was trained."""
     plan = planned(tokenizer, 568)
     assert (plan.source_length, plan.target_length) == (512, 114)
 
 
-def test_every_place_is_removed_equally_often_and_spans_have_their_mean(tokenizer):
+def test_positions_are_removed_uniformly_with_the_mean_span_length(tokenizer):
     plan = planned(tokenizer, 40, rate=0.3, mean=3.0)
     text = np.arange(1000, 1040)
     gone, sizes = np.zeros(40), Counter[int]()
@@ -110,7 +110,7 @@ def test_a_batch_is_its_rows_shifted(tokenizer):
     assert torch.equal(plan.apply(Batch(texts[1:], texts[1:]), 6).labels, batch.labels[1:])
 
 
-def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_leaves_out(tokenizer):
+def test_batches_use_global_sample_numbers_and_respect_dropped_documents(tokenizer):
     class Source:
         global_batch_size = 4
 
@@ -129,7 +129,7 @@ def test_batches_of_a_source_are_numbered_over_the_run_and_leave_out_what_it_lea
     assert batch.source is not None and torch.equal(batch.source.tokens, expected.source.tokens)
 
 
-def test_what_does_not_fit_is_told(tokenizer):
+def test_incompatible_settings_are_refused(tokenizer):
     with pytest.raises(JinguError) as error:
         planned(tokenizer, 2100)
     assert str(error.value) == (

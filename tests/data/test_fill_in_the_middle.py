@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: the text comes back from every row, whichever documents were cut and wherever."""
+"""Fill-in-the-middle: the text can be restored from every row, wherever documents were cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX, SUFFIX, MIDDLE, END = 901, 902, 903, 0
 
 
 def undone(row: list[int]) -> tuple[list[int], int]:
-    """The text of a row that was not cut off, and how many of its documents were written anew."""
+    """Return the text of a row that was not truncated, and the number of its rearranged documents."""
     text: list[int] = []
     anew = 0
     document: list[int] = []
@@ -44,7 +44,7 @@ def fill(rate: float, seed: int = 5, prompt_prefix_ids: tuple[int, ...] = ()) ->
     return FillInTheMiddle(rate, PREFIX, SUFFIX, MIDDLE, END, seed, prompt_prefix_ids)
 
 
-def test_what_documents_begin_with_stays_in_front_of_the_parts() -> None:
+def test_the_bos_token_stays_in_front() -> None:
     row = np.array([5, 6, 7, 8, END, *[END] * 5])
     plain = fill(1.0).transform_row(row, 3)
     prefixed = fill(1.0, prompt_prefix_ids=(77, 78)).transform_row(np.array([77, 78, *row]), 3)
@@ -54,7 +54,7 @@ def test_what_documents_begin_with_stays_in_front_of_the_parts() -> None:
 @given(
     st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=6), st.integers(0, 10**9), st.booleans()
 )
-def test_the_text_comes_back(documents: list[list[int]], sample: int, ended: bool) -> None:
+def test_the_text_can_be_restored(documents: list[list[int]], sample: int, ended: bool) -> None:
     ids = [id_ for document in documents for id_ in [*document, END]][: None if ended else -1]
     if not ids:
         return
@@ -69,7 +69,7 @@ def test_the_text_comes_back(documents: list[list[int]], sample: int, ended: boo
     assert undone(always.tolist())[1] == sum(map(bool, documents)) >= count
 
 
-def test_the_share_and_the_places_are_those_that_were_asked_for() -> None:
+def test_share_and_positions_follow_the_settings() -> None:
     row = np.tile(np.array([*range(1, 10), END]), 40)
     made = np.stack([fill(0.3, seed=1).transform_row(row, sample) for sample in range(100)])
     documents = [[*ids] for each in made.tolist() for ids in _documents(each)]
@@ -102,7 +102,7 @@ def test_batches_are_pure_and_labels_follow(built_folder: Path) -> None:
     assert torch.equal(whole.documents, ends.cumsum(1) - ends)
 
 
-def test_the_tokens_must_be_there(data_tokenizer: Tokenizer) -> None:
+def test_missing_special_tokens_are_refused(data_tokenizer: Tokenizer) -> None:
     with pytest.raises(JinguError) as caught:
         build_fill_in_the_middle(FillInTheMiddleSettings(), data_tokenizer, 0)
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""Megatron's format, read and written here from its description alone, against jingu's reader and writer."""
+"""Megatron's format: a reader and writer from its description alone, compared with jingu's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def described_write(prefix: Path, documents: list[list[int]], dtype: str) -> None:
-    """The format, as described: header, lengths, byte offsets, document index."""
+    """Write the format as described: header, lengths, byte offsets, document index."""
     body = b"".join(np.array(ids, dtype).tobytes() for ids in documents)
     size = np.dtype(dtype).itemsize
     index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", CODES[dtype])
@@ -63,7 +63,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 65_499), max_size=7), max_size=9)
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
 @given(documents=DOCUMENTS)
-def test_a_reader_from_the_description_reads_ours(
+def test_an_independent_reader_reads_our_files(
     tmp_path_factory: pytest.TempPathFactory, dtype: str, documents: list[list[int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("ours")
@@ -84,7 +84,7 @@ def test_a_reader_from_the_description_reads_ours(
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
 @given(documents=DOCUMENTS)
-def test_we_read_what_the_description_writes(
+def test_we_read_files_of_an_independent_writer(
     tmp_path_factory: pytest.TempPathFactory, dtype: str, documents: list[list[int]]
 ) -> None:
     prefix = tmp_path_factory.mktemp("theirs") / "x"
@@ -102,7 +102,7 @@ def test_we_read_what_the_description_writes(
 
 
 def legacy_write(prefix: Path, documents: list[list[int]], dtype: str, marks: list[int] | None) -> None:
-    """The older format, as described: all of its index in 8 bytes a number; `marks` are Megatron's documents."""
+    """Write the older format as described: 8 bytes for each number of the index; `marks` are Megatron's documents."""
     body = b"".join(np.array(ids, dtype).tobytes() for ids in documents)
     sizes, count = [len(ids) for ids in documents], len(documents)
     index = b"TNTIDX\x00\x00" + struct.pack("<QQQ", 1, CODES[dtype], np.dtype(dtype).itemsize)

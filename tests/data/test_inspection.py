@@ -65,7 +65,7 @@ def test_the_rows_of_a_step_with_their_documents(
             at += int(count)
 
 
-def test_what_an_encoder_reads_and_a_decoder_writes(
+def test_preview_of_encoder_inputs_and_targets(
     built_folder: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, tokenizer = run_of(built_folder, tokenizer_folder), Tokenizer.load(tokenizer_folder)
@@ -91,9 +91,7 @@ def test_shares_of_several_sources(
     )
 
 
-def test_every_document_knows_where_it_comes_from(
-    built_folder: Path, tokenizer_folder: Path, corpus_folder: Path
-) -> None:
+def test_every_document_has_an_origin(built_folder: Path, tokenizer_folder: Path, corpus_folder: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
     found = []
     for split in ("train", "validation"):

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares at every moment, caps, stages, and numbers that never change."""
+"""Mixtures: exact shares at any time, caps, stages, and a pattern that never changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = st.lists(
 
 
 def counted(mixture: Mixture, samples: int) -> np.ndarray:
-    """[samples + 1, sources] samples of each source after so many of the run, one by one."""
+    """Count the samples of each source after each sample of the run: [samples + 1, sources]."""
     sources, numbers = mixture.locate(np.arange(samples))
     kinds = len(mixture.segments[0].shares)
     counts = np.concatenate([np.zeros((1, kinds), int), np.cumsum(sources[:, None] == np.arange(kinds), axis=0)])
@@ -36,7 +36,7 @@ def test_each_source_has_its_share_to_within_one_sample_at_any_time(weights: lis
 
 @settings(max_examples=40)
 @given(WEIGHTS, st.integers(0, 10**12))
-def test_anywhere_costs_the_same(weights: list[float], start: int) -> None:
+def test_locating_any_sample_takes_constant_time(weights: list[float], start: int) -> None:
     mixture = plan_mixture([(0, weights)], [None] * len(weights))
     sources, numbers = mixture.locate(np.arange(start, start + 50))
     before, after = mixture.counts(start), mixture.counts(start + 50)
@@ -50,7 +50,7 @@ def test_anywhere_costs_the_same(weights: list[float], start: int) -> None:
         assert abs(count - start * Fraction(str(weight)) / total) < 1
 
 
-def test_weights_as_a_person_writes_them_are_exact() -> None:
+def test_round_weights_are_exact() -> None:
     assert integer_shares([1.0, 2.0]) == (1, 2)
     assert integer_shares([0.1, 0.25, 0.65]) == (2, 5, 13)
     assert integer_shares([0.7, 0.0, 0.3]) == (7, 0, 3)
@@ -104,7 +104,7 @@ def test_stages_and_caps(drawn: list[tuple[int, list[float]]], caps: list[int | 
 
 
 def test_the_pattern_never_changes() -> None:
-    """Resuming a run needs the very same turns in every later version."""
+    """Resuming a run needs the same pattern in every later version."""
     turns, ranks = interleaving_pattern((2, 5, 13))
     assert turns.tolist() == [2, 2, 1, 2, 2, 1, 2, 0, 2, 2, 1, 2, 2, 1, 2, 2, 0, 2, 1, 2]
     assert ranks.tolist() == [0, 1, 0, 2, 3, 1, 4, 0, 5, 6, 2, 7, 8, 3, 9, 10, 1, 11, 4, 12]

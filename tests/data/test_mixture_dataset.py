@@ -1,4 +1,4 @@
-"""Batches are pure, cover every window once an epoch, and held-out text exactly once."""
+"""Batches are deterministic, cover every window once per epoch, and validation text exactly once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def held_out_data(built_folder: Path) -> TokenDataset:
 
 @pytest.fixture(scope="session")
 def all_ids(built_folder: Path, train_data: TokenDataset) -> np.ndarray:
-    """The train split read without the dataset's own code."""
+    """Read the train split without the dataset's code."""
     names = [shard.name for shard in train_data.manifest.train.shards]
     return np.concatenate([IndexedReader(built_folder / name).ids for name in names]).astype(np.int64)
 
@@ -83,7 +83,7 @@ def test_any_division_gives_the_same_rows(
 def test_every_window_once_an_epoch(
     train_data: TokenDataset, all_ids: np.ndarray, sequence: int, size: int, blocks: tuple[int | None, int]
 ) -> None:
-    """In the first epoch from the first token on; in later ones moved by a distance of their own."""
+    """The first epoch starts at the first token; each later one has its own offset."""
     source = MixtureDataset(
         (WindowDataset(train_data, sequence, 11, *blocks),), plan_mixture([(0, [1.0])], [None]), size
     )
@@ -117,9 +117,7 @@ def test_samples_are_numbered_over_the_run(train_data: TokenDataset) -> None:
     assert torch.equal(rows, torch.cat([source.batch(step, 0, 6).tokens for step in range(2)]))
 
 
-def test_each_row_comes_from_the_source_that_the_mixture_says(
-    train_data: TokenDataset, held_out_data: TokenDataset
-) -> None:
+def test_each_row_comes_from_the_source_of_the_mixture(train_data: TokenDataset, held_out_data: TokenDataset) -> None:
     sources = WindowDataset(train_data, 24, 1), WindowDataset(held_out_data, 24, 2)
     mixed = MixtureDataset(sources, plan_mixture([(0, [2.0, 1.0])], [None, None]), 7)
     alone = [MixtureDataset((each,), plan_mixture([(0, [1.0])], [None]), 1) for each in sources]
@@ -179,7 +177,7 @@ def test_held_out_windows_past_the_end_are_padding(held_out_data: TokenDataset) 
     assert validation_batch(held_out_data, 64, 0, 0).tokens.shape == (0, 64)
 
 
-def test_opening_what_is_not_there(tmp_path: Path, built_folder: Path) -> None:
+def test_opening_a_missing_data_set(tmp_path: Path, built_folder: Path) -> None:
     with pytest.raises(JinguError) as caught:
         open_dataset(tmp_path / "data", "train")
     assert str(caught.value) == f"{tmp_path / 'data'}: there is no data set here. Run `jingu data build` first."
@@ -194,7 +192,7 @@ def test_opening_what_is_not_there(tmp_path: Path, built_folder: Path) -> None:
     )
 
 
-def test_opening_what_is_damaged(tmp_path: Path, built_folder: Path) -> None:
+def test_opening_a_damaged_data_set(tmp_path: Path, built_folder: Path) -> None:
     path = tmp_path / "data"
     shutil.copytree(built_folder, path)
     size = (path / "train-00001.bin").stat().st_size

@@ -1,4 +1,4 @@
-"""Beginnings that are seen whole, or read by an encoder: nothing is lost, and a sample is always the same."""
+"""Prefixes with bidirectional attention or for an encoder: no text is lost, and samples are deterministic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows_of(lengths: list[int], rows: int = 2, padding: int = 0) -> Batch:
 
 
 @given(st.integers(2, 60), SHARES, st.integers(0, 2**40), st.integers(0, 2**63 - 1))
-def test_a_beginning_sees_itself_and_the_rest_is_predicted(tokens: int, shares: Any, first: int, seed: int) -> None:
+def test_a_prefix_attends_to_itself_and_the_rest_is_predicted(tokens: int, shares: Any, first: int, seed: int) -> None:
     prefix = PrefixLM(SplitPoint(*shares, seed), tokens)
     batch = rows_of([tokens])
     made = prefix.apply(Batch(batch.tokens, batch.labels), first)
@@ -48,7 +48,7 @@ def test_a_beginning_sees_itself_and_the_rest_is_predicted(tokens: int, shares: 
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3))
-def test_every_document_has_a_beginning_of_its_own(lengths: list[int], padding: int) -> None:
+def test_every_document_has_its_own_prefix(lengths: list[int], padding: int) -> None:
     batch = rows_of([*lengths, *([padding] if padding else [])], padding=padding)
     made = PrefixLM(SplitPoint(0.2, 0.9, 3), 1).apply(batch, 40)
     assert made.prefix_lengths is not None
@@ -62,7 +62,7 @@ def test_every_document_has_a_beginning_of_its_own(lengths: list[int], padding: 
     assert not made.prefix_lengths[:, at:].any()
 
 
-def test_beginnings_are_spread_evenly() -> None:
+def test_prefix_lengths_are_uniform() -> None:
     cut = SplitPoint(0.25, 0.75, 9)
     found = np.bincount([cut.draw(40, sample) for sample in range(4200)])
     assert found[:10].sum() == found[31:].sum() == 0
@@ -72,7 +72,7 @@ def test_beginnings_are_spread_evenly() -> None:
 
 
 @given(st.integers(2, 50), SHARES, st.integers(0, 99))
-def test_a_text_can_be_restored_from_what_is_read_and_written(tokens: int, shares: Any, first: int) -> None:
+def test_the_text_can_be_restored_from_inputs_and_targets(tokens: int, shares: Any, first: int) -> None:
     plan = Continuation(SplitPoint(*shares, 7), tokens, start_id=1, eos_token_id=2)
     batch = rows_of([tokens], rows=3)
     labels = batch.labels.clone()
@@ -95,7 +95,7 @@ def test_a_text_can_be_restored_from_what_is_read_and_written(tokens: int, share
         assert made.tokens[row, : len(written)].tolist() == [1, *written[:-1].tolist()]
 
 
-def test_without_a_choice_nothing_is_filled_up() -> None:
+def test_a_fixed_prefix_length_needs_no_padding() -> None:
     made = Continuation(SplitPoint(0.5, 0.5, 7), 20, 1, 2).apply(rows_of([20]), 0)
     assert made.source is not None and made.source.documents is None
     assert made.source.tokens.shape == (2, 11) and bool((made.labels >= 0).all())
@@ -107,7 +107,7 @@ def config_of(tokenizer_folder: Path, length: int = 20, **objective: Any) -> Run
 
 
 @pytest.mark.parametrize("kind", ["prefix_lm", "continuation", "span_corruption"])
-def test_what_does_not_fit_is_told(tokenizer_folder: Path, data_tokenizer: Tokenizer, kind: str) -> None:
+def test_incompatible_settings_are_refused(tokenizer_folder: Path, data_tokenizer: Tokenizer, kind: str) -> None:
     source: Any = None  # what it is of does not matter
     with pytest.raises(JinguError, match=r"batch\.sequence_length: a text of one token cannot be split\. Set it to 2"):
         build_objective(config_of(tokenizer_folder, 1, type=kind), source, data_tokenizer)

@@ -1,4 +1,4 @@
-"""A run's sources: the short form, several, what is refused, and how much of each is used."""
+"""A run's sources: short form, several sources, errors, and how much of each is used."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_temperature_is_over_sizes(opened: Any) -> None:
         assert shares[0] / sum(shares) == pytest.approx(sizes[0] / sum(sizes), abs=1e-4)
 
 
-def test_stages_begin_at_their_steps(opened: Any) -> None:
+def test_stages_start_at_their_steps(opened: Any) -> None:
     _, source = opened(
         steps=9, stages=[{"start_step": 0, "weights": [0.0, 1.0]}, {"start_step": 5, "weights": [1.0, 1.0]}]
     )
@@ -98,7 +98,7 @@ def test_a_source_that_reaches_its_cap_leaves_the_rest_to_the_others(opened: Any
         ),
     ],
 )
-def test_what_does_not_fit_is_explained(opened: Any, changes: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_are_explained(opened: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(JinguError) as caught:
         opened(**changes)
     assert str(caught.value).startswith(words)

@@ -1,4 +1,4 @@
-"""Whole documents in rows, attention inside them, and documents left out."""
+"""Whole documents in rows, attention within them, and dropped documents."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def documents_of(dataset: TokenDataset) -> list[list[int]]:
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 60), max_size=200), st.integers(1, 60))
-def test_best_fit_decreasing_is_what_its_definition_says(sizes: list[int], capacity: int) -> None:
+def test_best_fit_decreasing_follows_its_definition(sizes: list[int], capacity: int) -> None:
     sizes = [min(size, capacity) for size in sizes]
     rows = pack_best_fit(np.array(sizes, dtype=np.int64), capacity)
     rooms: list[int] = []
@@ -97,7 +97,7 @@ def test_packed_rows_hold_every_document_whole(dataset: TokenDataset, sequence: 
     assert alike.documents is None and torch.equal(alike.tokens, batches[0].tokens)
 
 
-def test_attention_stays_inside_documents_and_positions_begin_anew(dataset: TokenDataset) -> None:
+def test_attention_stays_within_documents_and_positions_restart(dataset: TokenDataset) -> None:
     plain, apart = (
         MixtureDataset((WindowDataset(dataset, 64, 1),), ONE, 5, document_mask=each) for each in (False, True)
     )
@@ -120,7 +120,7 @@ def test_attention_stays_inside_documents_and_positions_begin_anew(dataset: Toke
 
 
 @pytest.mark.parametrize("kind", ["windows", "packed"])
-def test_documents_are_left_out_from_a_step_on(dataset: TokenDataset, tmp_path: Path, kind: str) -> None:
+def test_documents_are_dropped_from_a_step_on(dataset: TokenDataset, tmp_path: Path, kind: str) -> None:
     rows = WindowDataset(dataset, 48, 2) if kind == "windows" else PackedDataset(dataset, 48, 2)
     whole = MixtureDataset((rows,), ONE, 4)
     file = tmp_path / "drop.txt"
@@ -163,7 +163,7 @@ def test_documents_are_left_out_from_a_step_on(dataset: TokenDataset, tmp_path: 
         ("{}/train-00000:99999", "documents, numbered from 0, but no 99999."),
     ],
 )
-def test_a_line_that_names_no_document(dataset: TokenDataset, tmp_path: Path, line: str, words: str) -> None:
+def test_a_line_without_a_document_is_refused(dataset: TokenDataset, tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "drop.txt"
     file.write_text("# a list\n" + line.format(dataset.path.name))
     with pytest.raises(JinguError) as caught:

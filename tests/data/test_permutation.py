@@ -1,4 +1,4 @@
-"""The computed order is a permutation, and looks like chance."""
+"""The computed order is a permutation and looks random."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 
 
 @given(st.integers(1, MAX_SIZE), st.integers(0, 99), st.data())
-def test_any_part_of_any_size_is_inside_and_distinct(n: int, seed: int, data: st.DataObject) -> None:
+def test_any_range_is_within_bounds_and_distinct(n: int, seed: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), unique=True, min_size=1, max_size=30))
     order = Permutation(n, seed, 0)
     images = order(np.array(positions))
@@ -34,7 +34,7 @@ def test_any_part_of_any_size_is_inside_and_distinct(n: int, seed: int, data: st
     assert order(np.array(positions[:1]))[0] == images[0]  # each place on its own
 
 
-def test_it_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+def test_it_depends_only_on_seed_and_epoch() -> None:
     n = 10_000
     first = Permutation(n, 3, 4)(np.arange(n))
     assert np.array_equal(first, Permutation(n, 3, 4)(np.arange(n)))
@@ -44,7 +44,7 @@ def test_it_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
 
 
 def test_the_numbers_never_change() -> None:
-    """Resuming a run needs the very same order in every later version."""
+    """Resuming a run needs the same order in every later version."""
     assert Permutation(9, 1, 2)(np.arange(9)).tolist() == [0, 4, 1, 8, 7, 3, 6, 5, 2]
     assert Permutation(1000, 0, 0)(np.arange(5)).tolist() == [301, 942, 323, 373, 634]
     assert Permutation(MAX_SIZE, 7, 3)(np.array([0, 1, MAX_SIZE - 1])).tolist() == [
@@ -86,7 +86,7 @@ def test_small_sizes_take_every_order_evenly(n: int) -> None:
     assert value < (kinds - 1) + 5 * (2 * (kinds - 1)) ** 0.5 + 5
 
 
-def test_impossible_sizes_and_places_are_refused() -> None:
+def test_invalid_sizes_and_positions_are_refused() -> None:
     for n in (0, MAX_SIZE + 1):
         with pytest.raises(ValueError, match="a permutation must have"):
             Permutation(n, 0, 0)

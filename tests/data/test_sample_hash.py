@@ -1,4 +1,4 @@
-"""No stop, no layout and no number of workers changes what a run is trained on, and the sample hash proves it."""
+"""Stops, layouts and numbers of workers do not change the samples of a run, and the sample hash proves it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(built_folder: Path) -> MixtureDataset:
     return MixtureDataset(windows, plan_mixture(stages, [None, 20 * len(windows[1])]), SIZE)
 
 
-def test_stopped_a_thousand_times_no_sample_is_repeated_or_skipped(source: MixtureDataset) -> None:
+def test_a_thousand_stops_repeat_or_skip_no_sample(source: MixtureDataset) -> None:
     chance = random.Random(4)
     sample_hash, step, stops = SampleHash(), 0, 0
     while stops < 1000:  # in about 1,000 steps

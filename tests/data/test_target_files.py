@@ -1,4 +1,4 @@
-"""CPM-2's data sets, written here as its description says: every removed span stands in the target, in its order."""
+"""CPM-2's data sets, written from their description: every removed span is in the target, in order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jingu.text.tokenizer import Tokenizer, sentinel_tokens
 from jingu.text.tokenizer_training import train_tokenizer
 
 MARKED = 300
-"""The first id that stands for a span: as many as the tokenizer had when the files were written."""
+"""The first sentinel id: the size of the tokenizer when the files were written."""
 
 
 def write(prefix: Path, documents: list[list[int]]) -> None:
-    """Megatron's format in uint16, from its description; numbers that are too large wrap, as they did."""
+    """Write Megatron's format in uint16 from its description; numbers that are too large wrap around, as they did."""
     lengths = [len(ids) for ids in documents]
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
     index += struct.pack(f"<{len(lengths)}i", *lengths)
@@ -36,7 +36,7 @@ def write(prefix: Path, documents: list[list[int]]) -> None:
 
 Span = list[int]
 Document = list[tuple[list[int], Span]]
-"""What stays, and what is removed after it, in turn."""
+"""Alternating pairs of remaining and removed text."""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Do
     assert batch.tokens[1:3].equal(batch_of(step, 1, 2).tokens)
 
 
-def test_offsets_that_did_not_fit_their_type(files: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_overflowed_offsets_are_restored(files: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     spans = [[MARKED + n, *range(3, 203)] for n in range(400)]
     write(tmp_path / "long_context", [[id_ for n in range(400) for id_ in (7, MARKED + n)]])
     write(tmp_path / "long_target", [[id_ for span in spans for id_ in span]])
@@ -132,7 +132,7 @@ def test_offsets_that_did_not_fit_their_type(files: Path, tokenizer: Tokenizer, 
         assert set(spans_there.tolist()) <= {15 * 201 + 1, 16 * 201 + 1}
 
 
-def test_what_does_not_fit_is_told(files: Path, tokenizer: Tokenizer) -> None:
+def test_incompatible_settings_are_refused(files: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
         JinguError, match=r"objective\.sentinel: a sample needs \d+ sentinels, but the tokenizer has 3 by"
     ):

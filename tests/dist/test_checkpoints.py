@@ -1,4 +1,4 @@
-"""What is saved in one layout loads in any other to the last bit: every ordered pair of them."""
+"""Checkpoints of one layout load bitwise in any other: every ordered pair of layouts."""
 
 from __future__ import annotations
 

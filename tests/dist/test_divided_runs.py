@@ -1,4 +1,4 @@
-"""Whole runs whose blocks are divided: they evaluate, write samples, save, and go on in another layout."""
+"""Complete runs with divided blocks: they evaluate, write samples, save, and resume in another layout."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "kind", ["context", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "ring", "expert"))]
 )
-def test_a_run_goes_on_in_another_layout_as_if_it_had_not_stopped(kind, tiny_run, train_on, done):
-    """One process trains 2 steps and saves, 4 ranks load and train 2 more; and the other way."""
+def test_resuming_in_another_layout_equals_the_uninterrupted_run(kind, tiny_run, train_on, done):
+    """One process trains 2 steps and saves, then 4 ranks load and train 2 more; and vice versa."""
     model, layout = LAYOUTS[kind]
     changes = {**model, "train.steps": 4, "schedule.type": "constant", "evaluation.every": 2}
     changes |= {"evaluation.num_sequences": 5, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 4}

@@ -1,4 +1,4 @@
-"""A model that ranks share answers as on one process, through the engine: 2 and 4 ranks of gloo, and a pipeline."""
+"""The engine generates the same on ranks that share a model as on one process: 2 and 4 ranks, and a pipeline."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ FEW: dict[str, dict[str, Any]] = {
     f"few-{name}": {**settings, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 288}
     for name, settings in FAMILIES.items()
 }
-"""Of shapes that are rounded, also where two ranks share them."""
+"""Models whose matrices can be quantized, also if two ranks share them."""
 LAYOUTS = {"llama": [(2, 1), (4, 1), (4, 2)], "gpt2": [(2, 1)], "mixtral": [(2, 1)]}
-"""Ranks, and stages that they make."""
+"""Ranks and pipeline stages."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_adapter(folder: Path, spec: ModelSpec) -> None:
-    """LoRA as peft writes it, of matrices that are divided by heads, by outputs and by inputs."""
+    """Write LoRA in the format of peft, for matrices that are divided by heads, outputs and inputs."""
     part, size, random = spec.attention, spec.feed_forward.intermediate_size, torch.Generator().manual_seed(1)
     outputs, inputs = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
     shapes = {
@@ -94,7 +94,7 @@ def write_adapter(folder: Path, spec: ModelSpec) -> None:
 
 
 def requests(adapter: str | None) -> list[Request]:
-    """Greedy and drawn, some that begin alike, several choices, a stop string, penalties, a bias of minus infinity."""
+    """Return greedy and sampled requests: common prefixes, choices, a stop string, penalties, a bias of -inf."""
     alike = tuple(range(5, 36))
     bias = {7: float("-inf"), 9: 1.5}
     return [
@@ -114,7 +114,7 @@ def requests(adapter: str | None) -> list[Request]:
 
 
 def answers(engine: Engine | DistributedEngine) -> list[list[Any]]:
-    """Tokens of each choice, how it ends, and log-probabilities; two requests join late, and one is given up."""
+    """Return tokens, log-probabilities and finish reasons; two requests join late, and one is cancelled."""
     told: dict[int, list[Event]] = {}
     first, second, *later = requests(next(iter(engine.model.adapters.names), None))
     order = [engine.submit(first), engine.submit(second)]
@@ -152,7 +152,7 @@ def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[l
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_ranks_answer_as_one_process_does(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
+def test_ranks_generate_what_one_process_generates(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
     engine = Engine(load(folders[family], "fp64", "cpu", adapters_of(folders[family])), SETTINGS)
     expected = [*answers(engine), *answers(engine)]
     if engine.model.adapters.names:
@@ -168,18 +168,18 @@ def test_ranks_answer_as_one_process_does(family: str, folders: dict[str, Path],
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_ranks_share_matrices_of_few_bits(precision: Any, folders: dict[str, Path], ranks: RankPool) -> None:
-    """They are rounded as on one process, before they are shared; only sums over ranks round in another order."""
+def test_ranks_share_quantized_matrices(precision: Any, folders: dict[str, Path], ranks: RankPool) -> None:
+    """They are quantized before they are shared, as on one process; only sums over ranks are rounded differently."""
     for name, layouts in {"few-llama": [(2, 1)], "few-mixtral": [(2, 1)], "few-gpt2": [(2, 2), (4, 2)]}.items():
-        expected = few_bits_answers(folders[name], precision)
+        expected = quantized_answers(folders[name], precision)
         for world, pipeline in layouts:
-            found = ranks.run(few_bits_on_rank, world, folders[name], precision, pipeline)[0]
+            found = ranks.run(quantized_answers_on_rank, world, folders[name], precision, pipeline)[0]
             for (id_, logprob), (right_id, right) in zip(found, expected, strict=True):
                 assert id_ == right_id and logprob == pytest.approx(right, abs=1e-3), (name, world, pipeline)
 
 
-def few_bits_answers(folder: Path, precision: Any, ranks: Any = None, pipeline: int = 1) -> list[Any]:
-    """Greedy tokens and their log-probabilities, computed in fp32."""
+def quantized_answers(folder: Path, precision: Any, ranks: Any = None, pipeline: int = 1) -> list[Any]:
+    """Return greedy tokens and their log-probabilities, computed in fp32."""
     with patch.dict("jingu.infer.inference_model.DTYPES", bf16=torch.float32):
         loaded = load(folder, precision, "cpu", ranks=ranks, pipeline=pipeline)
     linear = [each for each in loaded.module.modules() if isinstance(each, Linear | GroupedLinear)]
@@ -194,11 +194,11 @@ def few_bits_answers(folder: Path, precision: Any, ranks: Any = None, pipeline: 
     return told
 
 
-def few_bits_on_rank(rank: int, world: int, folder: Path, precision: str, pipeline: int) -> list[Any]:
-    return few_bits_answers(folder, precision, this_rank(rank, world), pipeline)
+def quantized_answers_on_rank(rank: int, world: int, folder: Path, precision: str, pipeline: int) -> list[Any]:
+    return quantized_answers(folder, precision, this_rank(rank, world), pipeline)
 
 
-def test_a_mistake_on_ranks_is_told_before_anything_is_computed(folders: dict[str, Path], ranks: RankPool) -> None:
+def test_impossible_settings_are_refused_on_all_ranks(folders: dict[str, Path], ranks: RankPool) -> None:
     assert (
         ranks.run(refusals, 4, folders["few-gpt2"])
         == [
@@ -229,8 +229,8 @@ def refusals(rank: int, world: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_verbs_on_two_ranks(folders: dict[str, Path]) -> None:
-    """`generate` says what it says on one; `serve` answers, and leaves when it is asked to."""
+def test_generate_and_serve_on_two_ranks(folders: dict[str, Path]) -> None:
+    """`generate` prints the same as on one process; `serve` answers, and exits on SIGTERM."""
 
     def command(*words: str) -> list[str]:
         return [sys.executable, "-m", "jingu", *words, "--precision", "fp64", "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""Every layout is the run of one process: loss and gradient norm of each of 2 steps, and the weights after, in fp64."""
+"""Every layout equals one process: loss and gradient norm of each of 2 steps, and the weights after them, in fp64."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from jingu.training.pretraining import Pretraining
 from jingu.training.step import train_step
 
 ROWS, TOKENS, STEPS = 8, 13, 2
-"""13 tokens a row, which no number of ranks divides."""
+"""Rows of 13 tokens, which no number of ranks divides."""
 
 
 def tiny(family: str, *, heads: int = 4, kv_heads: int | None = None, size: int = 22, **others: Any) -> ModelSpec:
-    """Two blocks of odd sizes: a vocabulary of 41, inner dims of 22."""
+    """Return the spec of two blocks of awkward sizes: a vocabulary of 41, an intermediate size of 22."""
     template = find_family(family).template
     attention = {"num_heads": heads, "num_kv_heads": kv_heads or heads, "head_dim": 8}
     part = template.feed_forward.model_copy(update={"intermediate_size": size, **others.pop("feed_forward", {})})
@@ -56,11 +56,11 @@ class Result:
     losses: list[Tensor] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, tuple[tuple[int, ...], tuple[int, ...], Tensor]] = field(default_factory=dict)
-    """Shape of the whole, offset and values of the part that a rank holds."""
+    """Shape of the full tensor, offset and values of the part that a rank stores."""
 
 
 def batch_of(step: int, first: int, count: int, documents: bool, encoder: bool) -> Batch:
-    """Rows of a step, with some labels that are not trained; and two or three documents a row."""
+    """Return rows of a step with some untrained labels, and optionally two or three documents per row."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(41, (ROWS, TOKENS + 1), generator=generator)
     labels = ids[:, 1:].masked_fill(torch.rand(ROWS, TOKENS, generator=generator) < 0.2, -100)
@@ -79,7 +79,7 @@ def few_steps(rank: int, world: int, spec: ModelSpec, layouts: list[dict[str, An
 
 
 def made(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, Any]:
-    """A model with its first weights, laid out over a mesh."""
+    """Return a model with its initial weights, laid out over a mesh."""
     device = torch.device("cpu")
     mesh = build_mesh(resolve_axis_sizes(settings, world, spec), device)
     return materialize(spec, mesh, Layout(settings), Precision.uniform(torch.float64), 3), mesh
@@ -106,8 +106,8 @@ def _few_steps(world: int, spec: ModelSpec, settings: ParallelSettings, document
     return result
 
 
-def put_together(results: list[Result]) -> dict[str, Tensor]:
-    """Whole weights from the parts of all ranks; ranks that hold the same must agree to the last bit."""
+def assemble(results: list[Result]) -> dict[str, Tensor]:
+    """Assemble full weights from the parts of all ranks; ranks that store the same part must agree bitwise."""
     whole: dict[str, Tensor] = {}
     for result in results:
         for name, (shape, offset, values) in result.weights.items():
@@ -121,9 +121,9 @@ def put_together(results: list[Result]) -> dict[str, Tensor]:
 
 
 def check(ranks: Any, spec: ModelSpec, world: int, layouts: list[dict[str, Any]], documents: bool = False) -> None:
-    """All of the layouts against one process."""
+    """Compare all layouts with one process."""
     [one] = ranks.run(few_steps, 1, spec, [{}], documents)[0]
-    expected = put_together([one])
+    expected = assemble([one])
     by_rank = ranks.run(few_steps, world, spec, layouts, documents)
     for number, layout in enumerate(layouts):
         results = [found[number] for found in by_rank]
@@ -131,7 +131,7 @@ def check(ranks: Any, spec: ModelSpec, world: int, layouts: list[dict[str, Any]]
         for result in results:
             assert result.norms == pytest.approx(one.norms, rel=1e-9), layout
             same(result.losses, one.losses, atol=0, msg=partial("{}: {}".format, layout))
-        weights = put_together(results)
+        weights = assemble(results)
         assert weights.keys() == expected.keys()
         for name, tensor in weights.items():
             same(tensor, expected[name], atol=1e-10, msg=partial("{} {}: {}".format, layout, name))
@@ -166,7 +166,7 @@ MODELS = {
 
 
 def models(*quick: str) -> Any:
-    """All models, those that are not quick for the long set."""
+    """Parametrize over all models; those not listed are slow tests."""
     marks = {name: [] if name in quick else [pytest.mark.slow] for name in MODELS}
     return pytest.mark.parametrize("model", [pytest.param(name, marks=marks[name]) for name in MODELS])
 
@@ -184,7 +184,7 @@ def test_context(model, ranks):
 
 @models("llama", "t5")
 def test_context_in_a_ring(model, ranks):
-    """More ranks of `context` than heads: in a ring without documents, by gathered keys with them."""
+    """More context-parallel ranks than heads: a ring without documents, gathered keys with them."""
     spec = replace_fields(
         MODELS[model], attention=MODELS[model].attention.model_copy(update={"num_heads": 2, "num_kv_heads": 1})
     )
@@ -209,13 +209,15 @@ MIXTURES = [name for name in MODELS if name.startswith("mixtral")]
 
 @pytest.mark.parametrize("model", [MIXTURES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])])
 def test_experts(model, ranks):
-    """6 experts on 2 ranks: of rows, of tokens, beside tensor parallelism, and with what ZeRO shards besides."""
+    """6 experts on 2 ranks: with data, tensor and context parallelism, and with ZeRO."""
     layouts = [{"expert": 2}, {"expert": 2, "zero_stage": 3}, {"expert": 2, "tensor": 2}, {"expert": 2, "context": 4}]
     check(ranks, MODELS[model], 4, [*layouts, {"expert": 2, "replicate": 2}])
 
 
-def passed_on(rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], source: Path | None, to: Path) -> None:
-    """Save a model in one layout: first weights, or those of a checkpoint of another one."""
+def load_and_save(
+    rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], source: Path | None, to: Path
+) -> None:
+    """Save a model in one layout: initial weights, or those of a checkpoint of another layout."""
     settings = ParallelSettings(**layout)
     model, _ = made(world, spec, settings)
     tensors = {name: model.sharding.block(name, p) for name, p in model.named_parameters()}
@@ -226,7 +228,7 @@ def passed_on(rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], so
     store.save(to, tensors, {}, rank=rank, ranks=world, gather=gather_from_all)
 
 
-def test_what_one_layout_saves_another_loads_to_the_last_bit(tmp_path, ranks):
+def test_checkpoints_load_bitwise_in_other_layouts(tmp_path, ranks):
     spec = MODELS["mixtral-shared"]
     layouts = [
         {},
@@ -238,7 +240,7 @@ def test_what_one_layout_saves_another_loads_to_the_last_bit(tmp_path, ranks):
     before = None
     for number, layout in enumerate(layouts):
         folder = tmp_path / str(number)
-        ranks.run(passed_on, 4 if layout else 1, spec, layout, before, folder)
+        ranks.run(load_and_save, 4 if layout else 1, spec, layout, before, folder)
         before = folder
     first, last = tmp_path / "0", tmp_path / str(len(layouts) - 1)
     shapes = parameter_shapes(spec)

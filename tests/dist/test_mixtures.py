@@ -1,4 +1,4 @@
-"""Training mixtures of experts: neither micro-batches nor ranks nor ZeRO change anything, the extra losses included."""
+"""Training mixtures of experts: micro-batches, ranks and ZeRO change nothing, including the auxiliary losses."""
 
 from __future__ import annotations
 

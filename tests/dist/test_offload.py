@@ -1,4 +1,4 @@
-"""Offload: the same numbers to the last bit, wherever optimizer state and master weights lie."""
+"""Offload: the results are bitwise equal wherever optimizer state and master weights are stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZBV = {"model.num_layers": 4, "parallel.pipeline": 2, "parallel.pipeline_schedul
     ],
 )
 def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_path):
-    """Losses, norms and all that is saved; half of the way in memory and half offloaded as well."""
+    """Losses, norms and checkpoints are equal, also if only the second half of a run is offloaded."""
     changes = {**layout, "train.steps": 4, "schedule.type": "constant", "batch.micro_batch_size": 1}
     inside = tiny_run(changes, name="inside")
     train_on(world, inside)
@@ -53,7 +53,7 @@ def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_pat
     assert not list(tmp_path.glob("tmp*"))
 
 
-def test_what_is_on_disk_is_not_copied_to_memory_to_be_saved(tiny_run, train_on, done, tmp_path, monkeypatch):
+def test_saving_reads_offloaded_tensors_from_disk(tiny_run, train_on, done, tmp_path, monkeypatch):
     from jingu.training import checkpointing
 
     def refused(*_arguments: Any, **_keywords: Any) -> None:
@@ -69,7 +69,7 @@ def test_what_is_on_disk_is_not_copied_to_memory_to_be_saved(tiny_run, train_on,
     assert done(config).checkpoint().name.endswith("2")
 
 
-def test_tensors_on_disk_are_tensors_and_leave_no_file(tmp_path: Path):
+def test_disk_tensors_behave_like_tensors_and_leave_no_file(tmp_path: Path):
     disk = DiskStorage(tmp_path / "here")
     shapes = [(3, 5), (0,), (), (4096, 3)]
     held = [disk.zeros_like(torch.empty(shape, dtype=torch.float64, device="meta")) for shape in shapes]
@@ -84,13 +84,13 @@ def test_tensors_on_disk_are_tensors_and_leave_no_file(tmp_path: Path):
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_a_full_disk_is_told_before_it_is_written_to(tmp_path: Path):
+def test_a_full_disk_is_reported_before_writing(tmp_path: Path):
     disk = DiskStorage(tmp_path)
     with pytest.raises(JinguError, match=r"(the disk is full|cannot be written).*parallel.offload.path"):
         disk.zeros_like(torch.empty(2**46, dtype=torch.float64, device="meta"))
 
 
-def test_masters_and_state_lie_in_a_file(tmp_path: Path):
+def test_master_weights_and_state_are_mapped_from_a_file(tmp_path: Path):
     disk = DiskStorage(tmp_path)
     with torch.device("meta"):
         model = torch.nn.Linear(300, 200)
@@ -110,8 +110,8 @@ def test_masters_and_state_lie_in_a_file(tmp_path: Path):
         assert any(tensor.data_ptr() in file for file in files)
 
 
-def test_layers_are_read_ahead_and_written_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Two layers are on their way while a third is computed, and each is written as soon as it has changed."""
+def test_layers_are_prefetched_and_written_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Two layers are prefetched while a third is computed, and each is written as soon as it has changed."""
     disk, seen = DiskStorage(tmp_path), []
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
     names = {parameter.data_ptr(): name for name, parameter in model.named_parameters() if name.endswith("weight")}

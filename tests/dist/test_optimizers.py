@@ -1,4 +1,4 @@
-"""Optimizers that look at whole matrices give the same numbers in every layout, and go on where they were."""
+"""Optimizers that use whole matrices give the same results in every layout, and resume."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_the_same_numbers_in_every_layout(
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
-def test_experts_and_the_way_back(
+def test_experts_resume_in_another_layout(
     kind: str, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done]
 ) -> None:
-    """Saved by one rank, and gone on with by two that share the experts."""
+    """Saved by one rank, resumed by two that share the experts."""
     settings = {**MIXTURE, "train.steps": 4, "optimizer": {"type": kind}, "checkpoint.every": 2}
     config = tiny_run(settings)
     train_on(1, config)

@@ -1,4 +1,4 @@
-"""Pipelines of every schedule: the same run as on one process, in fp64, to nine digits."""
+"""Pipelines of every schedule equal one process, in fp64, to nine digits."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def plain(schedule: str, zero: int) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_run, train_on, done):
-    """Losses, norms of the gradient, weights, held-out loss and samples of 3 steps of several micro-batches."""
+def test_every_schedule_equals_one_process(model, world, layouts, tiny_run, train_on, done):
+    """Losses, gradient norms, weights, validation loss and samples of 3 steps of several micro-batches."""
     changes = {
         **MODELS[model],
         "model.num_layers": 4,
@@ -80,7 +80,7 @@ def test_every_schedule_is_the_run_of_one_process(model, world, layouts, tiny_ru
             torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
 
 
-def test_a_run_goes_on_in_another_layout(tiny_run, train_on, done):
+def test_a_run_resumes_in_another_layout(tiny_run, train_on, done):
     """Two steps each as a pipeline, as another, and on one process, with activation checkpointing in the first two."""
     endless = {"schedule.type": "constant", "model.num_layers": 4, **MODELS["gpt2"]}
     alone = tiny_run({**endless, "train.steps": 6}, name="alone")
@@ -123,7 +123,7 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
 
 
 @pytest.mark.parametrize("model", ["gpt2", slow("mixtral")])
-def test_what_a_pipeline_saves_and_loads_is_bitwise_the_same(model, tiny_run, train_on, done, ranks, tmp_path):
+def test_pipeline_checkpoints_are_bitwise_equal(model, tiny_run, train_on, done, ranks, tmp_path):
     from jingu.checkpoint import save_folder, store
 
     changes = {**MODELS[model], "model.num_layers": 4, "train.steps": 1}

@@ -1,4 +1,4 @@
-"""The pool of ranks that the other tests use."""
+"""Tests of the pool of ranks that other tests use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def meshes_left(rank: int, world: int) -> int:
     return sum(type(each) is DeviceMesh for each in gc.get_objects())
 
 
-def test_nothing_of_a_call_is_left(ranks: RankPool) -> None:
-    """Or hundreds of threads of groups that are gone would keep the cores from the next calls."""
+def test_a_call_leaves_no_threads_or_groups(ranks: RankPool) -> None:
+    """Otherwise hundreds of threads of destroyed groups would slow down the next calls."""
     ranks.run(few_steps, 2, tiny("llama"), [{"zero_stage": 3}], False)
     assert ranks.run(meshes_left, 2) == [0, 0]

@@ -25,7 +25,7 @@ def slow(*values: Any) -> Any:
     ("model", "world"),
     [("llama", 2), ("llama", 4), slow("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
 )
-def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on, done):
+def test_every_zero_stage_equals_one_process(model, world, tiny_run, train_on, done):
     """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 8 steps.
 
     Each rank accumulates over 2 micro-batches; one process cuts the same global batch into 8. The 5 held-out
@@ -60,7 +60,7 @@ def test_every_stage_is_the_run_of_one_process(model, world, tiny_run, train_on,
 
 
 def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
-    """Tokens of each step, in the order in which this rank takes them in."""
+    """Return the tokens of each step in the order in which this rank reads them."""
     from jingu.training.pretraining import Pretraining
 
     seen: list[list[list[int]]] = []
@@ -101,7 +101,7 @@ def test_ranks_share_the_rows_of_each_step_in_their_order(tiny_run, ranks):
 
 
 def counted(rank: int, world: int, configs: list[Any]) -> list[dict[str, int]]:
-    """Collectives of each run that move parameters or gradients, by kind, and gathered parameters left at its end."""
+    """Count the collectives of each run that move parameters or gradients, by kind."""
     import torch.distributed as dist
 
     results = []
@@ -135,7 +135,7 @@ def counted(rank: int, world: int, configs: list[Any]) -> list[dict[str, int]]:
     return results
 
 
-def test_each_stage_moves_what_it_says(tiny_run, ranks):
+def test_collectives_of_each_zero_stage(tiny_run, ranks):
     """Collectives of one step of 2 micro-batches, for the 3 groups of parameters (2 blocks and the rest)."""
     configs = [
         tiny_run(
@@ -160,8 +160,8 @@ def test_each_stage_moves_what_it_says(tiny_run, ranks):
     ]
 
 
-def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
-    """Bytes this rank holds, at its optimizer's step, of parameters, of gradients, and of gathered parameters."""
+def stored_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int, int]]:
+    """Return the bytes of parameters, gradients and gathered parameters of this rank at its optimizer step."""
     from jingu.parallel.sharding import local_tensor
     from jingu.training import step as step_module
 
@@ -197,10 +197,10 @@ def held_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, int
     return found
 
 
-def test_what_is_sharded_is_held_in_part(tiny_run, ranks):
-    """At the optimizer's step: masters and gradients are a rank's share from stage 1 on, and nothing is gathered."""
+def test_each_rank_stores_its_share(tiny_run, ranks):
+    """From stage 1 on, the optimizer step sees a rank's share of weights and gradients, and nothing is gathered."""
     configs = [tiny_run({"parallel.zero_stage": zero, "train.steps": 1}, name=f"held-{zero}") for zero in range(4)]
-    of_first = ranks.run(held_bytes, 4, configs)[0]
+    of_first = ranks.run(stored_bytes, 4, configs)[0]
     whole = of_first[0][0]
     assert of_first[0][1] == whole
     for parameters, gradients, gathered in of_first[1:]:

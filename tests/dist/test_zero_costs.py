@@ -36,7 +36,7 @@ PARAMETERS = sum(parameter.numel() for parameter in Decoder(SPEC).parameters())
 
 
 def storages(tensors: Any) -> int:
-    """Bytes of memory behind tensors, of which several may share one."""
+    """Return the bytes of storage of tensors, some of which may share it."""
     from jingu.parallel.sharding import local_tensor
 
     found = [local_tensor(tensor).untyped_storage() for tensor in tensors]
@@ -126,7 +126,7 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
 
 
 @pytest.mark.parametrize("world", [4, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8))])
-def test_bytes_and_numbers_are_those_of_the_formulas(world, ranks):
+def test_memory_and_communication_equal_the_formulas(world, ranks):
     formulas = {
         0: (16.0, 2),
         1: (4 + 12 / world, 2),

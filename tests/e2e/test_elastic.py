@@ -1,4 +1,4 @@
-"""Under torchrun's elastic agent: a rank that dies leads to a restart from the last checkpoint, also with fewer."""
+"""With torchrun's elastic agent, a dead rank leads to a restart from the last checkpoint, also on fewer ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def torchrun(ranks: int, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, 1], ids=["checkpoints", "memory"])
-def test_a_rank_is_killed_and_the_job_goes_on_with_four_and_then_two(
-    memory, run_file, tiny_run, train_on, done, tmp_path
-):
+def test_the_job_restarts_on_four_ranks_and_then_on_two(memory, run_file, tiny_run, train_on, done, tmp_path):
     settings: dict[str, Any] = {"checkpoint.every": 3, "evaluation.every": 5, "parallel.zero_stage": 2}
     settings["schedule"] = {"type": "constant", "warmup": 3}
     settings["checkpoint.in_memory"] = {"every": memory, "folder": str(tmp_path / "memory")}

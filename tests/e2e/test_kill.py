@@ -1,4 +1,4 @@
-"""A run that is killed, or asked to stop, and started again ends as if nothing had happened: to the last bit."""
+"""A run that is killed or stopped, and then resumed, ends bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def assert_undisturbed(warm, run_file, tiny_run, done):
-    """Compares a finished run with one of the same settings that nothing disturbed."""
+    """Compare a finished run with an uninterrupted one of the same settings."""
 
     def check(changes: dict[str, Any], name: str) -> None:
         if not done(tiny_run(name="undisturbed")).folder.exists():
@@ -43,17 +43,17 @@ def assert_undisturbed(warm, run_file, tiny_run, done):
     return check
 
 
-def left_over(folder: Path) -> list[str]:
-    """What a run's folder should not hold when all is done."""
+def leftovers(folder: Path) -> list[str]:
+    """Return temporary files that should not remain in a run's folder."""
     return [str(path) for path in folder.rglob("*") if path.name.endswith((".partial", ".deleted"))]
 
 
 class Killed(BaseException):
-    """In place of a SIGKILL."""
+    """Simulates a SIGKILL."""
 
 
 class Death:
-    """From the so-many-th touch of a file under a folder on, no touch gets through: the disk keeps that moment."""
+    """From the n-th file operation under a folder on, all of them fail: the disk keeps the state of that moment."""
 
     def __init__(self) -> None:
         self.left, self.under = 0, "/"
@@ -72,8 +72,8 @@ def death() -> Death:
     return Death()
 
 
-def test_killed_at_fifty_random_moments(death, tiny_run, done, peak, assert_undisturbed):
-    """Just before some file of the run is opened, renamed or removed."""
+def test_resumes_after_fifty_kills_at_random_file_operations(death, tiny_run, done, peak, assert_undisturbed):
+    """Each kill comes just before a file of the run is opened, renamed or removed."""
     from jingu.training.commands import train
 
     config = tiny_run({**LONG, "checkpoint.async_save": False}, name="killed")
@@ -91,11 +91,11 @@ def test_killed_at_fifty_random_moments(death, tiny_run, done, peak, assert_undi
     assert died == 50
     assert train(config) == 0
     assert_undisturbed(LONG, "killed")
-    assert left_over(done(config).folder) == []
+    assert leftovers(done(config).folder) == []
 
 
-def killed_again_and_again(warm, file: str, folder: Path, times: int, seed: int) -> None:
-    """Half of the times just before some file is touched, half of them wherever it is."""
+def kill_repeatedly(warm, file: str, folder: Path, times: int, seed: int) -> None:
+    """Kill half of the times just before a file operation, and half of the times after a random delay."""
     random_moments = random.Random(seed)
     for _ in range(times // 2):
         event = random_moments.randint(1, 20)
@@ -105,31 +105,31 @@ def killed_again_and_again(warm, file: str, folder: Path, times: int, seed: int)
         warm.run("train", file, send=signal.SIGKILL, after=random_moments.uniform(0.05, 0.6))
 
 
-def test_really_killed_while_a_process_writes_in_the_background(warm, run_file, tiny_run, done, assert_undisturbed):
+def test_resumes_after_sigkill_during_async_saves(warm, run_file, tiny_run, done, assert_undisturbed):
     file = run_file(LONG, name="really")
     folder = done(tiny_run(LONG, name="really")).folder
-    killed_again_and_again(warm, file, folder, 10, seed=20)
+    kill_repeatedly(warm, file, folder, 10, seed=20)
     ended = warm.run("train", file)
     assert ended.code == 0, ended.err
     assert_undisturbed(LONG, "really")
-    assert left_over(folder) == []
+    assert leftovers(folder) == []
 
 
 @pytest.mark.slow
-def test_killed_at_five_hundred_random_moments(warm, run_file, tiny_run, done, assert_undisturbed):
+def test_resumes_after_five_hundred_kills(warm, run_file, tiny_run, done, assert_undisturbed):
     """Twenty runs, each killed twenty-five times."""
     for number in range(20):
         name = f"slow-{number}"
         file, folder = run_file(LONG, name=name), done(tiny_run(LONG, name=name)).folder
-        killed_again_and_again(warm, file, folder, 26, seed=number)
+        kill_repeatedly(warm, file, folder, 26, seed=number)
         ended = warm.run("train", file)
         assert ended.code == 0, ended.err
         assert_undisturbed(LONG, name)
-        assert left_over(folder) == []
+        assert leftovers(folder) == []
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
-def test_asked_to_stop_it_saves_and_leaves(kind, code, warm, run_file, tiny_run, done, assert_undisturbed):
+def test_a_stop_signal_saves_and_exits(kind, code, warm, run_file, tiny_run, done, assert_undisturbed):
     file = run_file(SHORT, name="stopped")
     folder = done(tiny_run(SHORT, name="stopped")).folder
     ended = warm.run("train", file, send=kind, at_event=12, under=folder)
@@ -147,13 +147,13 @@ def test_asked_to_stop_it_saves_and_leaves(kind, code, warm, run_file, tiny_run,
 
 
 def jingu_process(*words: str, **options: Any) -> subprocess.Popen[str]:
-    """`jingu WORDS` as a person starts it."""
+    """Start `jingu WORDS` as a user does."""
     environment = {**os.environ, "PYTHONPATH": str(Path(jingu.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "jingu", *words]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1, **options)
 
 
-def test_two_ranks_are_asked_to_stop_and_go_on(run_file, tiny_run, done, train_on):
+def test_two_ranks_save_on_sigint_and_resume(run_file, tiny_run, done, train_on):
     """SIGINT to the one process that the person started, as training begins, which has steps enough to be stopped in
     however late that is; then it gets ten more."""
     changes = {**LONG, "parallel.zero_stage": 2, "train.log_every": 1, "checkpoint.every": 0}

@@ -1,4 +1,4 @@
-"""What goes wrong for a new user while running, in exact words: exit code 2, no traceback, nothing half-written."""
+"""Exact messages of the errors that new users make while running: exit code 2, no traceback, no partial files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak: None) -> 
 
 @pytest.fixture
 def said(tiny_run, tmp_path, capsys) -> Callable[..., str]:
-    """What `jingu train` says of a mistake, where it leaves the runs as they are."""
+    """Return the error message of `jingu train`, after checking that it leaves the runs unchanged."""
 
     def say(changes: dict[str, Any] | None = None, *words: str, runs: str = "runs", untouched: bool = True) -> str:
         config = tiny_run({"train.steps": 2, **(changes or {})}).model_copy(update={"runs_dir": runs})
@@ -50,7 +50,7 @@ def said(tiny_run, tmp_path, capsys) -> Callable[..., str]:
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder."""
+    """Return every file and folder."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
@@ -94,7 +94,7 @@ def test_no_validation_split(said, tiny_run):
     )
 
 
-def test_a_data_set_that_is_cut_short(said, library):
+def test_truncated_data_set(said, library):
     shutil.copytree(library.data, "data")
     file = Path("data/train-00000.bin")
     file.write_bytes(file.read_bytes()[:-10])
@@ -138,7 +138,7 @@ def test_batches_that_cannot_be_divided(said):
     )
 
 
-def test_prompts_that_do_not_fit_are_found_before_training(said):
+def test_too_long_prompts_are_reported_before_training(said):
     evaluation = {
         "evaluation.every": 1,
         "evaluation.sample_prompts": ["def ", "x" * 40],
@@ -153,7 +153,7 @@ def test_prompts_that_do_not_fit_are_found_before_training(said):
     assert main(["train", "run.yaml", "model.max_position_embeddings=48"]) == 0
 
 
-def test_tensorboard_that_is_not_installed(said, monkeypatch):
+def test_missing_tensorboard(said, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert said({"train.tensorboard": True}) == (
         "jingu: train.tensorboard is on, but the tensorboard package is not installed. Install it (`pip install "
@@ -161,7 +161,7 @@ def test_tensorboard_that_is_not_installed(said, monkeypatch):
     )
 
 
-def test_a_card_that_is_not_there(said, monkeypatch):
+def test_missing_gpu(said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert said({"device.type": "cuda"}) == (
         "jingu: local rank 0 needs a GPU of its own, and this machine has 0. Start fewer processes, or set "
@@ -182,7 +182,7 @@ def test_a_run_of_another_configuration(said):
 
 
 def run_yaml(said: Callable[..., str]) -> str:
-    """A good run.yaml, by way of a mistake on the command line."""
+    """The configuration file is valid; the error is on the command line."""
     assert "there is no option --proceses" in said({}, "--proceses", "2")
     return "run.yaml"
 
@@ -197,8 +197,8 @@ def test_a_file_where_a_folder_should_be(said):
     assert said() == f"jingu: runs/run: {words}"
 
 
-def test_a_folder_that_may_not_be_written(said, monkeypatch):
-    """The tests may run as a user for whom nothing is forbidden, so the refusal is made up."""
+def test_read_only_folder(said, monkeypatch):
+    """The tests may run as root, so the permission error is simulated."""
     real = Path.mkdir
 
     def refusing(self: Path, *arguments: Any, **keywords: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_folder_that_may_not_be_written(said, monkeypatch):
     )
 
 
-def test_the_same_run_twice_at_once(said):
+def test_the_same_run_started_twice(said):
     Path("runs/run/checkpoints").mkdir(parents=True)
     other = os.open("runs/run", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -340,7 +340,7 @@ def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
 
 
 def test_an_error_of_several_ranks_is_reported_once(tiny_run, tmp_path):
-    """One that shows only once they run: their shared disk is full."""
+    """The error appears only while training: the shared disk is full."""
     config = tiny_run({"train.steps": 2, "batch.micro_batch_size": 4})
     Path("run.yaml").write_text(dump_yaml(config), encoding="utf-8")
     runs = Path(config.runs_dir)
@@ -363,7 +363,7 @@ def test_an_error_of_several_ranks_is_reported_once(tiny_run, tmp_path):
 
 
 def run_with_failing_writes(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """`jingu WORDS` where no tensor can be written: a `sitecustomize` on the path sees to it, in every rank."""
+    """Run `jingu WORDS` in an environment whose `sitecustomize` makes every rank fail to write tensors."""
     Path("full").mkdir()
     Path("full/sitecustomize.py").write_text(
         "import sys\n"

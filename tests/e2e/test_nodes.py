@@ -1,4 +1,4 @@
-"""Nodes that were started differently, that cannot meet, or whose launcher is killed."""
+"""Nodes with different settings, with an unreachable master, or whose launcher is killed."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_every_rank_names_the_node_and_the_key_that_differ(ranks):
     assert ranks.run(compare_tokenizers, 3) == [what] * 3
 
 
-def test_a_killed_launcher_takes_its_ranks_along(run_file, tiny_run, done, tmp_path):
-    """They stop as after SIGTERM: the state is saved. Nothing is left in the temporary folder."""
+def test_the_ranks_of_a_killed_launcher_exit(run_file, tiny_run, done, tmp_path):
+    """The ranks stop as after SIGTERM, and save. Nothing remains in the temporary folder."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}

@@ -1,4 +1,4 @@
-"""A run whose checkpoints lie on an S3-compatible server: killed, and gone on with, to the last bit."""
+"""A run with checkpoints on an S3-compatible server resumes bitwise after a kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("s3fs==2026.9.0", "fsspec==2026.9.0", "aiobotocore==3.10.0", "boto3=
 
 @pytest.fixture(scope="module")
 def environment(pytestconfig: pytest.Config) -> dict[str, str]:
-    """For processes that find s3fs and moto, which are installed, once, into pytest's cache folder and nowhere else."""
+    """Environment with s3fs and moto, which are installed once into pytest's cache folder only."""
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("s3")
     if not (folder / "whole").exists():
@@ -42,7 +42,7 @@ def environment(pytestconfig: pytest.Config) -> dict[str, str]:
 
 @pytest.fixture
 def server(environment: dict[str, str]) -> Iterator[str]:
-    """Address of a server that has an empty bucket `bucket`."""
+    """Return the URL of a server with an empty bucket `bucket`."""
     command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -55,7 +55,7 @@ def server(environment: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_run_on_s3_is_killed_and_goes_on(server, environment, run_file, tiny_run, train_on, done, monkeypatch):
+def test_a_killed_run_resumes_from_s3(server, environment, run_file, tiny_run, train_on, done, monkeypatch):
     settings = {"checkpoint.every": 3, "evaluation.every": 5, "train.steps": 30}
     alone = tiny_run(settings, name="alone")
     train_on(1, alone)

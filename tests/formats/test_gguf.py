@@ -51,7 +51,7 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def of_kind(kind: str, **changes: Any) -> Any:
-    """A model of another family, with biases and norms that are not what they begin with."""
+    """Return a model of another family, with random biases and norms."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")
     model = getattr(transformers, f"{kind}ForCausalLM")(config(**{**SIZES, "rms_norm_eps": 1e-5, **changes})).eval()
@@ -68,7 +68,7 @@ def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 
 def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Path:
-    """A model as GGUF; `changes` are metadata (None: left out) that replace those of the model."""
+    """Write a model as GGUF; `changes` replace metadata of the model (None: omitted)."""
     config, random = model.config, np.random.default_rng(0)
     name = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, name)
@@ -128,7 +128,7 @@ def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Pa
 
 
 def unfused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts by matrix, as llama.cpp's converter stacks them, and not by pairs as transformers holds them."""
+    """Stack experts by matrix as llama.cpp's converter does, not in pairs like transformers."""
     found = {}
     for key, tensor in state.items():
         if key.endswith("experts.gate_up_proj"):
@@ -177,7 +177,7 @@ def test_logits_equal_the_model_that_was_written(make: Any, tmp_path: Path) -> N
 
 
 def test_a_file_grows(tmp_path: Path) -> None:
-    """Out of permuted, quantised tensors that are read one by one."""
+    """The source has permuted, quantized tensors, which are read one by one."""
     tokenizer = a_tokenizer()
     facts = tokenizer_facts(tokenizer)
     path = written(tmp_path / "model.gguf", llama(hidden_size=96, vocab_size=tokenizer.vocab_size), "Q8_0", **facts)
@@ -189,7 +189,7 @@ def test_a_file_grows(tmp_path: Path) -> None:
     assert (found - expected).norm() / expected.norm() < 1e-5
 
 
-def test_the_spec_is_that_of_the_model(tmp_path: Path) -> None:
+def test_the_spec_equals_the_models(tmp_path: Path) -> None:
     model = llama(rms_norm_eps=1e-5, initializer_range=0.02)
     opened = open_model(written(tmp_path / "model.gguf", model))
     model.save_pretrained(tmp_path / "folder")
@@ -198,7 +198,7 @@ def test_the_spec_is_that_of_the_model(tmp_path: Path) -> None:
     assert opened.special_token_ids == {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
+def test_the_scaling_of_llama_3_is_derived_from_its_factors(tmp_path: Path) -> None:
     """The factors as llama.cpp's converter computes them, from the published scaling."""
     path = tmp_path / "factors"
     for factor in (8.0, 32.0):
@@ -226,7 +226,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the package: random blocks hold infinities
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_every_quantisation_is_what_the_package_makes_of_it(kind: str, tmp_path: Path) -> None:
+def test_every_quantization_equals_the_gguf_package(kind: str, tmp_path: Path) -> None:
     model = llama(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1)
     path = written(tmp_path / "model.gguf", model, kind)
     opened = open_model(path)
@@ -238,8 +238,8 @@ def test_every_quantisation_is_what_the_package_makes_of_it(kind: str, tmp_path:
     assert opened.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
 
 
-def test_transformers_reads_the_same_out_of_the_file(tmp_path: Path) -> None:
-    """Its reader is independent of ours, and undoes the order of rows by itself."""
+def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
+    """Its reader is independent of ours, and restores the order of rows itself."""
     tokenizer = a_tokenizer()
     model = llama(hidden_size=96, vocab_size=tokenizer.vocab_size)
     written(tmp_path / "model.gguf", model, "Q8_0", **tokenizer_facts(tokenizer))
@@ -271,7 +271,7 @@ def tokenizer_facts(tokenizer: Tokenizer, pre: str = "llama-bpe") -> dict[str, A
     }
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_the_tokenizer_is_imported(tmp_path: Path) -> None:
     tokenizer = a_tokenizer()
     opened = open_model(written(tmp_path / "model.gguf", llama(), **tokenizer_facts(tokenizer)))
     found = Tokenizer.load(opened.tokenizer())
@@ -294,7 +294,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
         ("llama-bpe", ["Ġ", "123", "45", "Ġisn", "'t", "Ġ", "Ġit"]),
     ],
 )
-def test_where_merges_stop(pre: str, pieces: list[str], tmp_path: Path) -> None:
+def test_pre_tokenizers_split_numbers(pre: str, pieces: list[str], tmp_path: Path) -> None:
     """The published rules: whole numbers (GPT-2), single digits (SmolLM, Qwen2), by threes (Llama 3)."""
     facts = tokenizer_facts(a_tokenizer(), pre)
     folder = open_model(written(tmp_path / "model.gguf", llama(), **facts)).tokenizer()
@@ -304,7 +304,7 @@ def test_where_merges_stop(pre: str, pieces: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "model"), [("llama", "bpe"), ("t5", "unigram")])
 def test_pieces_with_scores(kind: str, model: str, tmp_path: Path) -> None:
-    """As llama.cpp's converter takes them out of a sentencepiece model, which is the reference."""
+    """The reference is a sentencepiece model, converted as llama.cpp's converter does."""
     out, lines = io.BytesIO(), [TEXT] * 50 + list("abcdefghijklmnopqrstuvwxyz")
     options = {"vocab_size": 330 if kind == "llama" else 46, "model_type": model, "byte_fallback": kind == "llama"}
     rule = "identity" if kind == "llama" else "nmt_nfkc"
@@ -344,8 +344,8 @@ def test_pieces_with_scores(kind: str, model: str, tmp_path: Path) -> None:
     assert tokenizer.prompt_prefix_ids == [1] * (kind == "llama")
 
 
-def test_a_prompt_begins_as_the_model_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the first token where file and tokenizer say so: the text is that of transformers out of the same folder."""
+def test_a_prompt_starts_with_the_bos_token_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The BOS token is added if file and tokenizer say so: the text equals that of transformers."""
     tokenizer = a_tokenizer()
     facts = {**tokenizer_facts(tokenizer), "tokenizer.ggml.add_bos_token": True}
     path = written(tmp_path / "model.gguf", llama(vocab_size=tokenizer.vocab_size, initializer_range=0.5), **facts)
@@ -369,7 +369,7 @@ def test_a_prompt_begins_as_the_model_was_trained(tmp_path: Path, capsys: pytest
         ({"tokenizer.ggml.merges": ["x yzzy"]}, "the file's tokenizer is damaged"),
     ],
 )
-def test_a_tokenizer_that_is_not_read_is_told_when_it_is_asked_for(
+def test_an_unsupported_tokenizer_is_reported_when_it_is_used(
     changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "model.gguf", llama(), **{**tokenizer_facts(a_tokenizer()), **changes})
@@ -404,14 +404,14 @@ def test_models_that_are_refused(changes: dict[str, Any], words: str, tmp_path: 
         open_model(path)
 
 
-def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "model.gguf", llama())
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(JinguError, match=r"needs the package gguf.*`pip install gguf`"):
         open_model(path)
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     whole = written(tmp_path / "model.gguf", llama(), **tokenizer_facts(a_tokenizer())).read_bytes()
     path = tmp_path / "cut.gguf"
     for keep in [*range(0, 64, 3), *range(64, len(whole), 4001), len(whole) - 1]:

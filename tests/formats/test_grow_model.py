@@ -1,4 +1,4 @@
-"""`jingu model grow`: folders that transformers loads, that say what the original says, and that runs begin with."""
+"""`jingu model grow`: transformers loads the folders, their logits equal the original, and runs start from them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ GROWTHS = {
 
 
 @pytest.mark.parametrize("options", GROWTHS.values(), ids=GROWTHS)
-def test_transformers_loads_what_was_grown_and_it_says_the_same(options: list[str], old: Path) -> None:
+def test_transformers_loads_the_grown_model_with_equal_logits(options: list[str], old: Path) -> None:
     to = grown(old, *options)
     noisy = "--noise" in options  # of experts, where it is not made up for
     assert apart(logits(to)[..., :280], logits(old)) < (0.1 if noisy else 1e-6)
@@ -85,7 +85,7 @@ def test_transformers_loads_what_was_grown_and_it_says_the_same(options: list[st
         assert apart(theirs(TOKENS).logits, logits(to, torch.float32)) < 1e-5
 
 
-def test_the_counts_are_told(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameter_counts_are_printed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = grown(old, "--experts", "4", "--active", "1")
     said = capsys.readouterr().out.splitlines()
     before, after = (sum(p.numel() for p in Decoder(open_model(path).spec).parameters()) for path in (old, to))
@@ -93,8 +93,8 @@ def test_the_counts_are_told(old: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert said[-1] == f"It has {after:,} parameters ({before + 2 * 4 * 24:,} active); {old} has {before:,}."
 
 
-def test_another_tokenizer_keeps_what_rows_mean(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Known pieces by their letters, whatever their ids; new ones from their parts; the end under another name."""
+def test_another_tokenizer_keeps_the_embeddings_of_known_tokens(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Known tokens are matched by text, not id; new ones are composed of parts; EOS may have another name."""
     new = train_tokenizer(iter(TEXTS + CHINESE), 300, ["<user>", "<eos>", "<turn>"])
     new._config["eos_token"] = "<eos>"
     folder = old.with_name("new")
@@ -142,9 +142,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("options", "words"), MISTAKES, ids=[words[:24] for _, words in MISTAKES])
-def test_mistakes_are_told_and_leave_nothing(
-    options: list[str], words: str, old: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_leave_no_files(options: list[str], words: str, old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = {"OLD": str(old), "TOKENIZER": str(old.with_name("tokenizer"))}
     command = ["model", "grow", str(old), "--to", str(old.with_name("grown"))]
     assert main(command + [places.get(word, word) for word in options]) == 2

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is refused, in which words, and what is accepted."""
+"""Hugging Face folders: what is refused, with which message, and what is accepted."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_shard_outside_the_folder_is_not_opened(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_with_a_way_round(exported: Path, name: str) -> None:
+def test_pickles_are_refused_with_a_fix(exported: Path, name: str) -> None:
     (exported / "model.safetensors").rename(exported / name)
     assert refusal(exported) == (
         f"DIR: the weights are pickled ({name}). jingu does not read pickles, which can run code. Use the model's "
@@ -191,7 +191,7 @@ def test_no_weights_no_config_no_folder(exported: Path) -> None:
         open_model(exported / "nothing")
 
 
-def test_quantised_weights_are_refused(exported: Path) -> None:
+def test_quantized_weights_are_refused(exported: Path) -> None:
     path = exported / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
@@ -202,7 +202,7 @@ def test_quantised_weights_are_refused(exported: Path) -> None:
 
 
 def test_checkpoints_without_the_base_prefix_and_with_buffers(tokenizer_path: Path, tmp_path: Path) -> None:
-    """As the first GPT-2 files are: no `transformer.`, masks among the weights; some also hold the tied head."""
+    """Like the first GPT-2 files: no `transformer.` prefix, masks among the weights; some also have the tied head."""
     model = made_model("gpt2")
     folder = export(model, tokenizer_path, tmp_path / "out")
     path = folder / "model.safetensors"
@@ -226,9 +226,7 @@ def test_dtype_of_the_export(tokenizer_path: Path, tmp_path: Path, dtype: torch.
 @pytest.mark.parametrize(
     ("held", "kind"), [("config.json", "an earlier export"), ("notes.txt", "something")], ids=["export", "other"]
 )
-def test_a_target_that_holds_something_is_not_touched(
-    tokenizer_path: Path, tmp_path: Path, held: str, kind: str
-) -> None:
+def test_a_target_that_is_not_empty_is_not_touched(tokenizer_path: Path, tmp_path: Path, held: str, kind: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / held).write_text("{}")
     with pytest.raises(JinguError) as error:
@@ -262,8 +260,8 @@ def converted(source: Path, to: Path, *options: str) -> Path:
     return to
 
 
-def test_what_comes_with_a_model_is_carried_over(exported: Path, tmp_path: Path) -> None:
-    """Its own special tokens, generation settings and chat template; and weights to the last bit, in their dtype."""
+def test_generation_config_and_template_are_kept(exported: Path, tmp_path: Path) -> None:
+    """Special tokens, generation settings and chat template are kept, and weights bitwise in their dtype."""
     change_config(exported, bos_token_id=7, eos_token_id=[8, 9], pad_token_id="absent")
     settings = {"eos_token_id": [8, 9, 10], "temperature": 0.6, "do_sample": True}
     (exported / "generation_config.json").write_text(json.dumps(settings))
@@ -281,8 +279,8 @@ def test_what_comes_with_a_model_is_carried_over(exported: Path, tmp_path: Path)
         assert torch.equal(theirs, load_file(exported / "model.safetensors")[name].bfloat16())
 
 
-def test_a_folder_with_a_sentencepiece_model_alone(exported: Path, tmp_path: Path) -> None:
-    """Its import has a tokenizer.json that gives the same ids, and begins a prompt as Llama's does."""
+def test_a_folder_with_only_a_sentencepiece_model(exported: Path, tmp_path: Path) -> None:
+    """The imported tokenizer.json gives the same ids, and prompts start with the BOS token, as Llama's do."""
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["some text and more of it"] * 9),
@@ -304,7 +302,7 @@ def test_a_folder_with_a_sentencepiece_model_alone(exported: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_shards_and_tied_heads_come_back_to_the_last_bit(family: str, tokenizer_path: Path, tmp_path: Path) -> None:
+def test_shards_and_tied_heads_are_restored_bitwise(family: str, tokenizer_path: Path, tmp_path: Path) -> None:
     model = made_model(family, tie_word_embeddings=True)
     sharded = export(model, tokenizer_path, tmp_path / "sharded", shard_bytes=10_000)
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
@@ -338,7 +336,7 @@ def test_the_check_names_broken_weights(
 
 
 def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:
-    """Less than twice the largest tensor, of a model that has it many times over; in a process of its own."""
+    """A conversion needs less than twice the largest tensor of a model with many; measured in its own process."""
     sizes = ModelSettings(family="llama", hidden_size=512, num_heads=8, num_layers=24, vocab_size=12000)
     spec, source, largest = spec_from_settings(sizes, 257, 16), tmp_path / "source", 4 * 12000 * 512
     shapes = parameter_shapes(spec)
@@ -360,7 +358,7 @@ def test_memory_of_a_conversion(tokenizer_path: Path, tmp_path: Path) -> None:
     assert 0.5 < float(done.stdout.split()[-1]) < 2
 
 
-def test_shapes_the_architecture_has_not_are_refused(tokenizer_path: Path, tmp_path: Path) -> None:
+def test_shapes_that_the_architecture_does_not_support_are_refused(tokenizer_path: Path, tmp_path: Path) -> None:
     model = made_model("gpt2")
     grouped = replace_fields(model.spec, attention=model.spec.attention.model_copy(update={"num_kv_heads": 1}))
     with pytest.raises(JinguError, match="GPT2LMHeadModel cannot express this model's attention"):
@@ -368,7 +366,7 @@ def test_shapes_the_architecture_has_not_are_refused(tokenizer_path: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_tensors_pass_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> None:
+def test_tensors_are_written_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> None:
     """Writing asks for each parameter once, in the order of the file."""
     model = made_model()
     state, asked = model.state_dict(), []
@@ -411,7 +409,7 @@ def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None
 
 
 def mapped_file(address: int) -> str:
-    """The file that is mapped at an address of this process; empty: none."""
+    """Return the file that is mapped at an address of this process, or an empty string."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *rest = line.split(maxsplit=5)
         first, last = (int(end, 16) for end in span.split("-"))
@@ -420,7 +418,7 @@ def mapped_file(address: int) -> str:
     return ""
 
 
-def test_weights_in_the_dtype_asked_for_are_not_copied(exported: Path) -> None:
+def test_weights_in_the_requested_dtype_are_not_copied(exported: Path) -> None:
     model = load_model(open_hf(exported), torch.float32)
     assert {mapped_file(weight.data_ptr()) for weight in model.parameters()} == {str(exported / "model.safetensors")}
     before = (exported / "model.safetensors").read_bytes()

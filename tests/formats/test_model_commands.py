@@ -1,4 +1,4 @@
-"""`jingu model list | inspect`: what they count and what they find wrong."""
+"""`jingu model list | inspect`: their counts, and the problems that they report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_whole_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert ["parameters", "total", f"{total:,}"] in lines and ["problems", "none"] in lines
 
 
-def test_what_is_missing_or_extra_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_extra_tensors_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.norm.weight"]
@@ -94,8 +94,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         inspect_model(tmp_path)
 
 
-def test_operations_are_those_torch_counts() -> None:
-    """Of matrix products forward; the causal half of attention is counted whole by torch."""
+def test_flops_equal_those_that_torch_counts() -> None:
+    """FLOPs of the matrix products of a forward pass; torch does not count causal attention as half."""
     for family, tied in (("llama", False), ("gpt2", True), ("baichuan2", False)):
         spec = spec_from_settings(
             ModelSettings(family=family, hidden_size=24, num_heads=3, tie_word_embeddings=tied), 101, 16
@@ -110,7 +110,7 @@ def test_operations_are_those_torch_counts() -> None:
         assert generation_flops(spec, shapes, 16) * 16 == counter.get_total_flops()
 
 
-def test_operations_of_an_encoder_are_those_torch_counts() -> None:
+def test_flops_of_an_encoder_equal_those_that_torch_counts() -> None:
     """A source of 24 tokens beside 16; only what the decoder sees of itself is causal."""
     for family in ("t5", "mt5"):
         spec = spec_from_settings(ModelSettings(family=family, hidden_size=24, num_heads=3, num_layers=2), 101, 24)

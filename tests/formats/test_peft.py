@@ -156,7 +156,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(case: str, tmp_path: Path) -> None:
     changes, words = REFUSALS[case]
     write_adapter(tmp_path, target_modules=["q_proj"])
     file = tmp_path / "adapter" / ADAPTER_CONFIG

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer."""
+"""Tiny models with a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="package")
 def tiny(tokenizer: Tokenizer) -> InferenceModel:
-    """A llama of 2 × 24 in fp32, context 64, whose text is noise."""
+    """A llama with 2 layers, hidden size 24 and a context of 64 in fp32, whose text is noise."""
     settings = ModelSettings(hidden_size=24, num_heads=3, num_layers=2, initializer_range=0.4)
     return filled(settings, tokenizer)
 
 
 @pytest.fixture(scope="package")
 def answering(tokenizer: Tokenizer) -> InferenceModel:
-    """An encoder-decoder as small."""
+    """An encoder-decoder of the same size."""
     settings = ModelSettings(
         family="t5", hidden_size=24, num_heads=3, num_layers=2, num_encoder_layers=2, initializer_range=0.4
     )

@@ -1,4 +1,4 @@
-"""Many requests at once: nobody's answer depends on the others, on chunks, on pages shared, or on pages taken away."""
+"""Many requests at once: no answer depends on the others, on chunks, on shared blocks or on preemption."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARRANGED = {
     "gpt2": KINDS["gpt2"],
     "mixtral": KINDS["mixtral"],
 }
-"""As they are loaded."""
+"""Model kinds that are loaded from folders."""
 
 
 def model_of(kind: str, tokenizer: Tokenizer, arranged: bool = False) -> InferenceModel:
@@ -86,7 +86,7 @@ def drawn(source: random.Random, vocabulary: int, beginnings: list[tuple[int, ..
 def answers(
     engine: Engine, requests: list[Request], source: random.Random
 ) -> list[list[tuple[int, int, float | None]]]:
-    """(choice, token, log-probability) of each request; requests arrive while others are answered, some leave."""
+    """Return (choice, token, log-probability) of each request; requests arrive while others run, some are cancelled."""
     found: dict[int, list[tuple[int, int, float | None]]] = {}
     numbers, waiting, gone = {}, list(enumerate(requests)), 0
     while waiting or engine.busy:
@@ -128,7 +128,7 @@ def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_else_matters(kind: str, threads: int, tokenizer: Tokenizer) -> None:
+def test_answers_do_not_depend_on_other_requests(kind: str, threads: int, tokenizer: Tokenizer) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -138,25 +138,25 @@ def test_nobody_else_matters(kind: str, threads: int, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("kind", ARRANGED)
-def test_nobody_else_matters_to_a_model_as_it_is_loaded(kind: str, tokenizer: Tokenizer) -> None:
+def test_answers_of_loaded_models_do_not_depend_on_other_requests(kind: str, tokenizer: Tokenizer) -> None:
     check_mixes(model_of(kind, tokenizer, arranged=True), 5, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ARRANGED)
-def test_nobody_else_matters_to_loaded_models_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
+def test_answers_of_loaded_models_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
     check_mixes(model_of(kind, tokenizer, arranged=True), 100, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_else_matters_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
+def test_answers_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
     check_mixes(model_of(kind, tokenizer), 167, 2)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "bloom", "gpt2", "mixtral"])
-def test_prompts_that_are_seen_whole(kind: str, tokenizer: Tokenizer) -> None:
-    """As the uncached forward of training sees them, whatever the chunks, and though pages run short."""
+def test_prompts_with_bidirectional_attention(kind: str, tokenizer: Tokenizer) -> None:
+    """The result equals the uncached forward of training, with any chunks and few blocks."""
     model = replace(model_of(kind, tokenizer), is_prefix_lm=True)
     source = random.Random(3)
     prompts = [tuple(source.randrange(1, model.spec.vocab_size) for _ in range(size)) for size in (150, 30, 129, 1, 30)]
@@ -177,7 +177,7 @@ def test_prompts_that_are_seen_whole(kind: str, tokenizer: Tokenizer) -> None:
         engine.submit(replace(requests[0], prompt_logprobs=True))
 
 
-def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
+def test_prefixes_are_shared_and_few_blocks_are_wasted(tokenizer: Tokenizer) -> None:
     model = model_of("gpt2", tokenizer)
     engine = Engine(model, EngineSettings(block_size=16))
     prompt = tuple(1 + place % 250 for place in range(200))
@@ -204,8 +204,8 @@ def test_prefixes_are_shared_and_waste_is_little(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral"])
-def test_the_cache_is_no_larger_than_allowed(kind: str, tokenizer: Tokenizer) -> None:
-    """Heads are filled up to 16 elements; two pages belong to no sequence."""
+def test_the_cache_stays_within_its_limit(kind: str, tokenizer: Tokenizer) -> None:
+    """Heads are padded to 16 elements; two blocks belong to no sequence."""
     model, allowed = model_of(kind, tokenizer), 1 << 20
     engine = Engine(model, EngineSettings(kv_cache_bytes=allowed))
     engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)])
@@ -214,8 +214,8 @@ def test_the_cache_is_no_larger_than_allowed(kind: str, tokenizer: Tokenizer) ->
     assert allowed - page < taken - 2 * page <= allowed
 
 
-def test_kept_prefixes_make_room(tokenizer: Tokenizer) -> None:
-    """The one not used for the longest goes first."""
+def test_cached_prefixes_are_evicted(tokenizer: Tokenizer) -> None:
+    """The least recently used one is evicted first."""
     model = model_of("gpt2", tokenizer)
     page = block_bytes(model.spec, 16, 4)
     engine = Engine(model, EngineSettings(kv_cache_bytes=8 * page, block_size=16))
@@ -232,7 +232,7 @@ def test_kept_prefixes_make_room(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> None:
+def test_non_finite_logits_end_one_request(tokenizer: Tokenizer) -> None:
     model = model_of("gpt2", tokenizer)
     engine = Engine(model)
     whole = engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)])
@@ -252,8 +252,8 @@ def test_scores_that_are_no_numbers_end_one_request(tokenizer: Tokenizer) -> Non
     assert engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)]) == whole
 
 
-def test_what_was_cut_short_spoils_nothing(tokenizer: Tokenizer) -> None:
-    """Of a prompt that is given up half read nobody knows whether its scores would have been finite numbers."""
+def test_a_cancelled_prefill_is_not_reused(tokenizer: Tokenizer) -> None:
+    """It is unknown whether the logits of a prompt that was cancelled half-way would have been finite."""
     model = model_of("gpt2", tokenizer)
     page = block_bytes(model.spec, 16, 4)
     settings = EngineSettings(prefill_chunk_size=32, kv_cache_bytes=5 * page, block_size=16)
@@ -270,8 +270,8 @@ def test_what_was_cut_short_spoils_nothing(tokenizer: Tokenizer) -> None:
     assert engine.generate([last]) == whole and engine.stats().used_blocks == 0
 
 
-def test_a_prefix_outlives_those_whose_answers_fail(tokenizer: Tokenizer) -> None:
-    """Pages that others share are theirs, too."""
+def test_a_shared_prefix_survives_a_failed_request(tokenizer: Tokenizer) -> None:
+    """Its shared blocks are still used by other requests."""
     model = model_of("gpt2", tokenizer)
     prompt = tuple(range(1, 30))
     alone = answers(Engine(model), [Request((*prompt, 40), SamplingParams(), 30, logprobs=0)], random.Random(0))
@@ -287,7 +287,7 @@ def test_a_prefix_outlives_those_whose_answers_fail(tokenizer: Tokenizer) -> Non
     assert [(event.choice, event.token.id, event.token.logprob) for event in told if event.token] == alone[0]
 
 
-def test_guesses_come_sooner_and_change_nothing(tokenizer: Tokenizer) -> None:
+def test_speculation_saves_steps_and_changes_no_answer(tokenizer: Tokenizer) -> None:
     model = model_of("llama-bf16", tokenizer)
     prompt = (5, 6, 7, 8, 9, 10, 11, 12) * 4
     few = dict.fromkeys(range(5, 9), 99.0)  # texts of a few tokens repeat themselves

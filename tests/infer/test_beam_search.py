@@ -1,4 +1,4 @@
-"""Beam search: transformers' hypotheses and scores, whoever else is there and however few pages there are."""
+"""Beam search equals transformers, whatever the other requests and however few blocks there are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = list[tuple[list[int], float, str | None]]
 
 
 def found(engine: Engine, *requests: Request) -> list[Found]:
-    """Of each request its hypotheses: ids, score, why they end."""
+    """Return the hypotheses of each request: ids, score, finish reason."""
     events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
     while engine.busy:
         for event in engine.step():
@@ -43,14 +43,12 @@ def ending(model: InferenceModel, *ends: int) -> InferenceModel:
 
 
 SEARCHES = [(2, 1.0, 1.0, 13), (5, 0.0, 1.3, 9), (4, 2.0, 1.0, 20), (3, -1.0, 1.0, 7)]
-"""Beams, penalty of the length and of repetition, most tokens."""
+"""Beams, length penalty, repetition penalty, maximum number of tokens."""
 PROMPT = (9, 4, 30, 2, 7, 7, 11, 5, 60, 3)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "answering"])
-def test_hypotheses_and_scores_are_those_of_transformers(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_hypotheses_and_scores_equal_transformers(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model: InferenceModel = request.getfixturevalue(kind)
     model.tokenizer.save(tmp_path / "tokenizer")
     export_hf(model.spec, model.module.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "out")
@@ -95,7 +93,7 @@ def test_hypotheses_and_scores_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("kind", ["tiny", "answering"])
-def test_nobody_else_matters_nor_how_few_pages_there_are(kind: str, request: pytest.FixtureRequest) -> None:
+def test_hypotheses_do_not_depend_on_other_requests_or_memory(kind: str, request: pytest.FixtureRequest) -> None:
     model: InferenceModel = request.getfixturevalue(kind)
     page = block_bytes(model.spec, 8, 4)
     asked = [
@@ -114,7 +112,7 @@ def test_nobody_else_matters_nor_how_few_pages_there_are(kind: str, request: pyt
         assert found(Engine(model, settings), *asked[::-1]) == alone[::-1]
 
 
-def test_beams_share_the_pages_of_what_they_have_in_common(tiny: InferenceModel) -> None:
+def test_beams_share_blocks_of_their_common_prefix(tiny: InferenceModel) -> None:
     engine = Engine(tiny)
     engine.submit(Request((1,) * 40, SamplingParams(), 9, num_beams=6))
     engine.step()
@@ -126,7 +124,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(tiny: InferenceModel)
         assert 40 + step <= stats.cached_tokens <= 40 + 6 * step
 
 
-def test_a_cancelled_search_ends_and_its_pages_are_free(tiny: InferenceModel) -> None:
+def test_a_cancelled_search_frees_its_blocks(tiny: InferenceModel) -> None:
     engine = Engine(tiny)
     number = engine.submit(Request(PROMPT, SamplingParams(), 30, n=2, num_beams=3, ignore_eos=True))
     for _ in range(4):
@@ -136,7 +134,7 @@ def test_a_cancelled_search_ends_and_its_pages_are_free(tiny: InferenceModel) ->
     assert not engine.busy and engine.stats().used_blocks == 0
 
 
-def test_scores_that_are_no_numbers_end_a_search(tiny: InferenceModel) -> None:
+def test_non_finite_logits_end_a_search(tiny: InferenceModel) -> None:
     asked = Request(PROMPT, SamplingParams(), 6, n=2, num_beams=3, ignore_eos=True)
     engine = Engine(tiny)
     before = found(engine, asked)
@@ -166,7 +164,7 @@ def test_scores_that_are_no_numbers_end_a_search(tiny: InferenceModel) -> None:
         ],
     ],
 )
-def test_what_a_search_cannot_do(tiny: InferenceModel, settings: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_of_beam_search(tiny: InferenceModel, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(JinguError) as error:
         Engine(tiny).submit(Request((5,), SamplingParams(), 3, **settings))
     assert str(error.value) == words

@@ -36,7 +36,7 @@ REQUESTS = [
 
 
 class Again:
-    """Records a step as something to run again; what it gives lies where it lay before."""
+    """Records a step and replays it; its outputs keep their addresses."""
 
     def __init__(self) -> None:
         self.recorded, self.launched = 0, 0
@@ -61,7 +61,7 @@ def told(engine: Engine) -> list[list[Event]]:
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-def test_recorded_steps_give_the_same(position: str, tokenizer: Tokenizer) -> None:
+def test_recorded_steps_give_the_same_answers(position: str, tokenizer: Tokenizer) -> None:
     family = {"rope": "llama", "learned": "gpt2"}[position]
     settings = ModelSettings.model_validate({"family": family, "hidden_size": 24, "num_heads": 3, "num_layers": 2})
     model = filled(settings, tokenizer, context=200)
@@ -80,7 +80,7 @@ def test_recorded_on_cuda(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_compiled_steps_answer_alike_and_are_compiled_once(family: str, tokenizer: Tokenizer) -> None:
+def test_compiled_steps_give_the_same_answers_and_compile_once(family: str, tokenizer: Tokenizer) -> None:
     settings = ModelSettings.model_validate({"family": family, "hidden_size": 24, "num_heads": 3, "num_layers": 2})
     plain, twin = (filled(settings, tokenizer, context=200) for _ in range(2))
     for each in (plain, twin):
@@ -115,7 +115,7 @@ def test_compiled_on_cuda(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_what_cannot_be_recorded_or_compiled(answering: InferenceModel) -> None:
+def test_models_that_cannot_be_recorded_or_compiled(answering: InferenceModel) -> None:
     with pytest.raises(JinguError, match="single-process dense decoders"):
         Engine(answering, graphs=CudaGraphRunner(Again()))
     with pytest.raises(JinguError, match="single-process dense decoders"):

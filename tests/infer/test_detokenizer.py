@@ -1,4 +1,4 @@
-"""Text as it grows: whole characters, stop strings."""
+"""Incremental detokenization: complete characters, stop strings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> tuple[lis
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30))
-def test_pieces_make_the_text_and_break_no_character(tokenizer: Tokenizer, text: str) -> None:
+def test_pieces_join_to_the_text_and_split_no_character(tokenizer: Tokenizer, text: str) -> None:
     pieces, stopped = streamed(tokenizer, tokenizer.encode(text), [])
     assert "".join(pieces) == text
     assert not stopped
@@ -39,7 +39,7 @@ def test_pieces_make_the_text_and_break_no_character(tokenizer: Tokenizer, text:
 
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(1, 256), max_size=25))
-def test_any_bytes_make_the_text_of_all_ids(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_pieces_of_any_bytes_join_to_the_text(tokenizer: Tokenizer, ids: list[int]) -> None:
     pieces, _ = streamed(tokenizer, ids, [])
     assert "".join(pieces) == tokenizer.decode(ids)
 

@@ -1,4 +1,4 @@
-"""The engine: choices, ends, stops, seeds, limits, cancellation, log-probabilities; and the verb."""
+"""The engine: choices, end tokens, stop strings, seeds, limits, cancellation, log-probabilities; and the command."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_same_seed_same_text_and_choices_differ(tiny: InferenceModel) -> None:
     assert first[0] == [token.id for token in tokens_of(tiny, max_tokens=20, sampling=SamplingParams(1.3, 50, seed=1))]
 
 
-def test_empty_prompt_begins_a_document(tiny: InferenceModel) -> None:
+def test_empty_prompt_starts_a_document(tiny: InferenceModel) -> None:
     assert tokens_of(tiny) == tokens_of(tiny, tiny.tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize("model", ["tiny", "answering"])
-def test_log_probabilities_are_the_models(model: str, request: pytest.FixtureRequest) -> None:
+def test_log_probabilities_equal_the_models(model: str, request: pytest.FixtureRequest) -> None:
     of: InferenceModel = request.getfixturevalue(model)
     sampling = SamplingParams(temperature=0.7, repetition_penalty=1.5, logit_bias={3: 2.0})
     tokens = tokens_of(of, 9, 4, 30, sampling=sampling, logprobs=3, ignore_eos=True)
@@ -129,7 +129,7 @@ def test_log_probabilities_of_the_prompt(tiny: InferenceModel) -> None:
         assert [id_ for id_, _ in token.top] == expected[place].topk(2).indices.tolist()
 
 
-def test_cancelled_requests_end_and_others_go_on(tiny: InferenceModel) -> None:
+def test_cancelled_requests_end_and_others_continue(tiny: InferenceModel) -> None:
     engine = Engine(tiny, EngineSettings(max_num_seqs=2))
     kept, gone = (
         engine.submit(Request((5,), SamplingParams(), 8, ignore_eos=True)),
@@ -179,7 +179,7 @@ def test_cancelled_requests_end_and_others_go_on(tiny: InferenceModel) -> None:
         ),
     ],
 )
-def test_what_can_never_be_served(
+def test_requests_that_can_never_be_served(
     tiny: InferenceModel, prompt: list[int], settings: dict[str, object], words: str
 ) -> None:
     with pytest.raises(JinguError) as error:
@@ -191,7 +191,7 @@ def test_context_can_be_filled(tiny: InferenceModel) -> None:
     assert len(tokens_of(tiny, *[1] * 60, max_tokens=4, ignore_eos=True)) == 4
 
 
-def test_verb_prints_prompt_and_continuation(
+def test_generate_prints_prompt_and_continuation(
     tiny: InferenceModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.tokenizer.save(tmp_path / "tokenizer")
@@ -221,8 +221,8 @@ def test_sampling_defaults_come_from_generation_config(tiny: InferenceModel, tmp
     assert load(tmp_path / "out", "fp32").default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
-def test_answers_are_held_to_a_schema_or_an_expression(tiny: InferenceModel) -> None:
-    """Of a model whose text is noise."""
+def test_answers_follow_a_schema_or_regular_expression(tiny: InferenceModel) -> None:
+    """The text of the model would otherwise be noise."""
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 9}, "ok": {"type": "boolean"}},
@@ -273,14 +273,14 @@ def test_a_grammar_is_read_once_for_all_choices(tiny: InferenceModel, monkeypatc
         ("regex", r"[^\s\S]"),
     ],
 )
-def test_constraints_that_make_no_sense(tiny: InferenceModel, kind: Any, value: str) -> None:
+def test_invalid_constraints_are_refused(tiny: InferenceModel, kind: Any, value: str) -> None:
     engine = Engine(tiny)
     with pytest.raises(JinguError, match="constraint: the output cannot be constrained like this"):
         engine.submit(Request((7,), SamplingParams(), 5, constraint=Constraint(kind, value)))
     assert not engine.busy
 
 
-def test_a_schema_that_no_text_ends_is_refused_where_it_is_given_up(tiny: InferenceModel, capfd: Any) -> None:
+def test_a_schema_without_a_finite_text_is_refused(tiny: InferenceModel, capfd: Any) -> None:
     node = {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}
     endless = Constraint("json_schema", json.dumps({"$defs": {"n": node}, "$ref": "#/$defs/n"}))
     (events,) = events_of(Engine(tiny), Request((7,), SamplingParams(), 50, constraint=endless)).values()

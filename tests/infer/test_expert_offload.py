@@ -1,4 +1,4 @@
-"""Experts larger than memory: what is said is what a model wholly in memory says, within the bound."""
+"""Experts larger than memory: answers equal those of a model completely in memory, within the limit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> d
 
 
 def said(model: InferenceModel, prompts: list[tuple[int, ...]]) -> list[Any]:
-    """All that the engine tells of some requests, at once."""
+    """Return all events of some requests that run together."""
     engine = Engine(model)
     for prompt in prompts:
         engine.submit(Request(prompt, SamplingParams(temperature=1.0), 9, logprobs=3, ignore_eos=True))
@@ -85,7 +85,9 @@ def said(model: InferenceModel, prompts: list[tuple[int, ...]]) -> list[Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", SPECS)
-def test_says_the_same_bit_for_bit_within_its_bound(folders: dict[str, Path], family: str, precision: Any) -> None:
+def test_answers_are_bitwise_equal_within_the_memory_limit(
+    folders: dict[str, Path], family: str, precision: Any
+) -> None:
     prompts = [tuple(range(3, 3 + length)) for length in (1, 7, 23)]
     whole = load(folders[family], precision)
     expected = said(whole, prompts)
@@ -117,7 +119,7 @@ def expert_matrix(name: str) -> bool:
 
 
 def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None:
-    """Straight from a step: of pieces that several ranks wrote, and with adapters merged as they are read."""
+    """Experts are read directly from a checkpoint of several ranks, and adapters are merged while reading."""
     mixture = {
         "model.family": "mixtral",
         "model.intermediate_size": 10,
@@ -150,7 +152,7 @@ def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None
         assert said(load(done(config).folder, "fp32", resident_experts="25%"), [(5, 6, 7)]) == expected
 
 
-def test_what_cannot_be_read_is_told_and_does_not_stay(folders: dict[str, Path]) -> None:
+def test_read_errors_are_reported_and_not_cached(folders: dict[str, Path]) -> None:
     whole, some = load(folders["mixtral"], "fp32"), load(folders["mixtral"], "fp32", resident_experts="25%")
     tokens_BT, residency = torch.tensor([[4, 5, 6, 7]]), some.expert_offloader
     assert residency is not None
@@ -170,8 +172,10 @@ def test_what_cannot_be_read_is_told_and_does_not_stay(folders: dict[str, Path])
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), slots=st.integers(2, 15), tokens=st.lists(st.integers(1, 20), max_size=12))
-def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: int, tokens: list[int]) -> None:
-    """Any order of visits: the sums that come out are those of the experts asked for."""
+def test_every_row_is_computed_by_its_expert(
+    folders: dict[str, Path], seed: int, slots: int, tokens: list[int]
+) -> None:
+    """In any order of visits, the result is the sum of the requested experts."""
     opened = open_model(folders["mixtral"])
     assert isinstance(opened.spec, ModelSpec)
     residency = ExpertOffloader(opened, f"{slots * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
@@ -188,10 +192,8 @@ def test_every_row_meets_its_expert(folders: dict[str, Path], seed: int, slots: 
             assert len(residency._slot_of) + len(residency._free) == slots
 
 
-def test_what_passes_through_leaves_others_where_they_are(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layer 1 needs more than there is room for, and does not drive out all that others need."""
+def test_a_large_layer_does_not_evict_all_others(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 1 needs more slots than there are, but does not evict everything that other layers need."""
     opened = open_model(folders["mixtral"])
     residency = ExpertOffloader(opened, f"{5 * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
     load_model(opened, torch.float32, prepare=residency.take_over)
@@ -211,7 +213,7 @@ def test_what_passes_through_leaves_others_where_they_are(
     ),
     slots=st.integers(1, 4),
 )
-def test_the_clairvoyant_reads_least(visits: list[tuple[int, tuple[int, ...]]], slots: int) -> None:
+def test_the_clairvoyant_policy_reads_least(visits: list[tuple[int, tuple[int, ...]]], slots: int) -> None:
     """Beside all that can be done, what a visit needs in any order and each in the slot of any other: never less, and
     no more where a visit needs one."""
     reads: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}  # by what is held afterwards
@@ -236,8 +238,8 @@ def test_the_clairvoyant_reads_least(visits: list[tuple[int, tuple[int, ...]]], 
         assert count_optimal_reads(visits, slots) == fewest
 
 
-def test_a_round_of_layers_keeps_what_comes_first() -> None:
-    """Where every expert is needed in every visit, those of the layer just visited are needed last."""
+def test_cyclic_visits_keep_the_next_layers() -> None:
+    """If every visit needs every expert, those of the layer just visited are needed last."""
     foresight = ReuseDistancePredictor(layers=4, experts=3, active=3)
     every = np.array([[0, 1, 2]] * 5)
     for _ in range(40):
@@ -249,7 +251,7 @@ def test_a_round_of_layers_keeps_what_comes_first() -> None:
     assert foresight.distance_LE[1].argmax() == 2
 
 
-def test_routers_are_believed_as_far_as_they_were_right() -> None:
+def test_router_predictions_are_weighted_by_their_accuracy() -> None:
     foresight = ReuseDistancePredictor(layers=2, experts=8, active=2)
     guess_NK = np.array([[3, 5]])
     for number in range(900):
@@ -261,8 +263,8 @@ def test_routers_are_believed_as_far_as_they_were_right() -> None:
     assert foresight.predict(1, np.repeat(guess_NK, 9, 0))[5] == pytest.approx(1 - 0.75**9, abs=0.05)
 
 
-def test_needs_come_in_bursts() -> None:
-    """What was needed lately counts for more than what was needed often, and a long prompt for one visit."""
+def test_recent_visits_count_more_than_frequent_ones() -> None:
+    """Recent use counts more than frequent use, and a long prompt counts as one visit."""
     foresight = ReuseDistancePredictor(layers=1, experts=6, active=1)
     foresight.visit(0, np.full((500, 1), 0))
     for _ in range(40):
@@ -281,7 +283,7 @@ def test_sizes() -> None:
             parse_size(text, 1000)
 
 
-def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_impossible_settings_are_refused(folders: dict[str, Path], tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(JinguError) as error:
         load(folders["mixtral"], "fp32", resident_experts="2880")
     assert "2880 of the experts' 43,200 bytes is room for 1 of them; at least 2 must be resident." in str(error.value)
@@ -296,7 +298,7 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, tok
         load(tmp_path / "dense", "fp32", resident_experts="25%")
 
 
-def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(folders["mixtral"]), "the ", "--max-tokens", "5", "--precision", "fp32"]
     assert main(words) == 0
     expected = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Adapters beside one base: rows of a batch with different ones are what peft makes of each by itself."""
+"""Several adapters on one base: rows with different adapters equal what peft computes for each alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = [(7, 8, 9, 10), (40, 41), (99,) * 30, (7, 8, 9, 11)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny base, `base`, and beside it adapters that peft wrote."""
+    """Write a tiny base model, `base`, and adapters in the format of peft."""
     place = tmp_path_factory.mktemp("adapters")
     train_tokenizer(iter(["some text"]), 270, ["<|endoftext|>"]).save(place / "tokenizer")
     settings = ModelSettings(
@@ -65,7 +65,7 @@ def asked(prompt: tuple[int, ...], adapter: str | None) -> Request:
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
-    """Ids and log-probabilities of each, all asked at once."""
+    """Return ids and log-probabilities of requests that run together."""
     found: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
     while engine.busy:
         for event in engine.step():
@@ -75,7 +75,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], li
     return list(found.values())
 
 
-def test_rows_of_a_batch_take_different_adapters(folder: Path, loaded: InferenceModel) -> None:
+def test_rows_of_a_batch_use_different_adapters(folder: Path, loaded: InferenceModel) -> None:
     requests = [asked(prompt, name) for prompt in PROMPTS for name in (None, "small", "large")]
     found = answers(Engine(loaded), requests)
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
@@ -94,14 +94,14 @@ def test_rows_of_a_batch_take_different_adapters(folder: Path, loaded: Inference
     assert len(texts) == 3  # they do make a difference
 
 
-def test_others_in_the_batch_change_nothing(loaded: InferenceModel) -> None:
+def test_answers_do_not_depend_on_other_adapters_in_the_batch(loaded: InferenceModel) -> None:
     requests = [asked(prompt, name) for prompt in PROMPTS for name in ("small", None, "large")]
     together = answers(Engine(loaded), requests)
     assert together == [answers(Engine(loaded), [request])[0] for request in requests]
     assert together == answers(Engine(loaded, EngineSettings(max_num_seqs=3, prefill_chunk_size=7)), requests)
 
 
-def test_what_cannot_stand_beside_is_refused(folder: Path, loaded: InferenceModel, tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(folder: Path, loaded: InferenceModel, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"no adapter other.*small, large"):
         Engine(loaded).submit(asked((1,), "other"))
     with pytest.raises(JinguError, match=r"only LoRA of plain matrices.*tune merge"):
@@ -116,7 +116,7 @@ def test_what_cannot_stand_beside_is_refused(folder: Path, loaded: InferenceMode
 def test_adapters_of_a_shallower_model_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their matrices would all find a place."""
+    """All of its matrices would fit into the model."""
     base = open_model(folder / "base")
     own = replace(base, spec=base.spec.model_copy(update={"num_layers": 1}))
     monkeypatch.setattr(models, "open_adapter_run", lambda path: (own, own, path))

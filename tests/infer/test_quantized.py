@@ -1,4 +1,4 @@
-"""Matrices of 8 and 4 bits beside the matrices that they stand for."""
+"""Matrices of 8 and 4 bits compared with their dequantized matrices."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def plain(matrix: torch.Tensor, kind: QuantizationFormat) -> torch.Tensor:
-    """The matrix that the packed one stands for."""
+    """Return the dequantized matrix."""
     return dequantize(*quantize(matrix, kind), kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
-def test_kernels_multiply_by_what_was_rounded(
+def test_kernels_multiply_by_the_dequantized_matrix(
     outputs: int, inputs: int, kind: QuantizationFormat, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(outputs)
@@ -86,7 +86,7 @@ def test_kernels_multiply_by_what_was_rounded(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int) -> None:
-    """What keeps an answer the same whoever else is in the batch."""
+    """This keeps answers independent of the rest of the batch."""
     generator = torch.Generator().manual_seed(2)
     mine = PrepackedQuantizedWeight.quantize(torch.randn(1536, 576, generator=generator), kind, torch.bfloat16)
     x = torch.randn(130, 576, generator=generator).bfloat16()
@@ -100,8 +100,8 @@ def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int)
         torch.set_num_threads(before)
 
 
-def test_what_is_of_few_bits_already_is_kept() -> None:
-    """A matrix in groups of 16 values, as Q4_1 of GGUF leaves it, comes through as it was."""
+def test_quantized_matrices_are_not_rounded_again() -> None:
+    """A matrix with groups of 16 values, like Q4_1 of GGUF, is unchanged."""
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 16, (32, 4, 32), generator=generator)
     codes[..., 0], codes[..., 1] = 0, 15
@@ -125,7 +125,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> d
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "partly"])
-def test_models_say_nearly_the_same(folders: dict[str, Path], name: str, precision: Any) -> None:
+def test_quantized_models_give_nearly_the_same_logits(folders: dict[str, Path], name: str, precision: Any) -> None:
     whole, rounded = load(folders[name], "fp32"), load(folders[name], precision)
     source = Inputs(torch.arange(3, 20)[None]) if whole.spec.num_encoder_layers else None
     tokens_BT = torch.randint(0, 280, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -156,9 +156,7 @@ def weights(model: torch.nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["mixtral", "partly"])
-def test_experts_that_are_not_all_resident_are_rounded_alike(
-    folders: dict[str, Path], name: str, precision: Any
-) -> None:
+def test_offloaded_experts_are_quantized_alike(folders: dict[str, Path], name: str, precision: Any) -> None:
     whole, some = load(folders[name], precision), load(folders[name], precision, resident_experts="40%")
     requests = [Request(tuple(range(5, 5 + length)), SamplingParams(), 6, ignore_eos=True) for length in (2, 9, 30)]
     assert Engine(some).generate(requests) == Engine(whole).generate(requests)
@@ -181,7 +179,9 @@ def expert_weights(layer: torch.nn.Module) -> list[Any]:
     return [weight for part in parts for weight in part.weight]
 
 
-def test_no_room_for_rounded_experts_is_told(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_quantized_experts_is_reported(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -200,11 +200,11 @@ def test_cpus_without_bf16_units_use_the_fast_kernels(
     assert load(folders["llama"]).parameter.dtype == torch.float32
 
 
-def test_shapes_that_kernels_take() -> None:
+def test_supported_shapes_of_kernels() -> None:
     assert can_quantize(48, 48, "int8") and not can_quantize(48, 48, "int4") and can_quantize(16, 32, "int4")
     assert not can_quantize(33, 64, "int8") and not can_quantize(32, 40, "int8")
 
 
-def test_the_verb(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(folders["llama"]), "the ", "--max-tokens", "3", "--precision", "int4"]) == 0
     assert capsys.readouterr().out.startswith("the ")

@@ -30,7 +30,7 @@ from jingu.infer.sampling import SamplingParams, apply_penalties, sample_token, 
     min_p=st.just(0.0) | st.floats(0, 1),
     count=st.integers(1, 12),
 )
-def test_definitions_are_those_of_transformers(
+def test_logits_processors_equal_transformers(
     seed: int,
     vocabulary: int,
     temperature: float,
@@ -72,7 +72,7 @@ def test_samples_follow_the_distribution() -> None:
     assert float(((counts - expected)[kept] ** 2 / expected[kept]).sum()) < 13.82
 
 
-def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
+def test_greedy_selects_the_most_likely_token_after_the_penalty() -> None:
     logits = torch.tensor([1.0, 1.5, -2.0])
     generator = torch.Generator()
     assert sample_token(logits, SamplingParams(), generator) == 1

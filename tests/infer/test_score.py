@@ -1,4 +1,4 @@
-"""Scores of continuations and embeddings: what the model's own uncached forward gives, whoever else is there."""
+"""Scores of continuations and embeddings equal the model's uncached forward, whatever the other requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def models(tiny: InferenceModel, answering: InferenceModel, tokenizer: Tokenizer
 
 
 def expected_scores(model: InferenceModel) -> list[Score]:
-    """By one forward pass without a cache for each continuation."""
+    """Score each continuation by one forward pass without a cache."""
     scores = []
     module: Any = model.module
     encoder_decoder = model.spec.num_encoder_layers is not None
@@ -67,7 +67,7 @@ def expected_scores(model: InferenceModel) -> list[Score]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_the_models_forward(
+def test_scores_equal_the_uncached_forward(
     kind: str, dtype: torch.dtype, tolerance: float, models: dict[str, InferenceModel]
 ) -> None:
     model = models[kind]
@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_models_forward(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_else_matters_to_scores(kind: str, models: dict[str, InferenceModel]) -> None:
+def test_scores_do_not_depend_on_other_requests(kind: str, models: dict[str, InferenceModel]) -> None:
     """Bit for bit: alone, together, in chunks, in waves, beside other requests, and with few KV blocks."""
     model = models[kind]
     expected = [Engine(model).score(CONTEXT, [continuation])[0] for continuation in CONTINUATIONS]
@@ -102,7 +102,7 @@ def test_nobody_else_matters_to_scores(kind: str, models: dict[str, InferenceMod
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_generated_scores_as_it_was_generated(kind: str, models: dict[str, InferenceModel]) -> None:
+def test_scores_of_generated_text_equal_its_log_probabilities(kind: str, models: dict[str, InferenceModel]) -> None:
     model = models[kind]
     for sampling in (SamplingParams(), SamplingParams(1.0, seed=3)):
         engine = Engine(model)
@@ -141,7 +141,7 @@ def test_cancelled_scores_end(tiny: InferenceModel) -> None:
     assert not engine.busy and engine.stats().used_blocks == 0
 
 
-def test_what_cannot_be_scored(tiny: InferenceModel) -> None:
+def test_inputs_that_cannot_be_scored(tiny: InferenceModel) -> None:
     engine = Engine(tiny)
     for context, continuations, words in (
         (CONTEXT, [(1,), ()], r"continuations: a continuation is empty"),

@@ -27,7 +27,7 @@ from tests.infer.test_batches import answers, drawn, model_of
 
 
 def near(model: InferenceModel, noise: float) -> InferenceModel:
-    """A model of almost the same weights."""
+    """Return a model with almost the same weights."""
     other = copy.deepcopy(model.module)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_answers_are_the_same_with_any_draft(kind: str, tokenizer: Tokenizer) ->
     assert right > 50
 
 
-def test_steps_are_fewer_the_better_the_draft_is(tokenizer: Tokenizer) -> None:
+def test_better_drafts_need_fewer_steps(tokenizer: Tokenizer) -> None:
     model = model_of("gpt2", tokenizer)
     for sampling in (SamplingParams(), SamplingParams(1.0, seed=5, repetition_penalty=1.2)):
         request = Request((5, 6, 7), sampling, 31, ignore_eos=True)
@@ -86,7 +86,7 @@ def test_steps_are_fewer_the_better_the_draft_is(tokenizer: Tokenizer) -> None:
         assert same <= close < other <= 31
 
 
-def test_drawn_tokens_have_the_models_distribution(tiny: InferenceModel) -> None:
+def test_sampled_tokens_follow_the_models_distribution(tiny: InferenceModel) -> None:
     prompt, top, count = (9, 4, 30), 3, 500
     engine = Engine(tiny, draft_model=near(tiny, 0.03))
     asked = Request(prompt, SamplingParams(1.2, top_k=top, seed=11), 4, n=count, ignore_eos=True)
@@ -128,7 +128,7 @@ def test_drawn_tokens_have_the_models_distribution(tiny: InferenceModel) -> None
     assert sum((seen - wish) ** 2 / wish for seen, wish in zip(observed, wanted, strict=True)) < quantile
 
 
-def test_drafts_that_do_not_fit(tiny: InferenceModel, answering: InferenceModel, tokenizer: Tokenizer) -> None:
+def test_incompatible_drafts_are_refused(tiny: InferenceModel, answering: InferenceModel, tokenizer: Tokenizer) -> None:
     other = train_tokenizer(iter(["other words entirely"]), 270, ["<|endoftext|>"])
     stranger = filled(ModelSettings(hidden_size=24, num_heads=3, num_layers=1), other)
     ours = tokenizer.vocab()
