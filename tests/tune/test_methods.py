@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 RATES = {
     ("llama", "lora"): 4e-3,
+    ("mixtral", "lora"): 1e-2,
     ("llama", "prompt"): 3e-3,
     ("t5", "prompt"): 0.3,
     ("gpt2", "ia3"): 0.3,
