@@ -54,10 +54,12 @@ def evaluate(
     # 2. Load the model, and what is known of its answers.
     how = InferenceOptions(**compute)
     inference_model = how.load(model)
-    digest = model_fingerprint(stored, inference_model.tokenizer, how.precision)
+    parameter = inference_model.parameter
+    computes = f"{how.precision}, {parameter.dtype}, {parameter.device.type}"
+    digest = model_fingerprint(stored, inference_model.tokenizer, computes)
     folder = output or _default_folder(model)
     cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
-    about = {"name": inference_model.name, "fingerprint": digest, "precision": how.precision, "jingu": __version__}
+    about = {"name": inference_model.name, "fingerprint": digest, "precision": computes, "jingu": __version__}
     # 3. Evaluate task by task; the results of each are written at once.
     scorer = Scorer(how.make_engine(inference_model), cache)
     results = {}
@@ -126,9 +128,9 @@ def compare(first: Path, second: Path) -> None:
         by_hash = {record["hash"]: record for record in one_records}
         pairs = [(by_hash[record["hash"]], record) for record in other_records if record["hash"] in by_hash]
         clusters = [pair[0]["cluster"] for pair in pairs] if pairs and pairs[0][0]["cluster"] is not None else None
-        for metric in one["results"].keys() & other["results"].keys() if pairs else ():
+        for metric, result in one["results"].items() if pairs else ():
             # Metrics such as perplexity are no means over documents.
-            if one["results"][metric]["method"] not in ("mean", "clustered"):
+            if result["method"] not in ("mean", "clustered") or metric not in other["results"]:
                 continue
             values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
             differences = values[:, 1] - values[:, 0]

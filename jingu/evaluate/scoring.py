@@ -30,9 +30,9 @@ _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 _DEFAULT_MAX_TOKENS = 256
 
 
-def model_fingerprint(stored: StoredModel, tokenizer: Tokenizer, precision: str) -> str:
-    """Return 32 hex digits of a model: its weights, its spec, its tokenizer, and how it computes."""
-    parts = [stored.spec.to_json(), tokenizer.fingerprint(), precision, stored.is_prefix_lm, stored.eos_token_ids]
+def model_fingerprint(stored: StoredModel, tokenizer: Tokenizer, computes: str) -> str:
+    """Return 32 hex digits of a model: its weights, its spec, its tokenizer, and how it computes (dtype, device)."""
+    parts = [stored.spec.to_json(), tokenizer.fingerprint(), computes, stored.is_prefix_lm, stored.eos_token_ids]
     hasher = xxhash.xxh3_128(json.dumps(parts).encode())
     for name in sorted(parameter_shapes(stored.spec)):
         hasher.update(name.encode())

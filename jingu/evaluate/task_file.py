@@ -128,7 +128,10 @@ def _import_names(file: Path) -> Options:
     if spec is None or spec.loader is None or not file.is_file():
         raise JinguError("there is no such Python file.", where=file, fix="Check the task's !function.")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise JinguError(f"it needs a package that is missing ({error}).", where=file, fix="Install it.") from None
     return vars(module)
 
 

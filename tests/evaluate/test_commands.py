@@ -6,7 +6,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 
 from jingu.cli import main
 from jingu.formats.export import convert
@@ -51,6 +53,18 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"^truthfulqa_100 +multiple_choice +Apache-2\.0 ", listed, re.MULTILINE)
     assert re.search(r"^hellaswag_100 +0 +20 +acc ", limited, re.MULTILINE)
     assert re.search(r"^capitals +acc +3 .* McNemar ", compared, re.MULTILINE)
+    # The difference, its error and its p-values by hand, from the samples of both.
+    values = []
+    for name in ("MODEL", "other"):
+        lines = (models / "evaluations" / name / "capitals.samples.jsonl").read_text(encoding="utf-8").splitlines()
+        values.append(np.array([json.loads(line)["metrics"]["acc,none"] for line in lines]))
+    differences = values[1] - values[0]
+    better = int((differences > 0).sum())
+    changed = int((differences != 0).sum())
+    p = scipy.stats.binomtest(better, changed).pvalue if changed else 1.0
+    words = next(line.split() for line in compared.splitlines() if re.match("capitals +acc ", line))
+    mean = f"{differences.mean():+.4f}"
+    assert words[2:5] == ["3", mean, f"{scipy.stats.sem(differences):.4f}"] and words[6:8] == ["McNemar", f"{p:.3g}"]
     # Results with their hashes, and a prompt with its two shots.
     result = json.loads((models / "evaluations" / "MODEL" / "capitals.json").read_text(encoding="utf-8"))
     other = json.loads((models / "evaluations" / "other" / "capitals.json").read_text(encoding="utf-8"))

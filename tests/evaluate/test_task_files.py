@@ -93,6 +93,10 @@ def test_code_runs_only_if_it_is_trusted(write_task: WriteTask, tmp_path: Path) 
         load_task(file)
     prepared = prepare_task(load_task(file, trusted=[tmp_path / "utils.py"]))
     assert prepared.samples[0].pairs[0] == ("What is 0 + 1?!", " one")
+    (tmp_path / "other.py").write_text("import no_such_package\n", encoding="utf-8")
+    file.write_text(text.replace("utils.question", "other.question"), encoding="utf-8")
+    with pytest.raises(JinguError, match=r"other\.py: it needs a package that is missing .*no_such_package"):
+        load_task(file, trusted=[tmp_path / "other.py"])
 
 
 def test_unknown_tasks_are_named(write_task: WriteTask) -> None:
