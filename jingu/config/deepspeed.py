@@ -90,7 +90,7 @@ def parse(text: str, file: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise JinguError(f"this is not JSON: {error.msg.lower()}.", where=f"{file}:{error.lineno}") from None
     if not isinstance(tree, dict):
-        raise JinguError("the file does not hold a configuration (an object in braces).", where=file)
+        raise JinguError("the file contains no configuration (an object in braces).", where=file)
     return tree
 
 

@@ -30,7 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if document.value is None and not document.problems:
         raise JinguError("the file is empty.", where=path, fix="A first line could be `name: my-run`.")
     if not isinstance(document.value, dict):
-        what = "the file does not hold settings (lines of `key: value`, with a space after the colon)."
+        what = "the file contains no settings (lines of `key: value`, with a space after the colon)."
         raise JinguError(what, where=path)
     return _validate(document, overrides)
 

@@ -126,7 +126,7 @@ def parse_yaml(text: str, name: str, *, lines: bool = True) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         where = f"{name}:{line}" if lines else name
-        what = f"this line holds a control character (code {error.character}); remove it."
+        what = f"this line contains a control character (code {error.character}); remove it."
         raise JinguError(what, where=where) from None
     except RecursionError:
         raise JinguError("the settings are nested too deeply to be read.", where=name) from None
@@ -189,7 +189,7 @@ class _Reader:
             elif key in first:
                 dotted = ".".join([*map(str, path), key])
                 earlier = f", first on line {first[key].start_mark.line + 1}" if self.lines else ""
-                self.problem(key_node, f"{dotted} is given twice{earlier}.", "Keep one of them.")
+                self.problem(key_node, f"{dotted} is set twice{earlier}.", "Keep one of them.")
             else:
                 first[key] = key_node
                 self.document.origins[(*path, key)] = Origin(self.where(key_node))
@@ -202,7 +202,7 @@ class _Reader:
         text = str(node.value)
         kind = node.tag.removeprefix(_TAG)
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            what = "a text holds half of a surrogate pair (\\ud800 to \\udfff)."
+            what = "a text contains half of a surrogate pair (\\ud800 to \\udfff)."
             return self.problem(node, what, "Write the character itself.")
         if kind == "str":
             return text

@@ -93,7 +93,7 @@ def build(
     """
     if isinstance(config.data.objective, SupervisedSettings):
         raise JinguError(
-            "another verb builds supervised data.", where="data.objective", fix="Run `jingu tune prepare`."
+            "this command does not build supervised data.", where="data.objective", fix="Run `jingu tune prepare`."
         )
     data = config.data if on_error is None else config.data.model_copy(update={"on_error": on_error})
     sources = validate_sources(data)

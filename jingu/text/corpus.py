@@ -51,7 +51,7 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
         inputs += [source.input] if isinstance(source.input, str) else source.input
     if not inputs:
         fix = "Name text files, .jsonl files, folders or patterns."
-        raise JinguError("no corpus is given.", where="data.input", fix=fix)
+        raise JinguError("there is no corpus.", where="data.input", fix=fix)
     paths = dict.fromkeys(path for name in inputs for path in _expand_input(name, settings.suffixes))
     files: list[CorpusFile] = []
     for path in paths:

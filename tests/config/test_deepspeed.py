@@ -159,7 +159,7 @@ def test_the_verb_prints_a_run_s_file(tmp_path: Path, capsys: pytest.CaptureFixt
     ("text", "words"),
     [
         ('{"a": 1,\n"b" 2}', ":2: this is not JSON: expecting ':' delimiter."),
-        ("[1]", ": the file does not hold a configuration (an object in braces)."),
+        ("[1]", ": the file contains no configuration (an object in braces)."),
         ('{"zero_optimization": {"stage": 5}}', ": parallel.zero_stage would be 5: input should be 0, 1, 2 or 3."),
     ],
 )

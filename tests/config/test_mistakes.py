@@ -64,7 +64,7 @@ def test_a_file_of_another_kind_does_not_flood_the_terminal() -> None:
 
 def test_monstrous_values() -> None:
     Path("run.yaml").write_text("name: a\x01")
-    assert mistake_in() == "run.yaml:1: this line holds a control character (code 1); remove it."
+    assert mistake_in() == "run.yaml:1: this line contains a control character (code 1); remove it."
     Path("run.yaml").write_text("[" * 3000)
     assert mistake_in() == "run.yaml: the settings are nested too deeply to be read."
     Path("run.yaml").write_text("seed: " + "9" * 5000)

@@ -172,7 +172,7 @@ def test_nothing_to_read_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     look = "The path is {}; check the spelling and the current folder."
     with pytest.raises(JinguError) as caught:
         find_files(DataSettings())
-    assert str(caught.value) == ("data.input: no corpus is given. Name text files, .jsonl files, folders or patterns.")
+    assert str(caught.value) == ("data.input: there is no corpus. Name text files, .jsonl files, folders or patterns.")
     with pytest.raises(JinguError) as caught:
         find_files(DataSettings(input="corpus"))
     assert str(caught.value) == f'data.input: there is no file or folder "corpus". {look.format(tmp_path / "corpus")}'
