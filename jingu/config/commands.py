@@ -19,6 +19,9 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a configuration."""
     tree = RunConfig.model_json_schema()
     _require_types(RunConfig, tree["$defs"])
+    for node in (tree, *tree["$defs"].values()):
+        for setting in node.get("properties", {}).values():
+            _accept_what_the_loader_accepts(setting)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "A run of jingu"}
 
 
@@ -29,3 +32,20 @@ def _require_types(model: type[Settings], definitions: dict[str, Any]) -> None:
             if tag and not isinstance(field.get_default(call_default_factory=True), variant):
                 definitions[variant.__name__]["required"] = ["type"]
             _require_types(variant, definitions)
+
+
+def _accept_what_the_loader_accepts(node: dict[str, Any]) -> None:
+    """Accept numbers where text is expected, and nothing in place of a section: the loader reads both."""
+    choices = node.get("anyOf", node.get("oneOf", []))
+    if node.get("type") == "string" and not {"const", "enum"} & node.keys():
+        node["type"] = ["string", "number", "boolean"]
+    elif "$ref" in node:
+        node["anyOf"] = [{"$ref": node.pop("$ref")}, {"type": "null"}]
+    elif choices and all("$ref" in choice for choice in choices):
+        choices.append({"type": "null"})
+    else:
+        for choice in choices:
+            if "$ref" not in choice:
+                _accept_what_the_loader_accepts(choice)
+        if "$ref" not in node.get("items", {"$ref": None}):
+            _accept_what_the_loader_accepts(node["items"])

@@ -20,6 +20,7 @@ from jingu.data.dataset import TokenDataset
 from jingu.errors import JinguError
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.weight_init import init_weights
+from jingu.report.commands import write_report
 from jingu.runtime.device import is_out_of_memory
 from jingu.training import loop, pretraining, session
 from jingu.training.run import Run, open_run
@@ -247,6 +248,15 @@ def test_a_non_finite_loss_is_logged_once(tiny_run, train_on, monkeypatch, capsy
         "The loss or its gradient is not finite since step 2.", "The loss is finite again at step 4.",
         "The loss or its gradient is not finite since step 6.",
     ]  # fmt: skip
+
+
+def test_a_run_may_have_a_chinese_name(tiny_run, train_on, done):
+    config = tiny_run({"train.steps": 1}, name="实验-1")
+    train_on(1, config)
+    assert done(config).folder.name == "实验-1"
+    write_report(done(config).folder)
+    assert "<h1>实验-1</h1>" in (done(config).folder / "report.html").read_text(encoding="utf-8")
+    verify(done(config).folder)
 
 
 @pytest.mark.parametrize("sequences", [2, "all"])
