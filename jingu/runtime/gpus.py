@@ -32,7 +32,7 @@ def select_gpus(text: str, count: int) -> list[int]:
     if missing := [index for index in indices if index >= count]:
         raise JinguError(f"there is no GPU {missing[0]}: this machine has {count}, counted from 0.", where=where)
     if repeated := [index for index in indices if indices.count(index) > 1]:
-        raise JinguError(f"GPU {repeated[0]} is set twice.", where=where)
+        raise JinguError(f"GPU {repeated[0]} is listed twice.", where=where)
     selected = [index for index in range(count) if index not in indices] if excludes else indices
     if not selected:
         raise JinguError("no GPU is left.", where=where, fix=f"Exclude fewer than all {count}.")

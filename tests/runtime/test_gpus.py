@@ -28,7 +28,7 @@ def test_named_and_all_but_named(count: int, data: st.DataObject) -> None:
     [
         ("0", 0, "--devices selects CUDA GPUs, and this machine has none. Use --processes N."),
         ("0,4", 4, "--devices 0,4: there is no GPU 4: this machine has 4, counted from 0."),
-        ("1,1", 4, "--devices 1,1: GPU 1 is set twice."),
+        ("1,1", 4, "--devices 1,1: GPU 1 is listed twice."),
         ("0-2", 4, "--devices takes GPUs, such as 0,2,4, or all but some, such as ^1,3; not 0-2."),
         ("^", 4, "--devices takes GPUs, such as 0,2,4, or all but some, such as ^1,3; not ^."),
         ("", 4, "--devices takes GPUs, such as 0,2,4, or all but some, such as ^1,3; not ."),
