@@ -139,19 +139,18 @@ class PromptRenderer:
     def _draw_shots(self, row: Row) -> list[Row]:
         """Return the shots of the next document, by the random numbers of the harness."""
         pool = self.data.pool
-        count = self.num_shots
         excludes_own = self.data.excludes_own
-        if count > len(pool) - excludes_own:
-            what = f"{count} shots are more than the {len(pool)} documents to draw them from allow."
-            raise self.task.error(what, "Set --num-fewshot to less.")
-        if self.task.shots["sampler"] == "first_n":
-            return [shot for shot in pool if not excludes_own or shot != row][:count]
-        if not excludes_own:
-            return self._random.sample(pool, count)
-        shots = [shot for shot in self._random.sample(pool, count + 1) if shot != row][:count]
+        count = self.num_shots
+        if self.task.shots["sampler"] == "default":
+            pool = self._random.sample(pool, min(count + excludes_own, len(pool)))
+        shots = [shot for shot in pool if not excludes_own or shot != row][:count]
         if len(shots) < count:
             # Copies of the document were among them.
-            shots = self._random.sample([shot for shot in pool if shot != row], count)
+            others = [shot for shot in self.data.pool if shot != row]
+            shots = self._random.sample(others, min(count, len(others)))
+        if len(shots) < count:
+            what = f"{count} shots are more than the {len(self.data.pool)} documents to draw them from allow."
+            raise self.task.error(what, "Set --num-fewshot to less.")
         return shots
 
     def _examples(self, row: Row) -> str:
