@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021): their frequencies, scaled to longer contexts in four ways, and the turning.
+"""Rotary positions (Su et al., 2021): frequencies, four ways to scale them to longer contexts, and the rotation.
 
 Shapes: B rows, T tokens, H heads, K head size.
 """
@@ -25,12 +25,14 @@ RotaryTables = tuple[Tensor, Tensor]
 def rotary_tables(
     spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
 ) -> RotaryTables:
-    """What `rotate` multiplies by [..., T, 1, K], in `dtype`; fewer where a part is turned. Of a pair at an angle of
-    position times frequency: the cosine for both; minus the sine for the first, the sine for the second.
+    """Return the factors [..., T, 1, K] of `apply_rotary` in `dtype`; K is less if only a part of a head is rotated.
+
+    For a pair with the angle position · frequency they are the cosine for both elements, and minus the sine for the
+    first and the sine for the second.
 
     Args:
-        per_position: where frequencies change with the length of the sequence, each position's are those of the
-            sequence that ends with it, as a cache needs it: what it holds does not change.
+        per_position: if frequencies depend on the length of the sequence, each position has those of the sequence that
+            ends with it. A cache needs this, as its contents do not change.
     """
     angles = positions.to(dtype)[..., None] * rotary_frequencies(
         spec, rotary_dim(spec, head_size), positions[..., None] if per_position else positions.max(), dtype

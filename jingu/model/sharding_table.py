@@ -1,4 +1,4 @@
-"""Along which dims the parameters of a model can be divided. Each part says it of its children, in `SHARDING`."""
+"""The dims along which the parameters of a model can be divided. Each module says it of its children, in `SHARDING`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-# How a child can be divided: heads, kv_heads its outputs are (key-value) heads, and whole heads stay together
-# from_heads its inputs are heads column, row its outputs, its inputs are inner dims vocabulary its weight has a row for
-# each entry of the vocabulary tokens it is not divided, and looks up what belongs to each token
+# How a child can be divided:
+# - heads, kv_heads: its outputs are (key-value) heads, and whole heads stay together
+# - from_heads: its inputs are heads
+# - column, row: its outputs, or its inputs, are inner dims
+# - vocabulary: its weight has a row for each entry of the vocabulary
+# - tokens: it is not divided, and looks up what belongs to each token
 ShardingStyle = Literal["heads", "kv_heads", "from_heads", "column", "row", "vocabulary", "tokens"]
 
-# Children of a part by name, and how they can be divided.
+# Children of a module by name, and how they can be divided.
 ShardingTable = Mapping[str, ShardingStyle]
 
 
 class ShardedDim(NamedTuple):
-    """A dim of a parameter, and what it is made of; what is made of the same things is divided among the same ranks."""
+    """A dim of a parameter, and what it consists of: dims of the same kind are divided among the same ranks."""
 
     kind: Literal["inner", "kv_heads", "experts"]
     dim: int
 
 
 def sharded_dims(model: nn.Module) -> dict[str, tuple[ShardedDim, ...]]:
-    """The dims of each parameter that can be divided, by its name; none where every rank needs all of it."""
+    """Return the dims of each parameter that can be divided, by its name; none if every rank needs all of it."""
     dims: dict[str, tuple[ShardedDim, ...]] = {name: () for name, _ in model.named_parameters()}
     for name, child, style in iterate_styles(model):
         for leaf, parameter in child.named_parameters():
@@ -33,14 +36,14 @@ def sharded_dims(model: nn.Module) -> dict[str, tuple[ShardedDim, ...]]:
 
 
 def iterate_styles(model: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingStyle]]:
-    """Every part of a model that has a style: full name, module and style."""
+    """Yield every module that has a style: its full name, the module and the style."""
     for prefix, module in model.named_modules():
         for name, child, style in child_styles(module):
             yield f"{prefix}.{name}" if prefix else name, child, style
 
 
 def child_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingStyle]]:
-    """The children of a part that have a style."""
+    """Yield the children of a module that have a style."""
     for name, style in getattr(module, "SHARDING", {}).items():
         child = getattr(module, name)
         if child is not None:
