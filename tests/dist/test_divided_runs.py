@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_resuming_in_another_layout_equals_the_uninterrupted_run(kind, tiny_run, train_on, done):
     """One process trains 2 steps and saves, then 4 ranks load and train 2 more; and vice versa."""
     model, layout = LAYOUTS[kind]
-    changes = {**model, "train.steps": 4, "schedule.type": "constant", "evaluation.every": 2}
+    changes = {**model, "train.steps": 4, "schedule.type": "constant", "schedule.warmup": 2, "evaluation.every": 2}
     changes |= {"evaluation.num_sequences": 5, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 4}
     divided = {f"parallel.{axis}": size for axis, size in layout.items()}
     alone = tiny_run(changes, name="alone")

@@ -35,7 +35,13 @@ ZBV = {"model.num_layers": 4, "parallel.pipeline": 2, "parallel.pipeline_schedul
 )
 def test_offload_changes_no_bit(world, layout, tiny_run, train_on, done, tmp_path):
     """Losses, norms and checkpoints are equal, also if only the second half of a run is offloaded."""
-    changes = {**layout, "train.steps": 4, "schedule.type": "constant", "batch.micro_batch_size": 1}
+    changes = {
+        **layout,
+        "train.steps": 4,
+        "schedule.type": "constant",
+        "schedule.warmup": 2,
+        "batch.micro_batch_size": 1,
+    }
     inside = tiny_run(changes, name="inside")
     train_on(world, inside)
     expected = done(inside)

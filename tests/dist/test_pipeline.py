@@ -82,7 +82,7 @@ def test_every_schedule_equals_one_process(model, world, layouts, tiny_run, trai
 
 def test_a_run_resumes_in_another_layout(tiny_run, train_on, done):
     """Two steps each as a pipeline, as another, and on one process, with activation checkpointing in the first two."""
-    endless = {"schedule.type": "constant", "model.num_layers": 4, **MODELS["gpt2"]}
+    endless = {"schedule.type": "constant", "schedule.warmup": 2, "model.num_layers": 4, **MODELS["gpt2"]}
     alone = tiny_run({**endless, "train.steps": 6}, name="alone")
     train_on(1, alone)
     layouts = [
@@ -151,7 +151,12 @@ def test_eight_ranks_of_three_axes_train_save_resume_and_export(tiny_run, train_
 
     quickstart = load_config(Path(__file__).parents[2] / "examples/quickstart.yaml", [])
     model = quickstart.model.model_dump(mode="json") | {"vocab_size": quickstart.tokenizer.vocab_size}
-    endless = {"schedule.type": "constant", "batch.sequence_length": 64, **{f"model.{k}": v for k, v in model.items()}}
+    endless = {
+        "schedule.type": "constant",
+        "schedule.warmup": 2,
+        "batch.sequence_length": 64,
+        **{f"model.{k}": v for k, v in model.items()},
+    }
     alone = tiny_run({**endless, "train.steps": 4}, name="alone")
     train_on(1, alone)
     layout = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.shard": 2, "parallel.zero_stage": 2}
