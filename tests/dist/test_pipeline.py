@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.comparison import assert_same_evaluation_and_tensors
+
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model.family": "gpt2", "model.num_kv_heads": None},  # tied
     "llama": {"model.tie_word_embeddings": False},
@@ -71,13 +73,7 @@ def test_every_schedule_equals_one_process(model, world, layouts, tiny_run, trai
         many = done(config)
         for name in columns:
             assert many.column(name) == pytest.approx(one.column(name), rel=1e-9), (layout, name)
-        for name in ("loss", "bits_per_byte", "tokens", "bytes"):
-            assert many.column(name, "evaluation") == pytest.approx(one.column(name, "evaluation"), rel=1e-9)
-        assert many.column("text", "sample") == one.column("text", "sample")
-        theirs = many.tensors()
-        assert theirs.keys() == weights.keys()
-        for name, tensor in weights.items():
-            torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
+        assert_same_evaluation_and_tensors(many, one, weights, layout)
 
 
 def test_a_run_resumes_in_another_layout(tiny_run, train_on, done):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import train_all
+from tests.dist.comparison import assert_same_evaluation_and_tensors
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model.tie_word_embeddings": False},
@@ -50,13 +51,7 @@ def test_every_zero_stage_equals_one_process(model, world, tiny_run, train_on, d
         assert many.lines("start")[0]["ranks"] == world
         assert many.column("loss") == pytest.approx(losses, rel=1e-9), config.name
         assert many.column("grad_norm") == pytest.approx(norms, rel=1e-9), config.name
-        for name in ("loss", "bits_per_byte", "tokens", "bytes"):
-            assert many.column(name, "evaluation") == pytest.approx(one.column(name, "evaluation"), rel=1e-9)
-        assert many.column("text", "sample") == one.column("text", "sample")
-        theirs = many.tensors()
-        assert theirs.keys() == weights.keys()
-        for name, tensor in weights.items():
-            torch.testing.assert_close(theirs[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{config.name} {name}")
+        assert_same_evaluation_and_tensors(many, one, weights, config.name)
 
 
 def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from jingu.model.inputs import Inputs
 from jingu.model.spec import Experts, RandomProjectionRouter, RelativeBias, replace_fields
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.parity.fp64 import fp64_in_place_of_fp32
 
 # More source than the exact buckets hold, more than the largest distance: every kind of bucket is met.
 SOURCE, TARGET = 41, 37
@@ -226,26 +227,12 @@ def reference(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype).eval()
 
 
-class InFp64(ModuleType):
-    """torch, whose fp32 is fp64."""
-
-    float = float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.fixture
-def computing_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers computes T5's norms in fp32 whatever the model's dtype. To compare in fp64, its own formulas are
-    run with every such fp32 read as fp64."""
-    if dtype == torch.float64:
-        for name in ("t5", "mt5"):
-            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            monkeypatch.setattr(module, "torch", InFp64("torch"))
-        torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def computing_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers computes T5's norms in fp32 whatever the model's dtype."""
+    exact = fp64_in_place_of_fp32(monkeypatch, "t5", "mt5") if dtype == torch.float64 else nullcontext()
+    with exact:
+        yield
 
 
 def converted(model: Any, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from jingu.model.families.name_map import expand_rules
 from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.parity.fp64 import fp64_in_place_of_fp32
 
 
 @dataclass(frozen=True)
@@ -348,30 +348,18 @@ def reference(case: Case, dtype: torch.dtype) -> Any:
     return model.to(dtype).eval()
 
 
-class InFp64(ModuleType):
-    """torch, whose fp32 is fp64."""
-
-    float = float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.fixture
-def computing_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers computes norms, rotary tables and ALiBi in fp32 whatever the model's dtype. To compare in fp64,
-    its own formulas are run with every such fp32 read as fp64; and BLOOM's GELU, whose constants are cut after eight
-    digits, is torch's."""
-    if dtype == torch.float64:
-        for name in ("llama", "mistral", "qwen2", "qwen3", "bloom", "glm"):
-            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            monkeypatch.setattr(module, "torch", InFp64("torch"))
-        monkeypatch.setattr(transformers.modeling_rope_utils, "torch", InFp64("torch"))
+def computing_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers computes norms, rotary tables and ALiBi in fp32 whatever the model's dtype; and the constants of
+    BLOOM's GELU have eight digits only, so that torch's takes its place."""
+    if dtype != torch.float64:
+        yield
+        return
+    with fp64_in_place_of_fp32(monkeypatch, "llama", "mistral", "qwen2", "qwen3", "bloom", "glm") as replacement:
+        monkeypatch.setattr(transformers.modeling_rope_utils, "torch", replacement)
         bloom = transformers.models.bloom.modeling_bloom
         monkeypatch.setattr(bloom, "BloomGelu", lambda: nn.GELU(approximate="tanh"))
-        torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+        yield
 
 
 def converted(model: Any, dtype: torch.dtype) -> Decoder:

@@ -1,0 +1,35 @@
+"""Compare with transformers in fp64, although it computes parts of its models in fp32 whatever their dtype."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+
+class Fp64Torch(ModuleType):
+    """torch, whose fp32 is fp64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def fp64_in_place_of_fp32(monkeypatch: pytest.MonkeyPatch, *models: str) -> Iterator[ModuleType]:
+    """Let transformers' models run with every fp32 of their formulas read as fp64; yield the replacement of torch."""
+    replacement = Fp64Torch("torch")
+    for name in models:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        monkeypatch.setattr(module, "torch", replacement)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield replacement
+    finally:
+        torch.set_default_dtype(torch.float32)
