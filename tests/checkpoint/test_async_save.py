@@ -66,10 +66,10 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def saver(tensors):
-    made = AsyncSaver(tensors)
-    yield made
-    made.close()
-    assert made._process.returncode is not None
+    built = AsyncSaver(tensors)
+    yield built
+    built.close()
+    assert built._process.returncode is not None
 
 
 def test_a_delayed_save_writes_the_state_of_its_step(saver, tensors, tmp_path):
@@ -249,14 +249,14 @@ def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
     """Rank 1's writer process is first delayed, then killed before any other has started, then works."""
     import torch.distributed as dist
 
-    tensors, said = sharded(rank, world), []
+    tensors, output = sharded(rank, world), []
     saver = AsyncSaver(tensors, rank=rank, ranks=world)
     for step, fate in ((1, "late"), (2, "dies"), (3, "works")):
         if fate == "dies" or (rank == 1 and fate == "late"):
             pause(saver)
         saver.save(step_folder(folder, step), tensors, {"step": step}, Retention(3))
         if rank == 0:
-            said.append(saver.poll(0.05 if fate == "late" else 0.0) is None or fate == "works")
+            output.append(saver.poll(0.05 if fate == "late" else 0.0) is None or fate == "works")
         dist.barrier()
         if rank == 1 and fate == "late":
             resume(saver)
@@ -268,10 +268,10 @@ def save_on_two(rank: int, world: int, folder: Path) -> list[object]:
         outcome = saver.poll(None)
         if rank == 1 and fate == "dies":
             dist.barrier()
-        said.append(outcome.problem if outcome else None)
+        output.append(outcome.problem if outcome else None)
         dist.barrier()
     saver.close()
-    return said
+    return output
 
 
 def test_rank_0_waits_for_all_parts_and_learns_of_failures(tmp_path, ranks):

@@ -48,10 +48,10 @@ def test_all_of_a_thousand_flipped_bits_and_truncations_are_detected(checkpoints
         with pytest.raises(CheckpointError):
             load(last, {name: torch.zeros_like(tensor) for name, tensor in some_tensors(200).items()})
             read_state(last)
-        found = find_latest(checkpoints)
-        assert found.step == 100 and found.folder == step_folder(checkpoints, 100)
-        assert [folder for folder, _ in found.skipped] == [last]
-        assert problems[0] in found.skipped[0][1]
+        result = find_latest(checkpoints)
+        assert result.step == 100 and result.folder == step_folder(checkpoints, 100)
+        assert [folder for folder, _ in result.skipped] == [last]
+        assert problems[0] in result.skipped[0][1]
         path.write_bytes(good)
     assert verify(last) == []
     shard = "shard-00000-of-00001.safetensors"
@@ -95,9 +95,9 @@ def test_a_manifest_cannot_lead_outside_its_folder(checkpoints):
     from jingu.checkpoint import manifest
 
     path = step_folder(checkpoints, 200) / "manifest.json"
-    found = manifest.read_manifest(path)
-    record = found.files["state.json"]
-    path.write_bytes(found.model_copy(update={"files": {**found.files, "../state.json": record}}).to_bytes())
+    result = manifest.read_manifest(path)
+    record = result.files["state.json"]
+    path.write_bytes(result.model_copy(update={"files": {**result.files, "../state.json": record}}).to_bytes())
     assert verify(path.parent)[0].startswith("manifest.json is not a manifest: files")
 
 
@@ -108,9 +108,9 @@ def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
     (tmp_path / "step-00000007").mkdir()
     (tmp_path / "step-7").mkdir()
     (tmp_path / "notes.txt").touch()
-    found = find_latest(tmp_path)
-    assert found.step is None
-    assert found.skipped == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
+    result = find_latest(tmp_path)
+    assert result.step is None
+    assert result.skipped == [(tmp_path / "step-00000007", "manifest.json is missing: the save was never finished")]
 
 
 def test_an_incomplete_newest_checkpoint_is_skipped_with_a_warning(checkpoints, caplog):

@@ -22,8 +22,8 @@ def test_tensors_are_filled_from_their_file_ranges(
     tmp_path_factory: pytest.TempPathFactory, places: list[tuple[str, int, int]], row: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
-    held = {name: bytes((7 * place + len(name)) % 251 for place in range(400)) for name in "ab"}
-    for name, data in held.items():
+    stored = {name: bytes((7 * place + len(name)) % 251 for place in range(400)) for name in "ab"}
+    for name, data in stored.items():
         (folder / name).write_bytes(data)
     if row:  # one after another in one file, told in another order
         ends = [sum(size for _, _, size in places[: number + 1]) for number in range(len(places))]
@@ -34,7 +34,7 @@ def test_tensors_are_filled_from_their_file_ranges(
         files.read_into(
             [(FileRegion(folder / n, at), memoryview(own)) for (n, at, _), own in zip(places, memories, strict=True)]
         )
-    assert [bytes(own) for own in memories] == [held[name][at : at + size] for name, at, size in places]
+    assert [bytes(own) for own in memories] == [stored[name][at : at + size] for name, at, size in places]
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
@@ -48,4 +48,4 @@ def test_only_the_mapped_tensor_itself_has_a_file_range(tmp_path: Path) -> None:
     tensor = map_tensor(tmp_path / "weights", 8, torch.Size((2, 5)), torch.float32)
     assert file_region(tensor) == (tmp_path / "weights", 8)
     assert file_region(tensor.to(torch.float32)) == file_region(tensor)
-    assert all(file_region(made) is None for made in (tensor.t(), tensor + 0, tensor[1], tensor.double()))
+    assert all(file_region(built) is None for built in (tensor.t(), tensor + 0, tensor[1], tensor.double()))

@@ -32,8 +32,8 @@ def copy_steps(rank: int, world: int, folder: Path, steps: list[int]) -> tuple[i
         for name, tensor in laid_out(world, filled=True).items():
             values(tensors[name]).copy_(values(tensor) + step)
         memory.save({"step": step}, step)
-    left = sorted(path.name for path in (folder / f"node-{rank}").glob("jingu-*/rank-*/*/*"))
-    return memory.bytes, left
+    remaining = sorted(path.name for path in (folder / f"node-{rank}").glob("jingu-*/rank-*/*/*"))
+    return memory.bytes, remaining
 
 
 def find(rank: int, world: int, folder: Path) -> tuple[list[int], Any]:
@@ -60,10 +60,10 @@ def find(rank: int, world: int, folder: Path) -> tuple[list[int], Any]:
 @pytest.fixture
 def four(ranks, tmp_path):
     """Steps 3 and 6 as four nodes of one rank have copied them."""
-    held = ranks.run(copy_steps, 4, tmp_path, [3, 6])
+    stored = ranks.run(copy_steps, 4, tmp_path, [3, 6])
     parts = [[f"part-{rank:05d}.json", f"shard-{rank:05d}-of-00004.safetensors"] for rank in range(4)]
     parts[0] += ["part-00004.json", "state.json"]
-    assert [names for _, names in held] == [sorted(parts[rank] + parts[rank - 1]) for rank in range(4)]
+    assert [names for _, names in stored] == [sorted(parts[rank] + parts[rank - 1]) for rank in range(4)]
     return tmp_path
 
 
@@ -116,10 +116,10 @@ def find_while_one_goes(rank: int, world: int, folder: Path) -> list[int]:
     plain = Path.iterdir
 
     def iterdir(path: Path) -> Any:
-        found = list(plain(path))
-        if gone in found:
+        result = list(plain(path))
+        if gone in result:
             gone.rmdir()
-        return iter(found)
+        return iter(result)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "iterdir", iterdir)
@@ -151,9 +151,9 @@ def find_where_the_receiving_rank_is_late(rank: int, world: int, folder: Path, g
 
     def together(work: Any, *given: Any) -> Any:
         nonlocal begins
-        found = plain(work, *given)
+        result = plain(work, *given)
         begins = begins or (work.__name__ == "make_room" and rank in (2, 3))
-        return found
+        return result
 
     def pass_gate(mode: str) -> None:
         nonlocal begins
@@ -240,8 +240,8 @@ def copy_where_one_is_full(rank: int, world: int, folder: Path) -> str:
 
 
 def test_earlier_copies_stay_if_one_rank_has_no_space(ranks, tmp_path):
-    said = ranks.run(copy_where_one_is_full, 4, tmp_path)
-    assert said[1] == "No space left on device."
-    assert {*said[:1], *said[2:]} == {"rank 1: No space left on device."}
+    output = ranks.run(copy_where_one_is_full, 4, tmp_path)
+    assert output[1] == "No space left on device."
+    assert {*output[:1], *output[2:]} == {"rank 1: No space left on device."}
     assert not list(tmp_path.rglob(".step-*"))
     assert [path.name[:13] for path in tmp_path.rglob("step-*")] == ["step-00000009"] * 4

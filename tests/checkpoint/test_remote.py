@@ -22,10 +22,10 @@ PLACE = "memory://bucket/run/checkpoints"
 
 @pytest.fixture(autouse=True)
 def store() -> Any:
-    made = fsspec.filesystem("memory")
-    yield made
-    made.store.clear()
-    made.pseudo_dirs[:] = [""]
+    built = fsspec.filesystem("memory")
+    yield built
+    built.store.clear()
+    built.pseudo_dirs[:] = [""]
 
 
 def saved(checkpoints: Any, step: int, loss: float = 1.0) -> Any:
@@ -128,9 +128,9 @@ def test_a_run_without_local_checkpoints_resumes_from_the_copies(tiny_run, done,
     (shared / "step-00000010/state.json").write_text("{}")
     capsys.readouterr()
     assert train(parts) == 0
-    said = capsys.readouterr().err
-    assert f"Skipping file://{shared}/step-00000010: state.json has 2 bytes" in said
-    assert "Resuming from step 8.\n" in said
+    output = capsys.readouterr().err
+    assert f"Skipping file://{shared}/step-00000010: state.json has 2 bytes" in output
+    assert "Resuming from step 8.\n" in output
     ours, theirs = done(parts).tensors(), done(whole).tensors()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert verify(shared / "step-00000010") == []

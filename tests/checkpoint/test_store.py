@@ -192,9 +192,9 @@ def test_loading_a_part_by_prefix(tmp_path):
 
 def test_all_mismatches_are_reported_at_once(tmp_path):
     store.save(tmp_path / "step", example(), {})
-    wanted = {"model/w": torch.zeros(4, 7), "model/b": torch.zeros(5), "model/new": torch.zeros(1)}
+    reference = {"model/w": torch.zeros(4, 7), "model/b": torch.zeros(5), "model/new": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
-        store.load(tmp_path / "step", wanted)
+        store.load(tmp_path / "step", reference)
     assert str(caught.value) == (
         f"{tmp_path / 'step'}: this checkpoint is of another model or optimizer: missing tensors: model/new; "
         "unexpected tensors: optimizer/w; tensors of another shape or dtype (nothing is converted): "
@@ -228,13 +228,13 @@ class Failing:
     """A replacement for a system call that works `good` times, then fails."""
 
     def __init__(self, call, good, code):
-        self.call, self.left, self.code, self.failed = call, good, code, False
+        self.call, self.remaining, self.code, self.failed = call, good, code, False
 
     def __call__(self, *arguments):
-        if self.left == 0:
+        if self.remaining == 0:
             self.failed = True
             raise OSError(self.code, os.strerror(self.code))
-        self.left -= 1
+        self.remaining -= 1
         return self.call(*arguments)
 
 
@@ -253,9 +253,9 @@ def test_a_failed_save_leaves_the_last_checkpoint_valid(tmp_path, monkeypatch, c
             assert f"rank 0: {os.strerror(code)}" in str(error)
             assert str(tmp_path / "step-00000002") in str(error)
     assert save_folder.verify(first) == []
-    left = sorted(path.name for path in tmp_path.iterdir())
+    remaining = sorted(path.name for path in tmp_path.iterdir())
     if failing.failed and not (call == "fsync" and good == 5):
-        assert left == ["step-00000001"]
+        assert remaining == ["step-00000001"]
     else:  # nothing failed, or only the last step of all, after the rename
         assert save_folder.verify(tmp_path / "step-00000002") == []
     assert failing.failed == (good < (7 if call == "write" else 6))

@@ -38,10 +38,10 @@ def write(checkpoints: Path, step: int) -> str | None:
 
 def assert_good(checkpoints: Path, *steps: int) -> None:
     """The newest good one is of one of these steps, and is it to the last bit."""
-    found = find_latest(checkpoints)
-    assert found.step in steps and found.folder is not None
-    for name, tensor in tensors_of(found.step).items():
-        assert torch.equal(CheckpointReader(found.folder).read(name), tensor)
+    result = find_latest(checkpoints)
+    assert result.step in steps and result.folder is not None
+    for name, tensor in tensors_of(result.step).items():
+        assert torch.equal(CheckpointReader(result.folder).read(name), tensor)
 
 
 class Killed(BaseException):
@@ -62,13 +62,13 @@ CALLS = [
 @contextmanager
 def failing(monkeypatch: Any, good: int, error: BaseException, only: str | None = None) -> Iterator[list[str]]:
     """After `good` calls that change the disk (or only calls of the function `only`), all further ones fail."""
-    made: list[str] = []
+    built: list[str] = []
 
     def stand_in(name: str, real: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             if only in (None, name):
-                made.append(name)
-                if len(made) > good:
+                built.append(name)
+                if len(built) > good:
                     raise error
             return real(*arguments, **keywords)
 
@@ -77,7 +77,7 @@ def failing(monkeypatch: Any, good: int, error: BaseException, only: str | None 
     with monkeypatch.context() as patch:
         for place, name in CALLS:
             patch.setattr(place, name, stand_in(name, getattr(place, name)))
-        yield made
+        yield built
 
 
 @pytest.mark.parametrize("only", ["write_all", "fsync", "rename", "mkdir", None])
@@ -87,10 +87,10 @@ def test_after_any_failure_the_last_checkpoint_loads_and_saving_works(only, code
     while True:
         checkpoints = tmp_path / str(good)
         assert write(checkpoints, 1) is None
-        with failing(monkeypatch, good, OSError(code, os.strerror(code)), only) as made:
+        with failing(monkeypatch, good, OSError(code, os.strerror(code)), only) as built:
             problem = write(checkpoints, 2)
         assert_good(checkpoints, 1, 2)
-        if len(made) <= good:
+        if len(built) <= good:
             break
         # The very last steps may fail after the rename: then it is there all the same, told of or not.
         assert (problem or os.strerror(code)).count(os.strerror(code)) == 1
@@ -107,14 +107,14 @@ def test_kill_before_each_file_operation(tmp_path, monkeypatch):
     while True:
         checkpoints = tmp_path / str(good)
         assert write(checkpoints, 1) is None
-        with failing(monkeypatch, good, Killed()) as made:
+        with failing(monkeypatch, good, Killed()) as built:
             try:
                 write(checkpoints, 2)
             except Killed:
                 pass
             else:
                 break
-        assert len(made) > good
+        assert len(built) > good
         assert_good(checkpoints, 1, 2)
         delete_leftovers(checkpoints)
         assert write(checkpoints, 3) is None

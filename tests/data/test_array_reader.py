@@ -149,8 +149,8 @@ def test_shards_are_copied_and_read_from_the_copy(built_folder: Path, tmp_path: 
 def test_the_original_files_are_read_if_copying_fails(
     built_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(local_cache_module, "log_info", said.append)
+    output: list[str] = []
+    monkeypatch.setattr(local_cache_module, "log_info", output.append)
     source, expected = source_of(built_folder, "lazy"), source_of(built_folder, "mmap")
     dataset = source.sources[0].dataset
     if trouble == "damage":
@@ -168,17 +168,17 @@ def test_the_original_files_are_read_if_copying_fails(
     assert slow == [True] + [trouble == "disk"] * (len(slow) - 1)
     assert trouble == "damage" or local_parts(dataset, tmp_path / "fast") == 0
     assert list((tmp_path / "fast").glob(".*partial")) == []
-    (words,) = said
+    (words,) = output
     assert ("does not match its checksum" if trouble == "damage" else "No space left on device") in words
     assert torch.equal(source.batch(3, 0, 4).tokens, expected.batch(3, 0, 4).tokens)
 
 
 def test_the_prefetcher_returns_each_step_and_buffers_one(built_folder: Path) -> None:
     source = source_of(built_folder, "mmap")
-    asked: list[tuple[int, int, int]] = []
+    requested_ranges: list[tuple[int, int, int]] = []
 
     def make(step: int, first: int, count: int) -> Batch:
-        asked.append((step, first, count))
+        requested_ranges.append((step, first, count))
         return source.batch(step, first, count)
 
     loader = BatchPrefetcher(make, pin_memory=False)
@@ -188,8 +188,8 @@ def test_the_prefetcher_returns_each_step_and_buffers_one(built_folder: Path) ->
         assert len(loader._futures) <= 3
     loader._thread.shutdown()
     # Nothing is made twice, and of each place the next step's rows are made ahead.
-    assert len(asked) == len(set(asked))
-    assert set(asked) >= {(1, 0, 4), (9, 0, 2), (9, 2, 2), (3, 1, 3)}
+    assert len(requested_ranges) == len(set(requested_ranges))
+    assert set(requested_ranges) >= {(1, 0, 4), (9, 0, 2), (9, 2, 2), (3, 1, 3)}
 
 
 def test_an_error_of_the_prefetcher_is_raised_in_training(built_folder: Path) -> None:

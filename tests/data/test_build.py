@@ -230,12 +230,12 @@ def test_rebuilding_does_nothing_and_changed_settings_are_refused(
 ) -> None:
     config = make_config()
     build(config)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     before = tree(tmp_path / "data")
     build(make_config(num_workers=3))
     again = capsys.readouterr().out
     assert again.splitlines()[0] == f"data: already built in {tmp_path / 'data'}."
-    assert again.splitlines()[1:] == said.splitlines()[1:]
+    assert again.splitlines()[1:] == output.splitlines()[1:]
     delete = "Delete the folder to build it again, or set data.path to another folder."
     with pytest.raises(JinguError) as caught:
         build(make_config(validation_fraction=0.3, suffixes=[".txt"]))
@@ -286,12 +286,12 @@ def killed_at(event: int, config: RunConfig) -> bool:
     """
     child = os.fork()
     if not child:
-        left = [event]
+        rest = [event]
 
         def count(name: str, arguments: tuple[Any, ...]) -> None:
             if name in ("open", "os.rename", "os.remove", "os.truncate") and "data" in str(arguments[0]):
-                left[0] -= 1
-                if left[0] == 0:
+                rest[0] -= 1
+                if rest[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         try:
@@ -414,13 +414,13 @@ def test_duplicates_are_dropped_on_request(
     assert "left out as copies of others: 5 documents" in capsys.readouterr().out
     both = documents_of(config, "train") + documents_of(config, "validation")
     build(make_config(path=str(tmp_path / "all")))
-    kept = documents_of(make_config(path=str(tmp_path / "all")), "train")
+    remaining = documents_of(make_config(path=str(tmp_path / "all")), "train")
     assert (
         len(set(map(tuple, both)))
         == len(both)
         == manifest_of(config).train.documents + len(documents_of(config, "validation"))
     )
-    assert {tuple(ids) for ids in kept} <= {tuple(ids) for ids in both}
+    assert {tuple(ids) for ids in remaining} <= {tuple(ids) for ids in both}
 
 
 def test_invalid_documents_are_skipped_on_request_and_listed(
@@ -515,9 +515,9 @@ def test_documents_start_with_the_bos_token_of_the_tokenizer(
     without = make_config(tokenizer=tmp_path / "llama", path=str(tmp_path / "without"), add_bos_token=False)
     build(without)
     for split in ("train", "validation"):
-        found = documents_of(with_it, split)
-        assert all(ids[0] == 300 and ids[-1] == end for ids in found)
-        assert [ids[1:] for ids in found] == documents_of(without, split)
+        result = documents_of(with_it, split)
+        assert all(ids[0] == 300 and ids[-1] == end for ids in result)
+        assert [ids[1:] for ids in result] == documents_of(without, split)
     with pytest.raises(JinguError, match=r"built with other settings: bos_ids was \[300\] and is now null"):
         build(make_config(tokenizer=tmp_path / "llama", add_bos_token=False))
 

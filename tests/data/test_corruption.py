@@ -40,7 +40,7 @@ def restored(plan: SpanCorruption, source: list[int], target: list[int]) -> list
             current.append(token)
     assert list(spans) == list(plan.sentinel_ids) == [token for token in source if token in plan.sentinel_ids]
     assert all(spans.values())
-    return [token for kept in source[:-1] for token in spans.get(kept, [kept])]
+    return [token for remaining in source[:-1] for token in spans.get(remaining, [remaining])]
 
 
 @given(st.integers(2, 700), st.floats(0.01, 0.9), st.floats(1.0, 9.0), st.integers(0, 2**40), st.integers(0, 2**63 - 1))

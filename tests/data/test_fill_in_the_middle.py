@@ -71,8 +71,8 @@ def test_the_text_can_be_restored(documents: list[list[int]], sample: int, ended
 
 def test_share_and_positions_follow_the_settings() -> None:
     row = np.tile(np.array([*range(1, 10), END]), 40)
-    made = np.stack([fill(0.3, seed=1).transform_row(row, sample) for sample in range(100)])
-    documents = [[*ids] for each in made.tolist() for ids in _documents(each)]
+    built = np.stack([fill(0.3, seed=1).transform_row(row, sample) for sample in range(100)])
+    documents = [[*ids] for each in built.tolist() for ids in _documents(each)]
     share = sum(ids[0] == PREFIX for ids in documents) / len(documents)
     assert 0.27 < share < 0.33
     middles = [len(ids) - 1 - ids.index(MIDDLE) for ids in documents if ids[0] == PREFIX and MIDDLE in ids]
@@ -81,10 +81,10 @@ def test_share_and_positions_follow_the_settings() -> None:
 
 
 def _documents(row: list[int]) -> list[list[int]]:
-    found: list[list[int]] = [[]]
+    result: list[list[int]] = [[]]
     for id_ in row:
-        found[-1].append(id_) if id_ != END else found.append([])
-    return [ids for ids in found[:-1] if ids]
+        result[-1].append(id_) if id_ != END else result.append([])
+    return [ids for ids in result[:-1] if ids]
 
 
 def test_batches_are_pure_and_labels_follow(built_folder: Path) -> None:
@@ -110,5 +110,5 @@ def test_missing_special_tokens_are_refused(data_tokenizer: Tokenizer) -> None:
         "tokenizer with it (tokenizer.special_tokens), or name tokens that this one has."
     )
     names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
-    made = build_fill_in_the_middle(FillInTheMiddleSettings(), train_tokenizer(iter(["text"]), 270, names), 7)
-    assert (made.prefix_id, made.suffix_id, made.middle_id, made.eos_token_id) == (1, 2, 3, 0)
+    built = build_fill_in_the_middle(FillInTheMiddleSettings(), train_tokenizer(iter(["text"]), 270, names), 7)
+    assert (built.prefix_id, built.suffix_id, built.middle_id, built.eos_token_id) == (1, 2, 3, 0)

@@ -52,9 +52,9 @@ def test_the_rows_of_a_step_with_their_documents(
     for number, row in enumerate(rows):
         assert re.match(rf"{number}: data, sequence \d+ of its epoch \d\n", row)
         named = re.findall(r"^  data/train-(\d{5}):(\d+)  # (\d+) tokens of .+$", row, re.MULTILINE)
-        kept = int((batch.labels[number] >= 0).sum())
-        assert sum(int(count) for *_, count in named) == kept
-        tokens = batch.tokens[number].tolist()[:kept]
+        remaining = int((batch.labels[number] >= 0).sum())
+        assert sum(int(count) for *_, count in named) == remaining
+        tokens = batch.tokens[number].tolist()[:remaining]
         assert row.endswith(tokenizer.decode(tokens) + "\n")
         at = 0
         for shard, document, count in named:
@@ -93,7 +93,7 @@ def test_shares_of_several_sources(
 
 def test_every_document_has_an_origin(built_folder: Path, tokenizer_folder: Path, corpus_folder: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
-    found = []
+    result = []
     for split in ("train", "validation"):
         dataset = open_dataset(built_folder, split)
         for shard, reader in enumerate(dataset.readers):
@@ -104,9 +104,9 @@ def test_every_document_has_an_origin(built_folder: Path, tokenizer_folder: Path
                 assert text == (
                     json.loads(content[int(place) :].split(b"\n")[0])["text"] if place else content.decode()
                 )
-                found.append((path, place))
-    assert len(set(found)) == len(found) == 65
-    assert {path for path, _ in found} == {str(path) for path in corpus_folder.iterdir()}
+                result.append((path, place))
+    assert len(set(result)) == len(result) == 65
+    assert {path for path, _ in result} == {str(path) for path in corpus_folder.iterdir()}
 
 
 def test_a_document_by_its_number(

@@ -86,9 +86,9 @@ def test_stages_and_caps(drawn: list[tuple[int, list[float]]], caps: list[int | 
     for cap, column in zip(caps, counts.T, strict=True):
         assert cap is None or column[-1] <= cap
     for (begin, weights), end in zip(stages, [*(begin for begin, _ in stages[1:]), samples], strict=True):
-        taken = counts[min(end, samples)] - counts[min(begin, samples)]
+        used = counts[min(end, samples)] - counts[min(begin, samples)]
         for source, weight in enumerate(weights):
-            assert weight or not taken[source]  # a weight of 0 is none at all
+            assert weight or not used[source]  # a weight of 0 is none at all
         # Within a stage, until the first cap is reached, shares are those of the weights.
         for at in range(begin, min(end, samples)):
             if any(cap is not None and count >= cap for cap, count in zip(caps, counts[at], strict=True)):

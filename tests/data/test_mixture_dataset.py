@@ -121,15 +121,15 @@ def test_each_row_comes_from_the_source_of_the_mixture(train_data: TokenDataset,
     sources = WindowDataset(train_data, 24, 1), WindowDataset(held_out_data, 24, 2)
     mixed = MixtureDataset(sources, plan_mixture([(0, [2.0, 1.0])], [None, None]), 7)
     alone = [MixtureDataset((each,), plan_mixture([(0, [1.0])], [None]), 1) for each in sources]
-    taken = [0, 0]
+    original = [0, 0]
     for step in range(30):
         which, numbers, _ = mixed.locate(step)
         batch = mixed.batch(step, 0, 7)
         for row, (source, number) in enumerate(zip(which.tolist(), numbers.tolist(), strict=True)):
-            assert number == taken[source]
+            assert number == original[source]
             assert torch.equal(batch.tokens[row], alone[source].batch(number, 0, 1).tokens[0])
-            taken[source] += 1
-    assert taken == [140, 70]
+            original[source] += 1
+    assert original == [140, 70]
 
 
 def test_rows_outside_the_batch_are_a_bug(train_data: TokenDataset) -> None:

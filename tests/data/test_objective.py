@@ -34,39 +34,39 @@ def rows_of(lengths: list[int], rows: int = 2, padding: int = 0) -> Batch:
 def test_a_prefix_attends_to_itself_and_the_rest_is_predicted(tokens: int, shares: Any, first: int, seed: int) -> None:
     prefix = PrefixLM(SplitPoint(*shares, seed), tokens)
     batch = rows_of([tokens])
-    made = prefix.apply(Batch(batch.tokens, batch.labels), first)
-    assert made.prefix_lengths is not None and torch.equal(made.tokens, batch.tokens)
+    built = prefix.apply(Batch(batch.tokens, batch.labels), first)
+    assert built.prefix_lengths is not None and torch.equal(built.tokens, batch.tokens)
     for row in range(2):
-        end = int(made.prefix_lengths[row, 0])
+        end = int(built.prefix_lengths[row, 0])
         low, high = (min(max(round(tokens * share), 1), tokens - 1) for share in shares)
         assert low <= end <= high
-        assert made.prefix_lengths[row].tolist() == [end] * end + [0] * (tokens - end)
-        assert made.labels[row].tolist() == [-100] * (end - 1) + batch.labels[row, end - 1 :].tolist()
+        assert built.prefix_lengths[row].tolist() == [end] * end + [0] * (tokens - end)
+        assert built.labels[row].tolist() == [-100] * (end - 1) + batch.labels[row, end - 1 :].tolist()
     assert torch.equal(
-        prefix.apply(Batch(batch.tokens[1:], batch.labels[1:]), first + 1).prefix_lengths, made.prefix_lengths[1:]
+        prefix.apply(Batch(batch.tokens[1:], batch.labels[1:]), first + 1).prefix_lengths, built.prefix_lengths[1:]
     )
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3))
 def test_every_document_has_its_own_prefix(lengths: list[int], padding: int) -> None:
     batch = rows_of([*lengths, *([padding] if padding else [])], padding=padding)
-    made = PrefixLM(SplitPoint(0.2, 0.9, 3), 1).apply(batch, 40)
-    assert made.prefix_lengths is not None
+    built = PrefixLM(SplitPoint(0.2, 0.9, 3), 1).apply(batch, 40)
+    assert built.prefix_lengths is not None
     at = 0
     for size in lengths:
-        reach, labels = made.prefix_lengths[0, at : at + size].tolist(), made.labels[0, at : at + size]
+        reach, labels = built.prefix_lengths[0, at : at + size].tolist(), built.labels[0, at : at + size]
         end = reach[0] - at if size > 1 else 0
         assert reach == [at + end] * end + [0] * (size - end)
         assert (labels >= 0).tolist() == [place >= end - 1 for place in range(size)]
         at += size
-    assert not made.prefix_lengths[:, at:].any()
+    assert not built.prefix_lengths[:, at:].any()
 
 
 def test_prefix_lengths_are_uniform() -> None:
     cut = SplitPoint(0.25, 0.75, 9)
-    found = np.bincount([cut.draw(40, sample) for sample in range(4200)])
-    assert found[:10].sum() == found[31:].sum() == 0
-    assert abs(found[10:31] - 200).max() < 60
+    result = np.bincount([cut.draw(40, sample) for sample in range(4200)])
+    assert result[:10].sum() == result[31:].sum() == 0
+    assert abs(result[10:31] - 200).max() < 60
     # And it stays what it is: runs go on with another release.
     assert [cut.draw(40, sample) for sample in range(6)] == [22, 25, 11, 26, 12, 16]
 
@@ -77,28 +77,28 @@ def test_the_text_can_be_restored_from_inputs_and_targets(tokens: int, shares: A
     batch = rows_of([tokens], rows=3)
     labels = batch.labels.clone()
     labels[1, tokens // 2] = -100  # of a document that is left out
-    made = plan.apply(Batch(batch.tokens, labels), first)
-    assert made.source is not None
-    assert made.source.tokens.shape == (3, plan.source_length) and made.labels.shape == (3, plan.target_length)
+    built = plan.apply(Batch(batch.tokens, labels), first)
+    assert built.source is not None
+    assert built.source.tokens.shape == (3, plan.source_length) and built.labels.shape == (3, plan.target_length)
     for row in range(3):
-        read = made.source.tokens[row]
-        if made.source.documents is not None:
-            size = int((made.source.documents[row] == 0).sum())
-            assert (made.source.documents[row, size:] == -1).all()
+        read = built.source.tokens[row]
+        if built.source.documents is not None:
+            size = int((built.source.documents[row] == 0).sum())
+            assert (built.source.documents[row, size:] == -1).all()
             read = read[:size]
         assert read[-1] == 2
-        written = made.labels[row][made.labels[row] >= 0]
+        written = built.labels[row][built.labels[row] >= 0]
         if row == 1:
             assert not len(written)
             continue
         assert torch.equal(torch.cat([read[:-1], written]), batch.tokens[row])
-        assert made.tokens[row, : len(written)].tolist() == [1, *written[:-1].tolist()]
+        assert built.tokens[row, : len(written)].tolist() == [1, *written[:-1].tolist()]
 
 
 def test_a_fixed_prefix_length_needs_no_padding() -> None:
-    made = Continuation(SplitPoint(0.5, 0.5, 7), 20, 1, 2).apply(rows_of([20]), 0)
-    assert made.source is not None and made.source.documents is None
-    assert made.source.tokens.shape == (2, 11) and bool((made.labels >= 0).all())
+    built = Continuation(SplitPoint(0.5, 0.5, 7), 20, 1, 2).apply(rows_of([20]), 0)
+    assert built.source is not None and built.source.documents is None
+    assert built.source.tokens.shape == (2, 11) and bool((built.labels >= 0).all())
 
 
 def config_of(tokenizer_folder: Path, length: int = 20, **objective: Any) -> RunConfig:

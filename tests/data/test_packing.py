@@ -79,15 +79,15 @@ def test_packed_rows_hold_every_document_whole(dataset: TokenDataset, sequence: 
         torch.cat([getattr(batch, name) for batch in batches])[: len(rows)]
         for name in ("tokens", "labels", "positions", "documents")
     )
-    found = []
+    result = []
     for row in range(len(rows)):
         for number in sorted(set(documents[row].tolist()) - {-1}):
             inside = documents[row] == number
-            found.append([*tokens[row][inside].tolist(), int(labels[row][inside][-1])])
+            result.append([*tokens[row][inside].tolist(), int(labels[row][inside][-1])])
             assert labels[row][inside][:-1].tolist() == tokens[row][inside][1:].tolist()
             assert positions[row][inside].tolist() == list(range(int(inside.sum())))
     short = [ids for ids in documents_of(dataset) if len(ids) <= sequence + 1]
-    assert all(found.count(ids) == short.count(ids) for ids in short)
+    assert all(result.count(ids) == short.count(ids) for ids in short)
     padded = documents == -1
     assert (labels[padded] == IGNORE_INDEX).all() and (labels[~padded] >= 0).all()
     assert (tokens[padded] == dataset.eos_token_id).all()
@@ -113,10 +113,10 @@ def test_attention_stays_within_documents_and_positions_restart(dataset: TokenDa
                 position += 1
                 if token == dataset.eos_token_id:
                     number, position = number + 1, 0
-    held = validation_batch(dataset, 64, 0, 3, document_mask=True)
-    assert held.documents is not None and held.positions is not None
-    assert held.documents.tolist() == document_ids(held.tokens.numpy(), dataset.eos_token_id).tolist()
-    assert held.positions.tolist() == document_positions(held.documents.numpy()).tolist()
+    rows_of = validation_batch(dataset, 64, 0, 3, document_mask=True)
+    assert rows_of.documents is not None and rows_of.positions is not None
+    assert rows_of.documents.tolist() == document_ids(rows_of.tokens.numpy(), dataset.eos_token_id).tolist()
+    assert rows_of.positions.tolist() == document_positions(rows_of.documents.numpy()).tolist()
 
 
 @pytest.mark.parametrize("kind", ["windows", "packed"])
@@ -139,11 +139,11 @@ def test_documents_are_dropped_from_a_step_on(dataset: TokenDataset, tmp_path: P
         _, _, starts = whole.locate(step)
         places = rows.token_offsets(starts)
         out = torch.from_numpy(np.isin(places, list(gone)))
-        asked = torch.from_numpy(np.isin((places + 1) % dataset.tokens, list(gone)))
+        queries = torch.from_numpy(np.isin((places + 1) % dataset.tokens, list(gone)))
         if step < 6:
-            out, asked = torch.zeros_like(out), torch.zeros_like(asked)
+            out, queries = torch.zeros_like(out), torch.zeros_like(queries)
         assert torch.equal(after.tokens, torch.where(out, dataset.eos_token_id, before.tokens))
-        assert torch.equal(after.labels, torch.where(asked, IGNORE_INDEX, before.labels))
+        assert torch.equal(after.labels, torch.where(queries, IGNORE_INDEX, before.labels))
         changed += int(out.sum())
     assert changed > 0
     # A run may go back to before the step, and not go on from after it.

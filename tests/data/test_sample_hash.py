@@ -38,9 +38,9 @@ def test_a_thousand_stops_repeat_or_skip_no_sample(source: MixtureDataset) -> No
         micro = chance.choice([size for size in range(1, rows + 1) if rows % size == 0])
         for _ in range(chance.randint(0, 2)):
             pieces = {}
-            asked = [(rank, first) for rank in range(ranks) for first in range(0, rows, micro)]
-            chance.shuffle(asked)
-            for rank, first in asked:
+            requests = [(rank, first) for rank in range(ranks) for first in range(0, rows, micro)]
+            chance.shuffle(requests)
+            for rank, first in requests:
                 pieces[rank * rows + first] = source.batch(step, rank * rows + first, micro)
             together = torch.cat([pieces[first].tokens for first in sorted(pieces)])
             assert torch.equal(together, source.batch(step, 0, SIZE).tokens)
@@ -51,13 +51,13 @@ def test_a_thousand_stops_repeat_or_skip_no_sample(source: MixtureDataset) -> No
         stops += 1
     assert sample_hash.hash == extend_sample_hash(SampleHash(), source, step).hash
     # What the hash stands for: every sample of every source once, in its source's order.
-    taken = [0, 0]
+    used = [0, 0]
     for each in range(step):
         for which, number in zip(*(part.tolist() for part in source.locate(each)[:2]), strict=True):
-            assert number == taken[which]
-            taken[which] += 1
-    assert taken == source.mixture.counts(step * SIZE)
-    assert taken[0] > 3 * len(source.sources[0]) and taken[1] == 20 * len(source.sources[1])
+            assert number == used[which]
+            used[which] += 1
+    assert used == source.mixture.counts(step * SIZE)
+    assert used[0] > 3 * len(source.sources[0]) and used[1] == 20 * len(source.sources[1])
 
 
 def test_a_sample_hash_of_other_samples_is_refused(source: MixtureDataset) -> None:

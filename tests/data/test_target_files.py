@@ -41,23 +41,23 @@ Document = list[tuple[list[int], Span]]
 
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
-    chance, found = np.random.default_rng(5), []
+    chance, result = np.random.default_rng(5), []
     for _ in range(40):
         pieces = chance.integers(1, 7)
-        found.append(
+        result.append(
             [
                 (chance.integers(3, 200, chance.integers(1, 9)).tolist(), chance.integers(3, 200, 3).tolist())
                 for _ in range(pieces)
             ]
         )
-    return found
+    return result
 
 
 @pytest.fixture
 def files(tmp_path: Path, documents: list[Document]) -> Path:
     contexts, targets, offsets = [], [], []
     for document in documents:
-        contexts.append([id_ for n, (kept, _) in enumerate(document) for id_ in [*kept, MARKED + n]])
+        contexts.append([id_ for n, (rest, _) in enumerate(document) for id_ in [*rest, MARKED + n]])
         spans = [[MARKED + n, *span] for n, (_, span) in enumerate(document)]
         targets.append([id_ for span in spans for id_ in span])
         offsets.append([x for n, span in enumerate(spans) for x in (sum(map(len, spans[:n])), len(span))])
@@ -92,8 +92,8 @@ def test_every_span_of_a_window_is_in_its_target(files: Path, documents: list[Do
     marks = [tokenizer.special_tokens[f"<s_{n}>"] for n in range(20)]
     stream: list[tuple[int | None, Span | None]] = []
     for document in documents:
-        for kept, span in document:
-            stream += [*((id_, None) for id_ in kept), (None, span)]
+        for rest, span in document:
+            stream += [*((id_, None) for id_ in rest), (None, span)]
     seen = set()
     for step in range(len(stream) // 31 // 4):
         batch = batch_of(step, 0, 4)

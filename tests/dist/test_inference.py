@@ -115,25 +115,25 @@ def requests(adapter: str | None) -> list[Request]:
 
 def answers(engine: Engine | DistributedEngine) -> list[list[Any]]:
     """Return tokens, log-probabilities and finish reasons; two requests join late, and one is cancelled."""
-    told: dict[int, list[Event]] = {}
+    events: dict[int, list[Event]] = {}
     first, second, *later = requests(next(iter(engine.model.adapters.names), None))
     order = [engine.submit(first), engine.submit(second)]
     given_up = engine.submit(first)
     steps = 0
     while engine.busy:
         for event in engine.step():
-            told.setdefault(event.request_id, []).append(event)
+            events.setdefault(event.request_id, []).append(event)
         steps += 1
         if steps == 4:
             order += [engine.submit(request) for request in later]
             engine.cancel(given_up)
             with pytest.raises(JinguError):
                 engine.submit(Request((1,) * 100, SamplingParams(), 10))
-    assert [event.finish_reason for event in told[given_up] if event.finish_reason] == ["cancelled"]
+    assert [event.finish_reason for event in events[given_up] if event.finish_reason] == ["cancelled"]
     return [
         [
             (e.choice, e.token.id if e.token else None, e.token.logprob if e.token else None, e.finish_reason)
-            for e in told[each]
+            for e in events[each]
         ]
         for each in order
     ]
@@ -158,12 +158,15 @@ def test_ranks_generate_what_one_process_generates(family: str, folders: dict[st
     if engine.model.adapters.names:
         assert expected[0] != answers(Engine(load(folders[family], "fp64", "cpu"), SETTINGS))[0]
     for world, pipeline in LAYOUTS[family]:
-        found, *others = ranks.run(shared_answers, world, folders[family], pipeline)
+        actual, *others = ranks.run(shared_answers, world, folders[family], pipeline)
         assert others == [None] * (world - 1)
-        assert found is not None
-        for told, wanted in zip(found, expected, strict=True):
-            assert [each[:2] + each[3:] for each in told] == [each[:2] + each[3:] for each in wanted], (world, pipeline)
-            for (*_, logprob, _), (*_, right, _) in zip(told, wanted, strict=True):
+        assert actual is not None
+        for events, expected_events in zip(actual, expected, strict=True):
+            assert [each[:2] + each[3:] for each in events] == [each[:2] + each[3:] for each in expected_events], (
+                world,
+                pipeline,
+            )
+            for (*_, logprob, _), (*_, right, _) in zip(events, expected_events, strict=True):
                 assert logprob == pytest.approx(right, abs=1e-9)
 
 
@@ -173,8 +176,8 @@ def test_ranks_share_quantized_matrices(precision: Any, folders: dict[str, Path]
     for name, layouts in {"few-llama": [(2, 1)], "few-mixtral": [(2, 1)], "few-gpt2": [(2, 2), (4, 2)]}.items():
         expected = quantized_answers(folders[name], precision)
         for world, pipeline in layouts:
-            found = ranks.run(quantized_answers_on_rank, world, folders[name], precision, pipeline)[0]
-            for (id_, logprob), (right_id, right) in zip(found, expected, strict=True):
+            actual = ranks.run(quantized_answers_on_rank, world, folders[name], precision, pipeline)[0]
+            for (id_, logprob), (right_id, right) in zip(actual, expected, strict=True):
                 assert id_ == right_id and logprob == pytest.approx(right, abs=1e-3), (name, world, pipeline)
 
 
@@ -184,14 +187,14 @@ def quantized_answers(folder: Path, precision: Any, ranks: Any = None, pipeline:
         loaded = load(folder, precision, "cpu", ranks=ranks, pipeline=pipeline)
     linear = [each for each in loaded.module.modules() if isinstance(each, Linear | GroupedLinear)]
     assert any(isinstance(each.weight, PrepackedQuantizedWeight | tuple) for each in linear)
-    told = []
+    events = []
     with distributed_engine(Engine(loaded, SETTINGS), ranks) as engine:
         if engine is not None:
             for first in (3, 9):
                 engine.submit(Request((first, 4, 30), SamplingParams(), 20, ignore_eos=True, logprobs=0))
             while engine.busy:
-                told += [(event.token.id, event.token.logprob) for event in engine.step() if event.token]
-    return told
+                events += [(event.token.id, event.token.logprob) for event in engine.step() if event.token]
+    return events
 
 
 def quantized_answers_on_rank(rank: int, world: int, folder: Path, precision: str, pipeline: int) -> list[Any]:
@@ -215,7 +218,7 @@ def test_impossible_settings_are_refused_on_all_ranks(folders: dict[str, Path], 
 
 
 def refusals(rank: int, world: int, folder: Path) -> list[str]:
-    told = []
+    events = []
     for words, more in (
         ("does not divide the number of ranks", {"pipeline": 5, "precision": "fp32"}),
         ("expert offload supports only one process", {"resident_experts": "25%"}),
@@ -224,8 +227,8 @@ def refusals(rank: int, world: int, folder: Path) -> list[str]:
         try:
             load(folder, ranks=this_rank(rank, world), **more)  # type: ignore[arg-type]
         except JinguError as error:
-            told.append(words if words in str(error) else str(error))
-    return told
+            events.append(words if words in str(error) else str(error))
+    return events
 
 
 @pytest.mark.slow
@@ -255,10 +258,10 @@ def test_generate_and_serve_on_two_ranks(folders: dict[str, Path]) -> None:
     try:
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
-        asked = {"model": "llama", "prompt": "a", "max_tokens": 8, "temperature": 0}
+        body = {"model": "llama", "prompt": "a", "max_tokens": 8, "temperature": 0}
         for _ in range(2):
             sent = urllib.request.Request(
-                f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+                f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
             with urllib.request.urlopen(sent, timeout=100) as answer:
                 text = json.load(answer)["choices"][0]["text"]

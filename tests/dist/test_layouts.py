@@ -67,9 +67,14 @@ def batch_of(step: int, first: int, count: int, documents: bool, encoder: bool) 
     ends = (torch.rand(ROWS, TOKENS, generator=generator) < 0.15).cumsum(1)
     rows = slice(first, first + count)
     source = torch.randint(41, (ROWS, 10), generator=generator)
-    given = EncoderInputs(source[rows], torch.arange(10).div(4).long().expand(ROWS, -1)[rows] if documents else None)
+    encoder_inputs = EncoderInputs(
+        source[rows], torch.arange(10).div(4).long().expand(ROWS, -1)[rows] if documents else None
+    )
     return Batch(
-        ids[rows, :-1], labels[rows], documents=ends[rows] if documents else None, source=given if encoder else None
+        ids[rows, :-1],
+        labels[rows],
+        documents=ends[rows] if documents else None,
+        source=encoder_inputs if encoder else None,
     )
 
 
@@ -78,7 +83,7 @@ def few_steps(rank: int, world: int, spec: ModelSpec, layouts: list[dict[str, An
     return [_few_steps(world, spec, ParallelSettings(**layout), documents) for layout in layouts]
 
 
-def made(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, Any]:
+def build_model_and_mesh(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, Any]:
     """Return a model with its initial weights, laid out over a mesh."""
     device = torch.device("cpu")
     mesh = build_mesh(resolve_axis_sizes(settings, world, spec), device)
@@ -86,7 +91,7 @@ def made(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, 
 
 
 def _few_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documents: bool) -> Result:
-    model, mesh = made(world, spec, settings)
+    model, mesh = build_model_and_mesh(world, spec, settings)
     optimizer = build_optimizer(AdamWSettings(lr=1e-2), model)
     source: Any = type(
         "Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, documents, bool(spec.num_encoder_layers)))}
@@ -97,9 +102,9 @@ def _few_steps(world: int, spec: ModelSpec, settings: ParallelSettings, document
     plan = plan_batch(settings_of_batch, num_data_ranks(mesh))
     result = Result()
     for step in range(STEPS):
-        found = train_step(model, optimizer, task, plan, step=step, max_grad_norm=1.0)
-        result.losses.append(torch.stack([found.loss, *found.metrics.values()]))
-        result.norms.append(float(found.grad_norm))
+        outcome = train_step(model, optimizer, task, plan, step=step, max_grad_norm=1.0)
+        result.losses.append(torch.stack([outcome.loss, *outcome.metrics.values()]))
+        result.norms.append(float(outcome.grad_norm))
     for name, parameter in model.named_parameters():
         block = model.sharding.block(name, parameter)
         result.weights[name] = (block.shape, block.offset, block.local.clone())
@@ -126,7 +131,7 @@ def check(ranks: Any, spec: ModelSpec, world: int, layouts: list[dict[str, Any]]
     expected = assemble([one])
     by_rank = ranks.run(few_steps, world, spec, layouts, documents)
     for number, layout in enumerate(layouts):
-        results = [found[number] for found in by_rank]
+        results = [outcome[number] for outcome in by_rank]
         same = partial(torch.testing.assert_close, rtol=1e-9)
         for result in results:
             assert result.norms == pytest.approx(one.norms, rel=1e-9), layout
@@ -219,7 +224,7 @@ def load_and_save(
 ) -> None:
     """Save a model in one layout: initial weights, or those of a checkpoint of another layout."""
     settings = ParallelSettings(**layout)
-    model, _ = made(world, spec, settings)
+    model, _ = build_model_and_mesh(world, spec, settings)
     tensors = {name: model.sharding.block(name, p) for name, p in model.named_parameters()}
     if source is not None:
         for tensor in tensors.values():
@@ -246,9 +251,9 @@ def test_checkpoints_load_bitwise_in_other_layouts(tmp_path, ranks):
     shapes = parameter_shapes(spec)
     assert sorted(tensor_names(last)) == sorted(shapes)
     for name, shape in shapes.items():
-        found = store.CheckpointReader(last).read(name)
-        assert torch.equal(found, store.CheckpointReader(first).read(name)) and found.shape == shape
-        assert torch.equal(found, initial_tensor(name, shape, spec, 3).double())
+        outcome = store.CheckpointReader(last).read(name)
+        assert torch.equal(outcome, store.CheckpointReader(first).read(name)) and outcome.shape == shape
+        assert torch.equal(outcome, initial_tensor(name, shape, spec, 3).double())
 
 
 EIGHT: list[tuple[str, list[dict[str, Any]]]] = [

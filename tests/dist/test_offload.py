@@ -78,14 +78,14 @@ def test_saving_reads_offloaded_tensors_from_disk(tiny_run, train_on, done, tmp_
 def test_disk_tensors_behave_like_tensors_and_leave_no_file(tmp_path: Path):
     disk = DiskStorage(tmp_path / "here")
     shapes = [(3, 5), (0,), (), (4096, 3)]
-    held = [disk.zeros_like(torch.empty(shape, dtype=torch.float64, device="meta")) for shape in shapes]
-    for number, tensor in enumerate(held):
+    resident = [disk.zeros_like(torch.empty(shape, dtype=torch.float64, device="meta")) for shape in shapes]
+    for number, tensor in enumerate(resident):
         assert (tuple(tensor.shape), tensor.dtype) == (shapes[number], torch.float64)
         assert not tensor.any()
         tensor += number + 1
-    disk.write_behind(held)
-    disk.read_ahead(held)
-    for number, tensor in enumerate(held):
+    disk.write_behind(resident)
+    disk.read_ahead(resident)
+    for number, tensor in enumerate(resident):
         assert torch.equal(tensor, torch.full_like(tensor, number + 1))
     assert list((tmp_path / "here").iterdir()) == []
 
@@ -102,7 +102,7 @@ def test_master_weights_and_state_are_mapped_from_a_file(tmp_path: Path):
         model = torch.nn.Linear(300, 200)
     model._apply(disk.zeros_like)
     optimizer = build_optimizer(AdamWSettings(), model, disk)
-    held = [
+    resident = [
         *model.parameters(),
         *(optimizer.state[p][slot] for p in model.parameters() for slot in ("exp_avg", "exp_avg_sq")),
     ]
@@ -111,8 +111,8 @@ def test_master_weights_and_state_are_mapped_from_a_file(tmp_path: Path):
         first, end = (int(number, 16) for number in line.split()[0].split("-"))
         if str(tmp_path) in line:
             files.append(range(first, end))
-    assert len(held) == 6
-    for tensor in held:
+    assert len(resident) == 6
+    for tensor in resident:
         assert any(tensor.data_ptr() in file for file in files)
 
 

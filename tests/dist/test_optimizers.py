@@ -52,9 +52,9 @@ def test_the_same_numbers_in_every_layout(
         other = tiny_run({**settings, **layout}, name=f"layout-{number}")
         train_on(ranks, other)
         assert done(other).column("loss") == pytest.approx(alone.column("loss"), rel=1e-9)
-        found = done(other).tensors()
+        result = done(other).tensors()
         for name, tensor in alone.tensors().items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
+            torch.testing.assert_close(result[name], tensor, rtol=1e-7, atol=1e-10, msg=f"{layout} {name}")
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
@@ -70,6 +70,6 @@ def test_experts_resume_in_another_layout(
     shutil.rmtree(step_folder(Path(config.runs_dir) / config.name / "checkpoints", 4))
     train_on(2, tiny_run({**settings, "parallel.zero_stage": 3, "parallel.expert": 2}))
     assert done(config).column("loss") == pytest.approx(losses, rel=1e-9)
-    found = done(config).tensors()
+    result = done(config).tensors()
     for name, tensor in weights.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
+        torch.testing.assert_close(result[name], tensor, rtol=1e-7, atol=1e-10, msg=name)

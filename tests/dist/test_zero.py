@@ -59,10 +59,10 @@ def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
     from jingu.training.pretraining import Pretraining
 
     seen: list[list[list[int]]] = []
-    taken = Pretraining.batch
+    original_batch = Pretraining.batch
 
     def noting(self: Pretraining, step: int, first: int, count: int) -> Any:
-        batch = taken(self, step, first, count)
+        batch = original_batch(self, step, first, count)
         while len(seen) <= step:
             seen.append([])
         seen[step] += batch.tokens.tolist()
@@ -72,7 +72,7 @@ def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
     try:
         assert train_all(rank, world, [config]) == [0]
     finally:
-        Pretraining.batch = taken
+        Pretraining.batch = original_batch
     return seen
 
 
@@ -160,7 +160,7 @@ def stored_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, i
     from jingu.parallel.sharding import local_tensor
     from jingu.training import step as step_module
 
-    found: list[tuple[int, int, int]] = []
+    sizes: list[tuple[int, int, int]] = []
 
     def size(tensors: Any) -> int:
         storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]  # several tensors may share one
@@ -181,7 +181,7 @@ def stored_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, i
             ]
             model_bytes, gathered_bytes = size(model.parameters()), size(gathered)
             gradients = size(p.grad for p in model.parameters() if p.grad is not None)
-            found.append((model_bytes, gradients, gathered_bytes))
+            sizes.append((model_bytes, gradients, gathered_bytes))
             return original(model, *arguments)
 
         step_module.scale_gradients = looking
@@ -189,7 +189,7 @@ def stored_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, i
             assert train_all(rank, world, [config]) == [0]
         finally:
             step_module.scale_gradients = original
-    return found
+    return sizes
 
 
 def test_each_rank_stores_its_share(tiny_run, ranks):

@@ -39,8 +39,8 @@ def storages(tensors: Any) -> int:
     """Return the bytes of storage of tensors, some of which may share it."""
     from jingu.parallel.sharding import local_tensor
 
-    found = [local_tensor(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    result = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in result}.values())
 
 
 def state_bytes(model: Any, optimizer: torch.optim.Optimizer) -> int:
@@ -93,8 +93,8 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
 
     def counting(times: int, original: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            given = (*arguments, *keywords.values())
-            numbers = max(tensor.numel() for tensor in given if isinstance(tensor, Tensor))
+            inputs = (*arguments, *keywords.values())
+            numbers = max(tensor.numel() for tensor in inputs if isinstance(tensor, Tensor))
             alone = dist.get_world_size(keywords.get("group")) == 1
             moved[0] += 0 if alone or numbers == 1 else times * numbers
             return original(*arguments, **keywords)
@@ -133,7 +133,7 @@ def test_memory_and_communication_equal_the_formulas(world, ranks):
         2: (2 + 14 / world, 2),
         3: (16 / world, 3),
     }
-    for zero, (held, moved) in formulas.items():
-        for rank, found in enumerate(ranks.run(measured, world, ParallelSettings(zero_stage=zero))):
-            assert found[0] <= 1.02 * held * PARAMETERS, (zero, rank, found[0] / PARAMETERS, held)
-            assert found[1] == pytest.approx(moved * PARAMETERS, rel=0.02), (zero, rank, found[1] / PARAMETERS)
+    for zero, (peak_bytes, moved) in formulas.items():
+        for rank, result in enumerate(ranks.run(measured, world, ParallelSettings(zero_stage=zero))):
+            assert result[0] <= 1.02 * peak_bytes * PARAMETERS, (zero, rank, result[0] / PARAMETERS, peak_bytes)
+            assert result[1] == pytest.approx(moved * PARAMETERS, rel=0.02), (zero, rank, result[1] / PARAMETERS)

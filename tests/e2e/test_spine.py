@@ -155,9 +155,11 @@ def test_a_failing_compiler_does_not_stop_the_run(tiny_run, train_on, done, monk
     train_on(1, tiny_run(plain, name="plain"))
     capsys.readouterr()
     train_on(1, tiny_run(failing, name="failing"))
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        "torch.compile failed (" in said and "); training continues without it.\n" in said and "Traceback" not in said
+        "torch.compile failed (" in stderr
+        and "); training continues without it.\n" in stderr
+        and "Traceback" not in stderr
     )
     runs = [done(tiny_run(name=name)) for name in ("plain", "failing")]
     assert runs[1].column("compile", "start") == [False]

@@ -129,17 +129,17 @@ def written(path: Path, model: Any, matrices: str = "F32", **changes: Any) -> Pa
 
 def unfused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stack experts by matrix as llama.cpp's converter does, not in pairs like transformers."""
-    found = {}
+    result = {}
     for key, tensor in state.items():
         if key.endswith("experts.gate_up_proj"):
             halves = tensor.chunk(2, dim=1)
-            found |= {
+            result |= {
                 key.replace("gate_up", part) + ".weight": half
                 for part, half in zip(("gate", "up"), halves, strict=True)
             }
         else:
-            found[key + ".weight" if key.endswith("experts.down_proj") else key] = tensor
-    return found
+            result[key + ".weight" if key.endswith("experts.down_proj") else key] = tensor
+    return result
 
 
 def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -172,8 +172,8 @@ def test_logits_equal_the_model_that_was_written(make: Any, tmp_path: Path) -> N
     tokens = torch.randint(0, model.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(tokens).logits
-    found = logits_of(written(tmp_path / "model.gguf", model), tokens)
-    assert (found - expected).norm() / expected.norm() < 1e-5
+    result = logits_of(written(tmp_path / "model.gguf", model), tokens)
+    assert (result - expected).norm() / expected.norm() < 1e-5
 
 
 def test_a_file_grows(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_file_grows(tmp_path: Path) -> None:
     options = ["--layers", "3", "--width", "192", "--noise", "0.1"]
     assert main(["model", "grow", str(path), "--to", str(to), *options]) == 0
     tokens = torch.arange(20)[None]
-    expected, found = logits_of(path, tokens), logits_of(to, tokens)
-    assert (found - expected).norm() / expected.norm() < 1e-5
+    expected, result = logits_of(path, tokens), logits_of(to, tokens)
+    assert (result - expected).norm() / expected.norm() < 1e-5
 
 
 def test_the_spec_equals_the_models(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         expected = theirs(tokens).logits
-    found = logits_of(tmp_path / "model.gguf", tokens)
-    assert (found - expected).norm() / expected.norm() < 1e-5
+    result = logits_of(tmp_path / "model.gguf", tokens)
+    assert (result - expected).norm() / expected.norm() < 1e-5
 
 
 # The tokenizer
@@ -274,11 +274,11 @@ def tokenizer_facts(tokenizer: Tokenizer, pre: str = "llama-bpe") -> dict[str, A
 def test_the_tokenizer_is_imported(tmp_path: Path) -> None:
     tokenizer = a_tokenizer()
     opened = open_model(written(tmp_path / "model.gguf", llama(), **tokenizer_facts(tokenizer)))
-    found = Tokenizer.load(opened.tokenizer())
-    assert found.encode(TEXT) == tokenizer.encode(TEXT)
-    assert found.decode(found.encode(TEXT)) == TEXT
-    assert found.special_tokens == tokenizer.special_tokens
-    assert found.eos_token_id == 2
+    result = Tokenizer.load(opened.tokenizer())
+    assert result.encode(TEXT) == tokenizer.encode(TEXT)
+    assert result.decode(result.encode(TEXT)) == TEXT
+    assert result.special_tokens == tokenizer.special_tokens
+    assert result.eos_token_id == 2
     theirs = transformers.AutoTokenizer.from_pretrained(opened.tokenizer())
     assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)

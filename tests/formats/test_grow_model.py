@@ -87,10 +87,10 @@ def test_transformers_loads_the_grown_model_with_equal_logits(options: list[str]
 
 def test_parameter_counts_are_printed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = grown(old, "--experts", "4", "--active", "1")
-    said = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     before, after = (sum(p.numel() for p in Decoder(open_model(path).spec).parameters()) for path in (old, to))
     assert after == before + 2 * (3 * 3 * 24 * 20 + 4 * 24)
-    assert said[-1] == f"It has {after:,} parameters ({before + 2 * 4 * 24:,} active); {old} has {before:,}."
+    assert output[-1] == f"It has {after:,} parameters ({before + 2 * 4 * 24:,} active); {old} has {before:,}."
 
 
 def test_another_tokenizer_keeps_the_embeddings_of_known_tokens(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,8 +123,8 @@ def test_another_tokenizer_keeps_the_embeddings_of_known_tokens(old: Path, capsy
     ids = [[tokenizer.encode(text)] for tokenizer in (Tokenizer.load(old), new)]
     assert len(set(new.encode(text)) - {pieces[piece] for piece in known if piece in pieces}) == 0
     assert ids[0] != ids[1]
-    kept = sum(piece in known for piece in pieces) + 1
-    assert f"{kept:,} of 300 tokens keep their rows" in capsys.readouterr().out
+    remaining = sum(piece in known for piece in pieces) + 1
+    assert f"{remaining:,} of 300 tokens keep their rows" in capsys.readouterr().out
 
 
 MISTAKES = [
@@ -146,6 +146,6 @@ def test_errors_leave_no_files(options: list[str], words: str, old: Path, capsys
     places = {"OLD": str(old), "TOKENIZER": str(old.with_name("tokenizer"))}
     command = ["model", "grow", str(old), "--to", str(old.with_name("grown"))]
     assert main(command + [places.get(word, word) for word in options]) == 2
-    said = capsys.readouterr().err.replace(str(old), "OLD")
-    assert said.startswith(f"jingu: {words}"), said
+    output = capsys.readouterr().err.replace(str(old), "OLD")
+    assert output.startswith(f"jingu: {words}"), output
     assert not old.with_name("grown").exists()

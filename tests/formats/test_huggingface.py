@@ -224,18 +224,18 @@ def test_dtype_of_the_export(tokenizer_path: Path, tmp_path: Path, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    ("held", "kind"), [("config.json", "an earlier export"), ("notes.txt", "something")], ids=["export", "other"]
+    ("file", "kind"), [("config.json", "an earlier export"), ("notes.txt", "something")], ids=["export", "other"]
 )
-def test_a_target_that_is_not_empty_is_not_touched(tokenizer_path: Path, tmp_path: Path, held: str, kind: str) -> None:
+def test_a_target_that_is_not_empty_is_not_touched(tokenizer_path: Path, tmp_path: Path, file: str, kind: str) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / held).write_text("{}")
+    (tmp_path / "out" / file).write_text("{}")
     with pytest.raises(JinguError) as error:
         export(made_model(), tokenizer_path, tmp_path / "out")
     assert str(error.value) == (
         f"{tmp_path / 'out'}: there is {kind} here already, and it is not overwritten. Delete it first, or choose "
         "another folder."
     )
-    assert [item.name for item in (tmp_path / "out").iterdir()] == [held]
+    assert [item.name for item in (tmp_path / "out").iterdir()] == [file]
 
 
 def test_a_failed_export_leaves_nothing(tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,14 +369,14 @@ def test_shapes_that_the_architecture_does_not_support_are_refused(tokenizer_pat
 def test_tensors_are_written_one_at_a_time(tokenizer_path: Path, tmp_path: Path) -> None:
     """Writing asks for each parameter once, in the order of the file."""
     model = made_model()
-    state, asked = model.state_dict(), []
+    state, requested_names = model.state_dict(), []
 
     def read(name: str) -> torch.Tensor:
-        asked.append(name)
+        requested_names.append(name)
         return state[name]
 
     export_hf(model.spec, read, tokenizer_path, tmp_path / "out")
-    assert asked == list(parameter_shapes(model.spec))
+    assert requested_names == list(parameter_shapes(model.spec))
 
 
 def test_runs_and_steps_are_opened(tokenizer_path: Path, tmp_path: Path) -> None:

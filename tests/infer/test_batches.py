@@ -87,7 +87,7 @@ def answers(
     engine: Engine, requests: list[Request], source: random.Random
 ) -> list[list[tuple[int, int, float | None]]]:
     """Return (choice, token, log-probability) of each request; requests arrive while others run, some are cancelled."""
-    found: dict[int, list[tuple[int, int, float | None]]] = {}
+    actual: dict[int, list[tuple[int, int, float | None]]] = {}
     numbers, waiting, gone = {}, list(enumerate(requests)), 0
     while waiting or engine.busy:
         while waiting and (not engine.busy or source.random() < 0.4):
@@ -100,10 +100,10 @@ def answers(
             gone = 0
         for event in engine.step():
             if event.token is not None and event.request_id in numbers:
-                told = (event.choice, event.token.id, event.token.logprob)
-                found.setdefault(numbers[event.request_id], []).append(told)
+                tokens = (event.choice, event.token.id, event.token.logprob)
+                actual.setdefault(numbers[event.request_id], []).append(tokens)
     assert engine.stats().used_blocks == 0
-    return [sorted(found[place], key=lambda each: each[0]) for place in range(len(requests))]
+    return [sorted(actual[place], key=lambda each: each[0]) for place in range(len(requests))]
 
 
 def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
@@ -164,14 +164,16 @@ def test_prompts_with_bidirectional_attention(kind: str, tokenizer: Tokenizer) -
     room = block_bytes(model.spec, 320, 4)
     engine = Engine(model, EngineSettings(max_num_seqs=4, prefill_chunk_size=16, kv_cache_bytes=room))
     requests = [Request(prompt, SamplingParams(), 20, logprobs=0, ignore_eos=True) for prompt in prompts]
-    for prompt, told in zip(prompts, answers(engine, requests, source), strict=True):
-        ids = [*prompt, *(id_ for _, id_, _ in told)]
-        reach_T = torch.tensor([len(prompt)] * len(prompt) + [0] * len(told))
+    for prompt, tokens in zip(prompts, answers(engine, requests, source), strict=True):
+        ids = [*prompt, *(id_ for _, id_, _ in tokens)]
+        reach_T = torch.tensor([len(prompt)] * len(prompt) + [0] * len(tokens))
         with torch.no_grad():
             states = model.module(Inputs(torch.tensor([ids]), prefix_lengths=reach_T[None]))
             scores_TV = model.module.logits(states)[0].log_softmax(-1)[len(prompt) - 1 : -1]  # type: ignore[operator]
         assert scores_TV.argmax(-1).tolist() == ids[len(prompt) :]
-        torch.testing.assert_close(scores_TV.amax(-1), torch.tensor([each for *_, each in told]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            scores_TV.amax(-1), torch.tensor([each for *_, each in tokens]), rtol=1e-4, atol=1e-4
+        )
     assert engine.stats().prefix_cache_hits == 0
     with pytest.raises(JinguError, match="unavailable with prefix language models"):
         engine.submit(replace(requests[0], prompt_logprobs=True))
@@ -209,9 +211,9 @@ def test_the_cache_stays_within_its_limit(kind: str, tokenizer: Tokenizer) -> No
     model, allowed = model_of(kind, tokenizer), 1 << 20
     engine = Engine(model, EngineSettings(kv_cache_bytes=allowed))
     engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)])
-    taken = sum(layer.store.nbytes for layer in engine._runner.cache._layers if layer.store is not None)
+    allocated = sum(layer.store.nbytes for layer in engine._runner.cache._layers if layer.store is not None)
     page = block_bytes(model.spec, 8, 4)
-    assert allowed - page < taken - 2 * page <= allowed
+    assert allowed - page < allocated - 2 * page <= allowed
 
 
 def test_cached_prefixes_are_evicted(tokenizer: Tokenizer) -> None:
@@ -277,14 +279,14 @@ def test_a_shared_prefix_survives_a_failed_request(tokenizer: Tokenizer) -> None
     alone = answers(Engine(model), [Request((*prompt, 40), SamplingParams(), 30, logprobs=0)], random.Random(0))
     engine, nothing = Engine(model), dict.fromkeys(range(model.spec.vocab_size), -torch.inf)
     kept = engine.submit(Request((*prompt, 40), SamplingParams(), 30, logprobs=0))
-    found = engine.step()
+    actual = engine.step()
     broken = engine.submit(Request((*prompt, 77), SamplingParams(logit_bias=nothing), 5))
-    found += engine.step()
-    assert [event.finish_reason for event in found if event.request_id == broken] == ["error"]
+    actual += engine.step()
+    assert [event.finish_reason for event in actual if event.request_id == broken] == ["error"]
     while engine.busy:
-        found += engine.step()
-    told = [event for event in found if event.request_id == kept and event.token]
-    assert [(event.choice, event.token.id, event.token.logprob) for event in told if event.token] == alone[0]
+        actual += engine.step()
+    tokens = [event for event in actual if event.request_id == kept and event.token]
+    assert [(event.choice, event.token.id, event.token.logprob) for event in tokens if event.token] == alone[0]
 
 
 def test_speculation_saves_steps_and_changes_no_answer(tokenizer: Tokenizer) -> None:
@@ -293,13 +295,13 @@ def test_speculation_saves_steps_and_changes_no_answer(tokenizer: Tokenizer) -> 
     few = dict.fromkeys(range(5, 9), 99.0)  # texts of a few tokens repeat themselves
     for sampling in (SamplingParams(logit_bias=few), SamplingParams(0.8, seed=3, repetition_penalty=1.1)):
         request = Request(prompt, sampling, 60, logprobs=1, ignore_eos=True)
-        found, steps = [], []
+        actual, steps = [], []
         for guesses in (0, 4):
             engine, events = Engine(model, EngineSettings(num_speculative_tokens=guesses)), []
             engine.submit(request)
             while engine.busy:
                 events.append(engine.step())
-            found.append([event.token for each in events for event in each])
+            actual.append([event.token for each in events for event in each])
             steps.append(len(events))
-        assert found[0] == found[1]
+        assert actual[0] == actual[1]
         assert steps[0] == 60 and (steps[1] < 60 or sampling.temperature)

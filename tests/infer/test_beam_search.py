@@ -18,24 +18,24 @@ from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Constraint, Event, Request
 from jingu.infer.sampling import SamplingParams
 
-Found = list[tuple[list[int], float, str | None]]
+Hypothesis = list[tuple[list[int], float, str | None]]
 
 
-def found(engine: Engine, *requests: Request) -> list[Found]:
+def find_hypotheses(engine: Engine, *requests: Request) -> list[Hypothesis]:
     """Return the hypotheses of each request: ids, score, finish reason."""
     events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
     while engine.busy:
         for event in engine.step():
             events[event.request_id].append(event)
     assert engine.stats().used_blocks == 0
-    made = []
+    built = []
     for request, each in zip(requests, events.values(), strict=True):
         choices = [[event for event in each if event.choice == number] for number in range(request.n)]
         ids = [[event.token.id for event in own if event.token] for own in choices]
-        made.append(
+        built.append(
             [(of, own[-1].cumulative_logprob, own[-1].finish_reason) for of, own in zip(ids, choices, strict=True)]
         )
-    return made
+    return built
 
 
 def ending(model: InferenceModel, *ends: int) -> InferenceModel:
@@ -54,11 +54,11 @@ def test_hypotheses_and_scores_equal_transformers(kind: str, request: pytest.Fix
     export_hf(model.spec, model.module.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "out")
     reader: Any = AutoModelForSeq2SeqLM if model.spec.num_encoder_layers else AutoModelForCausalLM
     theirs = reader.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    greedy = found(Engine(model), Request(PROMPT, SamplingParams(), 9, num_beams=3, ignore_eos=True))[0][0][0]
+    greedy = find_hypotheses(Engine(model), Request(PROMPT, SamplingParams(), 9, num_beams=3, ignore_eos=True))[0][0][0]
     finishes = set()
     for ends in ((greedy[3],), (greedy[1], greedy[6]), tuple(range(20, 50)), (model.spec.vocab_size - 1,)):
         for beams, penalty, repetition, most in SEARCHES:
-            asked = Request(
+            query = Request(
                 PROMPT,
                 SamplingParams(repetition_penalty=repetition),
                 most,
@@ -66,7 +66,7 @@ def test_hypotheses_and_scores_equal_transformers(kind: str, request: pytest.Fix
                 num_beams=beams,
                 length_penalty=penalty,
             )
-            ours = found(Engine(ending(model, *ends)), asked)[0]
+            ours = find_hypotheses(Engine(ending(model, *ends)), query)[0]
             source = [*PROMPT, model.tokenizer.eos_token_id] if model.spec.num_encoder_layers else PROMPT
             expected = theirs.generate(
                 torch.tensor([source]),
@@ -83,11 +83,11 @@ def test_hypotheses_and_scores_equal_transformers(kind: str, request: pytest.Fix
                 output_scores=True,
             )
             begin = 1 if model.spec.num_encoder_layers else len(PROMPT)
-            for (ids, score, finish), whole, wanted in zip(
+            for (ids, score, finish), whole, reference in zip(
                 ours, expected.sequences.tolist(), expected.sequences_scores.tolist(), strict=True
             ):
                 assert ids == whole[begin:][: len(ids)] and set(whole[begin:][len(ids) :]) <= {1}
-                assert score == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+                assert score == pytest.approx(reference, rel=1e-5, abs=1e-5)
                 finishes.add(finish)
     assert finishes == {"end", "length"}
 
@@ -96,20 +96,20 @@ def test_hypotheses_and_scores_equal_transformers(kind: str, request: pytest.Fix
 def test_hypotheses_do_not_depend_on_other_requests_or_memory(kind: str, request: pytest.FixtureRequest) -> None:
     model: InferenceModel = request.getfixturevalue(kind)
     page = block_bytes(model.spec, 8, 4)
-    asked = [
+    query = [
         Request(PROMPT, SamplingParams(), 30, n=3, num_beams=4, ignore_eos=True),
         Request(PROMPT[:5], SamplingParams(), 23, n=2, num_beams=5, ignore_eos=True),
         Request(PROMPT, SamplingParams(0.9, seed=3), 40, n=2, ignore_eos=True),
     ]
-    alone = [found(Engine(model), each)[0] for each in asked]
+    alone = [find_hypotheses(Engine(model), each)[0] for each in query]
     for settings in (
         EngineSettings(prefill_chunk_size=3),
         EngineSettings(max_num_seqs=6, num_speculative_tokens=3),
         EngineSettings(kv_cache_bytes=24 * page),
         EngineSettings(block_size=16, max_num_seqs=9, kv_cache_bytes=30 * page),
     ):
-        assert found(Engine(model, settings), *asked) == alone
-        assert found(Engine(model, settings), *asked[::-1]) == alone[::-1]
+        assert find_hypotheses(Engine(model, settings), *query) == alone
+        assert find_hypotheses(Engine(model, settings), *query[::-1]) == alone[::-1]
 
 
 def test_beams_share_blocks_of_their_common_prefix(tiny: InferenceModel) -> None:
@@ -135,18 +135,18 @@ def test_a_cancelled_search_frees_its_blocks(tiny: InferenceModel) -> None:
 
 
 def test_non_finite_logits_end_a_search(tiny: InferenceModel) -> None:
-    asked = Request(PROMPT, SamplingParams(), 6, n=2, num_beams=3, ignore_eos=True)
+    query = Request(PROMPT, SamplingParams(), 6, n=2, num_beams=3, ignore_eos=True)
     engine = Engine(tiny)
-    before = found(engine, asked)
+    before = find_hypotheses(engine, query)
     assert tiny.module.embedding is not None  # type: ignore[union-attr]
     weight = tiny.module.embedding.weight  # type: ignore[union-attr]
-    kept = weight[77].clone()  # type: ignore[index]
+    remaining = weight[77].clone()  # type: ignore[index]
     with torch.no_grad():
         weight[77] = torch.nan  # type: ignore[index, operator]
-        (broken,) = found(engine, replace(asked, prompt=(*PROMPT, 77)))
-        weight[77] = kept  # type: ignore[index, operator]
+        (broken,) = find_hypotheses(engine, replace(query, prompt=(*PROMPT, 77)))
+        weight[77] = remaining  # type: ignore[index, operator]
     assert broken == [([], 0.0, "error")] * 2
-    assert found(engine, asked) == before
+    assert find_hypotheses(engine, query) == before
 
 
 @pytest.mark.parametrize(

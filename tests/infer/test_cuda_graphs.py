@@ -52,7 +52,7 @@ class Again:
         return replay, result
 
 
-def told(engine: Engine) -> list[list[Event]]:
+def generate_events(engine: Engine) -> list[list[Event]]:
     numbers = [engine.submit(request) for request in REQUESTS]
     events = []
     while engine.busy:
@@ -66,17 +66,17 @@ def test_recorded_steps_give_the_same_answers(position: str, tokenizer: Tokenize
     settings = ModelSettings.model_validate({"family": family, "hidden_size": 24, "num_heads": 3, "num_layers": 2})
     model = filled(settings, tokenizer, context=200)
     few = EngineSettings(max_num_seqs=4, prefill_chunk_size=16)
-    plain, again = told(Engine(model, few)), Again()
-    assert told(Engine(model, few, graphs=CudaGraphRunner(again))) == plain
+    plain, again = generate_events(Engine(model, few)), Again()
+    assert generate_events(Engine(model, few, graphs=CudaGraphRunner(again))) == plain
     assert 2 <= again.recorded < again.launched / 5
-    assert told(Engine(model, few, graphs=CudaGraphRunner(again, most=1))) == plain
+    assert generate_events(Engine(model, few, graphs=CudaGraphRunner(again, most=1))) == plain
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_recorded_on_cuda(tokenizer: Tokenizer) -> None:
     model = filled(ModelSettings(hidden_size=64, num_heads=4, num_layers=2), tokenizer, context=200)
     model.module.to("cuda")
-    assert told(Engine(model, graphs=CudaGraphRunner())) == told(Engine(model))
+    assert generate_events(Engine(model, graphs=CudaGraphRunner())) == generate_events(Engine(model))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -86,14 +86,14 @@ def test_compiled_steps_give_the_same_answers_and_compile_once(family: str, toke
     for each in (plain, twin):
         each.module.double()
     prepack_weights(cast(Decoder, twin.module))  # as a model is loaded; in fp64 its matrices stay as they are
-    expected, model = told(Engine(plain)), compile_blocks(twin)
+    expected, model = generate_events(Engine(plain)), compile_blocks(twin)
     graphs, again = counters["stats"]["unique_graphs"], Again()
     assert graphs
     for engine in (
         Engine(model, EngineSettings(max_num_seqs=4, prefill_chunk_size=16)),
         Engine(model, graphs=CudaGraphRunner(again)),
     ):
-        for events, others in zip(told(engine), expected, strict=True):
+        for events, others in zip(generate_events(engine), expected, strict=True):
             tokens, their_tokens = ([event.token for event in each if event.token] for each in (events, others))
             assert [token.id for token in tokens] == [token.id for token in their_tokens]
             for token, their in zip(tokens, their_tokens, strict=True):
@@ -109,8 +109,11 @@ def test_compiled_on_cuda(tokenizer: Tokenizer) -> None:
     )
     for each in (plain, twin):
         each.module.to("cuda")
-    found, expected = told(Engine(compile_blocks(twin), graphs=CudaGraphRunner())), told(Engine(plain))
-    assert [[event.token and event.token.id for event in each] for each in found] == [
+    actual, expected = (
+        generate_events(Engine(compile_blocks(twin), graphs=CudaGraphRunner())),
+        generate_events(Engine(plain)),
+    )
+    assert [[event.token and event.token.id for event in each] for each in actual] == [
         [event.token and event.token.id for event in each] for each in expected
     ]
 

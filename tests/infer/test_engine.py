@@ -121,17 +121,17 @@ def test_log_probabilities_of_the_prompt(tiny: InferenceModel) -> None:
     (events,) = events_of(Engine(tiny), request).values()
     with torch.no_grad():
         expected = tiny.module.logits(tiny.module(torch.tensor([prompt])))[0].log_softmax(-1)  # type: ignore[union-attr, operator]
-    ((told,),) = [[event.prompt_logprobs for event in events if event.prompt_logprobs]]
-    assert [token.id for token in told] == list(prompt)
-    assert told[0].logprob is None
-    for place, token in enumerate(told[1:]):
+    ((messages,),) = [[event.prompt_logprobs for event in events if event.prompt_logprobs]]
+    assert [token.id for token in messages] == list(prompt)
+    assert messages[0].logprob is None
+    for place, token in enumerate(messages[1:]):
         assert token.logprob == pytest.approx(float(expected[place, token.id]), abs=1e-4)
         assert [id_ for id_, _ in token.top] == expected[place].topk(2).indices.tolist()
 
 
 def test_cancelled_requests_end_and_others_continue(tiny: InferenceModel) -> None:
     engine = Engine(tiny, EngineSettings(max_num_seqs=2))
-    kept, gone = (
+    remaining, gone = (
         engine.submit(Request((5,), SamplingParams(), 8, ignore_eos=True)),
         engine.submit(Request((6,), WARM, 8, n=3)),
     )
@@ -141,7 +141,7 @@ def test_cancelled_requests_end_and_others_continue(tiny: InferenceModel) -> Non
     engine.cancel(77)
     while engine.busy:
         events += engine.step()
-    assert [event.finish_reason for event in events if event.request_id == kept] == [None] * 7 + ["length"]
+    assert [event.finish_reason for event in events if event.request_id == remaining] == [None] * 7 + ["length"]
     ends = [(event.choice, event.token) for event in events if event.finish_reason == "cancelled"]
     assert ends == [(0, None), (1, None), (2, None)]
     assert engine.stats().running == engine.stats().waiting == 0
@@ -230,14 +230,14 @@ def test_answers_follow_a_schema_or_regular_expression(tiny: InferenceModel) -> 
         "additionalProperties": False,
     }
     engine = Engine(tiny)
-    wanted = {
+    reference = {
         "json_schema": Constraint("json_schema", json.dumps(schema)),
         "regex": Constraint("regex", "(le|la) [的数]{2} [0-9]{3}"),
         "json": Constraint("json"),
     }
     requests = [
         Request((7,), SamplingParams(1.0, seed=seed, logit_bias={}), 55, constraint=constraint, ignore_eos=seed == 1)
-        for constraint in wanted.values()
+        for constraint in reference.values()
         for seed in range(3)
     ]
     events = events_of(engine, *requests)
@@ -245,9 +245,9 @@ def test_answers_follow_a_schema_or_regular_expression(tiny: InferenceModel) -> 
     ends = [each[-1].finish_reason for each in events.values()]
     assert ends[:6] == ["end"] * 6
     for text in texts[:3]:
-        found = json.loads(text)
-        assert set(found) == {"n", "ok"} and 3 <= found["n"] <= 9 and isinstance(found["ok"], bool)
-    assert all(re.fullmatch(wanted["regex"].value, text) for text in texts[3:6])
+        result = json.loads(text)
+        assert set(result) == {"n", "ok"} and 3 <= result["n"] <= 9 and isinstance(result["ok"], bool)
+    assert all(re.fullmatch(reference["regex"].value, text) for text in texts[3:6])
     for text, end in zip(texts[6:], ends[6:], strict=True):
         assert text.startswith("{") and (end == "length" or isinstance(json.loads(text), dict))
     assert len(set(texts)) > 6
@@ -255,12 +255,14 @@ def test_answers_follow_a_schema_or_regular_expression(tiny: InferenceModel) -> 
 
 def test_a_grammar_is_read_once_for_all_choices(tiny: InferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     read, opened = [], GrammarCompiler.compile
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, wanted: read.append(wanted) or opened(self, wanted))
-    wanted = Constraint("regex", "(le|la) [的数]{2} [0-9]{3}")
-    (events,) = events_of(Engine(tiny), Request((7,), SamplingParams(1.0), 55, n=4, constraint=wanted)).values()
+    monkeypatch.setattr(
+        GrammarCompiler, "compile", lambda self, reference: read.append(reference) or opened(self, reference)
+    )
+    reference = Constraint("regex", "(le|la) [的数]{2} [0-9]{3}")
+    (events,) = events_of(Engine(tiny), Request((7,), SamplingParams(1.0), 55, n=4, constraint=reference)).values()
     texts = ["".join(each.token.text for each in events if each.token and each.choice == n) for n in range(4)]
-    assert all(re.fullmatch(wanted.value, text) for text in texts) and len(set(texts)) > 1
-    assert read == [wanted]
+    assert all(re.fullmatch(reference.value, text) for text in texts) and len(set(texts)) > 1
+    assert read == [reference]
 
 
 @pytest.mark.parametrize(

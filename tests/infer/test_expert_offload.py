@@ -72,15 +72,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> d
     return {name: place / name for name in SPECS}
 
 
-def said(model: InferenceModel, prompts: list[tuple[int, ...]]) -> list[Any]:
+def generate_events(model: InferenceModel, prompts: list[tuple[int, ...]]) -> list[Any]:
     """Return all events of some requests that run together."""
     engine = Engine(model)
     for prompt in prompts:
         engine.submit(Request(prompt, SamplingParams(temperature=1.0), 9, logprobs=3, ignore_eos=True))
-    told = []
+    events = []
     while engine.busy:
-        told += engine.step()
-    return told
+        events += engine.step()
+    return events
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -90,7 +90,7 @@ def test_answers_are_bitwise_equal_within_the_memory_limit(
 ) -> None:
     prompts = [tuple(range(3, 3 + length)) for length in (1, 7, 23)]
     whole = load(folders[family], precision)
-    expected = said(whole, prompts)
+    expected = generate_events(whole, prompts)
     assert len({event.token.id for event in expected}) > 5
     mixture = whole.spec.feed_forward
     one = 3 * mixture.intermediate_size * whole.spec.hidden_size * (4 if precision == "fp32" else 2)
@@ -98,17 +98,17 @@ def test_answers_are_bitwise_equal_within_the_memory_limit(
         some = load(folders[family], precision, resident_experts=resident)
         assert some.expert_offloader is not None
         some.expert_offloader.trace = []
-        assert said(some, prompts) == expected, resident
-        found = some.expert_offloader.stats()
-        assert slots is None or found.resident_bytes == slots * one
-        assert found.resident_bytes <= parse_size(resident, found.total_bytes)
+        assert generate_events(some, prompts) == expected, resident
+        actual = some.expert_offloader.stats()
+        assert slots is None or actual.resident_bytes == slots * one
+        assert actual.resident_bytes <= parse_size(resident, actual.total_bytes)
         uses = sum(len(experts) for _, experts in some.expert_offloader.trace)
-        assert found.hits + found.misses == uses
-        assert found.bytes_read == (found.misses + found.prefetched) * one
+        assert actual.hits + actual.misses == uses
+        assert actual.bytes_read == (actual.misses + actual.prefetched) * one
         if resident == "100%":
-            assert found.bytes_read <= found.total_bytes
+            assert actual.bytes_read <= actual.total_bytes
         else:
-            assert found.misses > 0
+            assert actual.misses > 0
         held = sum(parameter.numel() for parameter in some.module.parameters())
         shapes = parameter_shapes(whole.spec).items()
         assert held <= sum(shape.numel() for name, shape in shapes if not expert_matrix(name))
@@ -148,8 +148,8 @@ def test_runs_with_and_without_adapters(tiny_run, ranks, train_on, done) -> None
         for name, parameter in load_model(opened, torch.float32).named_parameters():
             for number in (0, len(parameter) - 1) if parameter.dim() == 3 else ():
                 assert torch.equal(opened.read(name, number), parameter[number]), name
-        expected = said(load(done(config).folder, "fp32"), [(5, 6, 7)])
-        assert said(load(done(config).folder, "fp32", resident_experts="25%"), [(5, 6, 7)]) == expected
+        expected = generate_events(load(done(config).folder, "fp32"), [(5, 6, 7)])
+        assert generate_events(load(done(config).folder, "fp32", resident_experts="25%"), [(5, 6, 7)]) == expected
 
 
 def test_read_errors_are_reported_and_not_cached(folders: dict[str, Path]) -> None:
@@ -186,7 +186,7 @@ def test_every_row_is_computed_by_its_expert(
         for count in tokens:
             layer = dice.randrange(3)
             x_BTD = torch.randn(1, count, 24, generator=generator)
-            mine, theirs = (made.blocks[layer] for made in (model, plain))
+            mine, theirs = (built.blocks[layer] for built in (model, plain))
             mine.feed_forward_norm(x_BTD)
             assert torch.equal(mine.feed_forward(x_BTD)[0], theirs.feed_forward(x_BTD)[0])
             assert len(residency._slot_of) + len(residency._free) == slots
@@ -208,7 +208,7 @@ def test_a_large_layer_does_not_evict_all_others(folders: dict[str, Path], monke
 
 @given(
     visits=st.lists(
-        st.tuples(st.integers(0, 1), st.sets(st.integers(0, 2), min_size=1).map(lambda found: tuple(sorted(found)))),
+        st.tuples(st.integers(0, 1), st.sets(st.integers(0, 2), min_size=1).map(lambda actual: tuple(sorted(actual)))),
         max_size=7,
     ),
     slots=st.integers(1, 4),
@@ -303,7 +303,7 @@ def test_the_command(folders: dict[str, Path], capsys: pytest.CaptureFixture[str
     assert main(words) == 0
     expected = capsys.readouterr().out
     assert main([*words, "--resident-experts", "25%"]) == 0
-    told = capsys.readouterr()
-    assert told.out == expected and "of 43,200 bytes of experts were resident" in told.err
+    events = capsys.readouterr()
+    assert events.out == expected and "of 43,200 bytes of experts were resident" in events.err
     assert main([*words, "--resident-experts", "lots"]) == 2
     assert "--resident-experts: lots is not a size." in capsys.readouterr().err

@@ -60,29 +60,29 @@ def loaded(folder: Path) -> InferenceModel:
     return load(folder / "base", "fp32", "cpu", {name: folder / name for name in ("small", "large")})
 
 
-def asked(prompt: tuple[int, ...], adapter: str | None) -> Request:
+def make_request(prompt: tuple[int, ...], adapter: str | None) -> Request:
     return Request(prompt, SamplingParams(), 12, logprobs=0, adapter=adapter, ignore_eos=True)
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
     """Return ids and log-probabilities of requests that run together."""
-    found: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
+    result: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
     while engine.busy:
         for event in engine.step():
             assert event.token is not None and event.token.logprob is not None
-            found[event.request_id][0].append(event.token.id)
-            found[event.request_id][1].append(event.token.logprob)
-    return list(found.values())
+            result[event.request_id][0].append(event.token.id)
+            result[event.request_id][1].append(event.token.logprob)
+    return list(result.values())
 
 
 def test_rows_of_a_batch_use_different_adapters(folder: Path, loaded: InferenceModel) -> None:
-    requests = [asked(prompt, name) for prompt in PROMPTS for name in (None, "small", "large")]
-    found = answers(Engine(loaded), requests)
+    requests = [make_request(prompt, name) for prompt in PROMPTS for name in (None, "small", "large")]
+    result = answers(Engine(loaded), requests)
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     theirs: dict[str | None, Any] = {None: base.eval()}
     for name in ("small", "large"):
         theirs[name] = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / name)
-    for request, (ids, logprobs) in zip(requests, found, strict=True):
+    for request, (ids, logprobs) in zip(requests, result, strict=True):
         whole = torch.tensor([[*request.prompt, *ids]])
         with torch.no_grad():
             scores = (
@@ -90,12 +90,12 @@ def test_rows_of_a_batch_use_different_adapters(folder: Path, loaded: InferenceM
             )
         assert scores.argmax(-1).tolist() == ids
         torch.testing.assert_close(scores.max(-1).values, torch.tensor(logprobs), rtol=1e-4, atol=1e-4)
-    texts = {tuple(ids) for ids, _ in found[:3]}
+    texts = {tuple(ids) for ids, _ in result[:3]}
     assert len(texts) == 3  # they do make a difference
 
 
 def test_answers_do_not_depend_on_other_adapters_in_the_batch(loaded: InferenceModel) -> None:
-    requests = [asked(prompt, name) for prompt in PROMPTS for name in ("small", None, "large")]
+    requests = [make_request(prompt, name) for prompt in PROMPTS for name in ("small", None, "large")]
     together = answers(Engine(loaded), requests)
     assert together == [answers(Engine(loaded), [request])[0] for request in requests]
     assert together == answers(Engine(loaded, EngineSettings(max_num_seqs=3, prefill_chunk_size=7)), requests)
@@ -103,7 +103,7 @@ def test_answers_do_not_depend_on_other_adapters_in_the_batch(loaded: InferenceM
 
 def test_unsupported_adapters_are_refused(folder: Path, loaded: InferenceModel, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"no adapter other.*small, large"):
-        Engine(loaded).submit(asked((1,), "other"))
+        Engine(loaded).submit(make_request((1,), "other"))
     with pytest.raises(JinguError, match=r"only LoRA of plain matrices.*tune merge"):
         load(folder / "base", "fp32", "cpu", {"dora": folder / "dora"})
     with pytest.raises(JinguError):

@@ -66,12 +66,12 @@ def test_kernels_multiply_by_the_dequantized_matrix(
     x = torch.randn(2, 7, inputs, generator=generator).to(dtype)
     mine = PrepackedQuantizedWeight.quantize(matrix, kind, dtype)
     bias = torch.randn(outputs, generator=generator)
-    found = linear(x, mine, bias)
+    result = linear(x, mine, bias)
     whole = plain(matrix, kind)
     expected = x.double() @ whole.double().T + bias.double()
-    assert found.dtype == dtype and found.shape == (2, 7, outputs)
+    assert result.dtype == dtype and result.shape == (2, 7, outputs)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+    assert (result.double() - expected).norm() <= tolerance * expected.norm()
     # Rounding itself: half a step of a row's 254, and of a group's 15 (whose ends may be cut off where that helps).
     off = (whole.double() - matrix).abs()
     if kind == "int8":
@@ -130,11 +130,11 @@ def test_quantized_models_give_nearly_the_same_logits(folders: dict[str, Path], 
     source = Inputs(torch.arange(3, 20)[None]) if whole.spec.num_encoder_layers else None
     tokens_BT = torch.randint(0, 280, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, found = (
+        expected, result = (
             each.module.logits(each.module(Inputs(tokens_BT, source=source))).double().log_softmax(-1)
             for each in (whole, rounded)
         )
-    off = ((found - expected).square().mean() / expected.var()).sqrt()
+    off = ((result - expected).square().mean() / expected.var()).sqrt()
     assert off < {"int8": 0.06, "int4": 0.5}[precision]
     few_bits = [
         each for each in weights(rounded.module) if isinstance(each, QuantizedWeight | PrepackedQuantizedWeight)
@@ -142,16 +142,16 @@ def test_quantized_models_give_nearly_the_same_logits(folders: dict[str, Path], 
     assert bool(few_bits) == (name != "odd")
     if name != "odd":
         assert off > 1e-4
-        left = sum(parameter.numel() for parameter in rounded.module.parameters() if parameter.is_floating_point())
-        assert left < 0.05 * sum(shape.numel() for shape in parameter_shapes(whole.spec).values())
+        remaining = sum(parameter.numel() for parameter in rounded.module.parameters() if parameter.is_floating_point())
+        assert remaining < 0.05 * sum(shape.numel() for shape in parameter_shapes(whole.spec).values())
     requests = [Request(tuple(range(5, 5 + length)), SamplingParams(), 6, ignore_eos=True) for length in (2, 9)]
     alone = [Engine(rounded).generate([request])[0] for request in requests]
     assert Engine(rounded).generate(requests) == alone
 
 
 def weights(model: torch.nn.Module) -> list[Any]:
-    found = [getattr(module, "weight", None) for module in model.modules()]
-    return [each for weight in found for each in (weight if isinstance(weight, tuple) else (weight,))]
+    result = [getattr(module, "weight", None) for module in model.modules()]
+    return [each for weight in result for each in (weight if isinstance(weight, tuple) else (weight,))]
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -164,14 +164,14 @@ def test_offloaded_experts_are_quantized_alike(folders: dict[str, Path], name: s
     with torch.no_grad():
         assert torch.equal(some.module(tokens_BT), whole.module(tokens_BT))
     assert some.expert_offloader is not None
-    found = some.expert_offloader.stats()
+    result = some.expert_offloader.stats()
     experts = [weight for layer in whole.module.modules() for weight in expert_weights(layer)]
-    assert found.total_bytes == sum(weight.nbytes for weight in experts)
+    assert result.total_bytes == sum(weight.nbytes for weight in experts)
     in_part = name == "partly" and precision == "int4"
     assert {type(weight) for weight in experts} == (
         {PrepackedQuantizedWeight, torch.Tensor} if in_part else {PrepackedQuantizedWeight}
     )
-    assert 0 < found.resident_bytes <= 0.4 * found.total_bytes and found.bytes_read > 0
+    assert 0 < result.resident_bytes <= 0.4 * result.total_bytes and result.bytes_read > 0
 
 
 def expert_weights(layer: torch.nn.Module) -> list[Any]:

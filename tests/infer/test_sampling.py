@@ -65,11 +65,11 @@ def test_samples_follow_the_distribution() -> None:
     for _ in range(draws):
         counts[sample_token(scores, sampling, generator)] += 1
     expected = token_probs(scores, sampling) * draws
-    kept = expected > 0
-    assert not counts[~kept].any()
+    remaining = expected > 0
+    assert not counts[~remaining].any()
     # 99.9% quantile of chi-square with 2 degrees of freedom (3 tokens are left).
-    assert int(kept.sum()) == 3
-    assert float(((counts - expected)[kept] ** 2 / expected[kept]).sum()) < 13.82
+    assert int(remaining.sum()) == 3
+    assert float(((counts - expected)[remaining] ** 2 / expected[remaining]).sum()) < 13.82
 
 
 def test_greedy_selects_the_most_likely_token_after_the_penalty() -> None:

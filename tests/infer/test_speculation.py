@@ -89,13 +89,13 @@ def test_better_drafts_need_fewer_steps(tokenizer: Tokenizer) -> None:
 def test_sampled_tokens_follow_the_models_distribution(tiny: InferenceModel) -> None:
     prompt, top, count = (9, 4, 30), 3, 500
     engine = Engine(tiny, draft_model=near(tiny, 0.03))
-    asked = Request(prompt, SamplingParams(1.2, top_k=top, seed=11), 4, n=count, ignore_eos=True)
-    engine.submit(asked)
-    found: dict[int, list[int]] = {}
+    request = Request(prompt, SamplingParams(1.2, top_k=top, seed=11), 4, n=count, ignore_eos=True)
+    engine.submit(request)
+    result: dict[int, list[int]] = {}
     while engine.busy:
         for event in engine.step():
             assert event.token is not None
-            found.setdefault(event.choice, []).append(event.token.id)
+            result.setdefault(event.choice, []).append(event.token.id)
     assert 0.3 < engine.stats().accepted_tokens / engine.stats().draft_tokens < 1
 
     def likely(ids: tuple[int, ...]) -> dict[int, float]:
@@ -112,7 +112,7 @@ def test_sampled_tokens_follow_the_models_distribution(tiny: InferenceModel) -> 
             for ids, part in expected.items()
             for id_, share in likely((*prompt, *ids)).items()
         }
-    counts = Counter(tuple(ids[:3]) for ids in found.values())
+    counts = Counter(tuple(ids[:3]) for ids in result.values())
     assert set(counts) <= set(expected)
     order = sorted(expected, key=lambda ids: expected[ids])
     bins: list[list[tuple[int, ...]]] = [[]]
@@ -121,11 +121,11 @@ def test_sampled_tokens_follow_the_models_distribution(tiny: InferenceModel) -> 
             bins.append([])
         bins[-1].append(ids)
     observed = [sum(counts[ids] for ids in each) for each in bins]
-    wanted = [sum(expected[ids] for ids in each) * count for each in bins]
+    reference = [sum(expected[ids] for ids in each) * count for each in bins]
     freedom = len(bins) - 1
     assert freedom > 5
     quantile = freedom * (1 - 2 / (9 * freedom) + 2.326 * (2 / (9 * freedom)) ** 0.5) ** 3  # 99%; Wilson and Hilferty
-    assert sum((seen - wish) ** 2 / wish for seen, wish in zip(observed, wanted, strict=True)) < quantile
+    assert sum((seen - wish) ** 2 / wish for seen, wish in zip(observed, reference, strict=True)) < quantile
 
 
 def test_incompatible_drafts_are_refused(tiny: InferenceModel, answering: InferenceModel, tokenizer: Tokenizer) -> None:
