@@ -178,6 +178,9 @@ def _values(kind: AcceptedType) -> st.SearchStrategy[Any]:
         )
     if isinstance(kind.type, type) and issubclass(kind.type, Settings):
         return _sections(kind.type)
+    if get_origin(kind.type) is dict:
+        (value,) = parse_annotation(get_args(kind.type)[1])
+        return st.dictionaries(st.text(min_size=1, max_size=9), _values(value), max_size=2)
     return {bool: st.booleans(), type(None): st.none()}.get(kind.type, st.just(kind.value))
 
 
