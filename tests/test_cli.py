@@ -148,7 +148,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # The table
 
 
-MAX_BATCH = inspect.Parameter("max_batch", inspect.Parameter.KEYWORD_ONLY, default=64)
+MAX_NUM_SEQS = inspect.Parameter("max_num_seqs", inspect.Parameter.KEYWORD_ONLY, default=64)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -171,7 +171,7 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
         # Fields of the settings that the command hands on; a sampling option that is not given may be None.
         if name == "serve":
             internal = ("keys", "origins", "hosts", "patience", "body_bytes")
-            bundled = {**inspect.signature(ServeSettings).parameters, "max_batch": MAX_BATCH}
+            bundled = {**inspect.signature(ServeSettings).parameters, "max_num_seqs": MAX_NUM_SEQS}
             parameters |= {field: bundled[field] for field in bundled if field not in internal}
         if name in ("chat", "generate"):
             sampling = dict(inspect.signature(SamplingParams).parameters)

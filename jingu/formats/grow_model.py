@@ -25,20 +25,20 @@ class GrowthOptions:
     Attributes:
         tokenizer: folder of the new model's tokenizer. The row of a token that the old one has is copied; others start
             as the mean of the rows of their parts.
-        vocabulary: rows of the embedding; None: as many as the new tokenizer has, or the old model.
-        layers: number of blocks; `depth_rule` says where the new ones go. They start as identity functions, or with
+        vocab_size: rows of the embedding; None: as many as the new tokenizer has, or the old model.
+        num_layers: number of blocks; `depth_rule` says where the new ones go. They start as identity functions, or with
             `whole_copies` as full copies.
-        width: hidden size, a multiple of the old one.
+        hidden_size: hidden size, a multiple of the old one.
         experts: experts per block, of which each token uses `active`.
         noise: standard deviation of the noise on copies, relative to that of what is copied.
     """
 
     tokenizer: Path | None = None
-    vocabulary: int | None = None
-    layers: int | None = None
+    vocab_size: int | None = None
+    num_layers: int | None = None
     depth_rule: DepthRule = "interleaved"
     whole_copies: bool = False
-    width: int | None = None
+    hidden_size: int | None = None
     experts: int | None = None
     active: int = 2
     noise: float = 0.0
@@ -56,20 +56,21 @@ def grow_model(model: Path, to: Path, dtype: str = "auto", check: bool = False, 
     """
     growth = GrowthOptions(**options)
     stored = open_model(model)
-    if all(getattr(growth, name) is None for name in ("tokenizer", "vocabulary", "layers", "width", "experts")):
+    grows = (growth.tokenizer, growth.vocab_size, growth.num_layers, growth.hidden_size, growth.experts)
+    if all(value is None for value in grows):
         raise JinguError(
             "no option says how the model should grow.",
             where=model,
-            fix="Give --tokenizer, --vocabulary, --layers, --width or --experts.",
+            fix="Give --tokenizer, --vocab-size, --num-layers, --hidden-size or --experts.",
         )
     # Nothing is computed here: each step wraps the reader of the one before.
     larger = LazyModel(stored.spec, stored.read)
-    if growth.tokenizer is not None or growth.vocabulary is not None:
-        stored, larger = _grow_vocab(stored, growth.tokenizer, growth.vocabulary)
-    if growth.layers is not None:
-        larger = expand_depth(larger, growth.layers, growth.depth_rule, zeroed=not growth.whole_copies)
-    if growth.width is not None:
-        larger = expand_width(larger, growth.width, growth.noise, growth.seed)
+    if growth.tokenizer is not None or growth.vocab_size is not None:
+        stored, larger = _grow_vocab(stored, growth.tokenizer, growth.vocab_size)
+    if growth.num_layers is not None:
+        larger = expand_depth(larger, growth.num_layers, growth.depth_rule, zeroed=not growth.whole_copies)
+    if growth.hidden_size is not None:
+        larger = expand_width(larger, growth.hidden_size, growth.noise, growth.seed)
     if growth.experts is not None:
         larger = upcycle_to_experts(larger, growth.experts, growth.active, growth.noise, growth.seed)
     write_model(replace(stored, spec=larger.spec, read=larger.read), to, dtype, check)
@@ -84,7 +85,7 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
         assert rows is not None
         if rows <= old_rows:
             raise JinguError(
-                f"the model has {old_rows:,} rows already.", where="--vocabulary", fix=f"Give more than {old_rows:,}."
+                f"the model has {old_rows:,} rows already.", where="--vocab-size", fix=f"Give more than {old_rows:,}."
             )
         # For each new row the old rows of which it is the mean; none: of all.
         old_rows_of: list[list[int]] = [[row] for row in range(old_rows)] + [[]] * (rows - old_rows)
@@ -93,7 +94,7 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
     old = Tokenizer.load(stored.tokenizer())
     if rows is not None and rows < new.vocab_size:
         raise JinguError(
-            f"the tokenizer has {new.vocab_size:,} tokens.", where="--vocabulary", fix="Give as many or more."
+            f"the tokenizer has {new.vocab_size:,} tokens.", where="--vocab-size", fix="Give as many or more."
         )
     old_rows_of = map_vocab(new, old)
     old_rows_of += [[]] * ((rows or 0) - len(old_rows_of))

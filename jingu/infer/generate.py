@@ -91,7 +91,7 @@ def generate(
     *,
     max_tokens: int | None = None,
     stop: Sequence[str] | None = None,
-    beams: int = 1,
+    num_beams: int = 1,
     length_penalty: float = 1.0,
     **options: Any,
 ) -> int:
@@ -102,7 +102,7 @@ def generate(
         model: a run, a step of a run, a Hugging Face folder or a GGUF file.
         prompt: empty to begin a new document.
         max_tokens: the most tokens to generate; None: 128, or what the model's context has room for.
-        beams: beams of a beam search, whose best hypothesis is printed at the end; 1: none.
+        num_beams: beams of a beam search, whose best hypothesis is printed at the end; 1: none.
         length_penalty: a hypothesis's log-probability is divided by its length to this power.
         options: fields of `SamplingParams` and of `InferenceOptions`.
 
@@ -118,7 +118,9 @@ def generate(
         ids = inference_model.encode(prompt)
         if max_tokens is None:
             max_tokens = max(1, min(128, max_new_tokens(inference_model.spec, len(ids))))
-        request = Request(ids, sampling, max_tokens, tuple(stop or ()), num_beams=beams, length_penalty=length_penalty)
+        request = Request(
+            ids, sampling, max_tokens, tuple(stop or ()), num_beams=num_beams, length_penalty=length_penalty
+        )
         with distributed_engine(inference.make_engine(inference_model), ranks) as engine:
             if engine is None:
                 return 0

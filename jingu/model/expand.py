@@ -120,7 +120,7 @@ def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved",
     """
     old = model.spec.num_layers
     if layers <= old:
-        raise JinguError(f"the model has {old} blocks already.", where="--layers", fix=f"Give more than {old}.")
+        raise JinguError(f"the model has {old} blocks already.", where="--num-layers", fix=f"Give more than {old}.")
     sources = [block * old // layers if rule == "interleaved" else block % old for block in range(layers)]
 
     def read(name: str) -> Tensor:
@@ -155,13 +155,13 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
     if rest or times < 2:
         raise JinguError(
             f"the hidden size {spec.hidden_size} grows by repetition, and {width} is no multiple of it.",
-            where="--width",
+            where="--hidden-size",
             fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
         )
     if isinstance(spec.position, AlibiPositions):
         raise JinguError(
             "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
-            where="--width",
+            where="--hidden-size",
             fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
         )
     sizes = {

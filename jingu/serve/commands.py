@@ -16,7 +16,7 @@ from jingu.infer.inference_model import load_chat_model, model_name
 from jingu.runtime.device import run_in_thread
 
 # Options that are fields of `ServeSettings` under the same name.
-_SETTINGS = ("host", "port", "queue", "timeout", "grace", "pooling", "log_prompts")
+_SETTINGS = ("host", "port", "max_concurrent_requests", "timeout", "grace", "pooling", "log_prompts")
 
 
 def serve(
@@ -41,8 +41,9 @@ def serve(
         api_key_file: a file with an API key on each line.
         allow_host: further host names to which the server answers.
         cors: web origins whose pages may call the server.
-        options: fields of `ServeSettings` (host, port, queue, timeout, grace, pooling, log_prompts), the most sequences
-            that run at a time (max_batch), and fields of `jingu.infer.generate.InferenceOptions`.
+        options: fields of `ServeSettings` (host, port, max_concurrent_requests, timeout, grace, pooling, log_prompts),
+            the most sequences that run at a time (max_num_seqs), and fields of
+            `jingu.infer.generate.InferenceOptions`.
 
     Raises:
         JinguError: the model or the settings cannot be used.
@@ -57,7 +58,7 @@ def serve(
         ) from error
     # What remains of `options` are those of inference.
     settings = {key: options.pop(key) for key in _SETTINGS if key in options}
-    max_batch = options.pop("max_batch", 64)
+    max_num_seqs = options.pop("max_num_seqs", 64)
     inference = InferenceOptions(**options)
     host = settings.setdefault("host", ServeSettings.host)
     if not host:
@@ -87,7 +88,8 @@ def serve(
         chat_model, chat_format = run_in_thread(
             lambda: load_chat_model(lambda: inference.load(model, ranks, adapters), model, template)
         )
-        with distributed_engine(run_in_thread(lambda: inference.make_engine(chat_model, max_batch)), ranks) as engine:
+        own_engine = run_in_thread(lambda: inference.make_engine(chat_model, max_num_seqs))
+        with distributed_engine(own_engine, ranks) as engine:
             if engine is not None and listener is not None:
                 run_server(engine, serve_settings, name, chat_format, listener)
 

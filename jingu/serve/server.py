@@ -218,7 +218,7 @@ def build_server(
 ) -> Server:
     """Return a server that has not been started."""
     metrics = ServerMetrics(name)
-    async_engine = AsyncEngine(engine, settings.queue, settings.timeout, metrics.record)
+    async_engine = AsyncEngine(engine, settings.max_concurrent_requests, settings.timeout, metrics.record)
     service = Service(engine.model, async_engine, settings, metrics, name, chat_format)
     return Server(create_app(service), async_engine, settings, on_start)
 

@@ -33,7 +33,7 @@ class ServeSettings:
     Attributes:
         host: address to listen on.
         port: port to listen on; 0 picks a free one.
-        queue: most unfinished requests.
+        max_concurrent_requests: most unfinished requests.
         timeout: seconds that a request may take.
         grace: seconds that requests in progress may take once the server is asked to stop.
         patience: seconds to wait for a client that does not send or does not read.
@@ -47,7 +47,7 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    queue: int = 128
+    max_concurrent_requests: int = 128
     timeout: float = 600.0
     grace: float = 30.0
     patience: float = 60.0

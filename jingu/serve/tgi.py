@@ -79,7 +79,7 @@ async def info(service: ServiceDependency) -> Response:
             "model_id": service.name,
             "model_sha": None,
             "model_pipeline_tag": "text-generation" if spec.num_encoder_layers is None else "text2text-generation",
-            "max_concurrent_requests": service.settings.queue,
+            "max_concurrent_requests": service.settings.max_concurrent_requests,
             "max_best_of": 16,
             "max_stop_sequences": _MAX_STOP_STRINGS,
             "max_input_tokens": spec.max_position_embeddings - 1,

@@ -182,7 +182,7 @@ def test_a_file_grows(tmp_path: Path) -> None:
     facts = tokenizer_facts(tokenizer)
     path = written(tmp_path / "model.gguf", llama(hidden_size=96, vocab_size=tokenizer.vocab_size), "Q8_0", **facts)
     to = tmp_path / "grown"
-    options = ["--layers", "3", "--width", "192", "--noise", "0.1"]
+    options = ["--num-layers", "3", "--hidden-size", "192", "--noise", "0.1"]
     assert main(["model", "grow", str(path), "--to", str(to), *options]) == 0
     tokens = torch.arange(20)[None]
     expected, result = logits_of(path, tokens), logits_of(to, tokens)

@@ -68,10 +68,10 @@ def apart(new: Tensor, old: Tensor) -> float:
 
 
 GROWTHS = {
-    "deeper": ["--layers", "5", "--depth-rule", "stacked"],
-    "wider": ["--width", "48"],
+    "deeper": ["--num-layers", "5", "--depth-rule", "stacked"],
+    "wider": ["--hidden-size", "48"],
     "experts": ["--experts", "4"],
-    "all": ["--vocabulary", "301", "--layers", "3", "--width", "72", "--noise", "0.01", "--experts", "3"],
+    "all": ["--vocab-size", "301", "--num-layers", "3", "--hidden-size", "72", "--noise", "0.01", "--experts", "3"],
 }
 
 
@@ -100,7 +100,7 @@ def test_another_tokenizer_keeps_the_embeddings_of_known_tokens(old: Path, capsy
     folder = old.with_name("new")
     new.save(folder)
     new = Tokenizer.load(folder)
-    to = grown(old, "--tokenizer", str(folder), "--vocabulary", "303")
+    to = grown(old, "--tokenizer", str(folder), "--vocab-size", "303")
     before, after = open_model(old), open_model(to)
     known, pieces = Tokenizer.load(before.tokenizer()).vocab(), new.vocab()
     for name in ("embedding.weight", "head.weight"):
@@ -130,14 +130,17 @@ def test_another_tokenizer_keeps_the_embeddings_of_known_tokens(old: Path, capsy
 MISTAKES = [
     (
         [],
-        "OLD: no option says how the model should grow. Give --tokenizer, --vocabulary, --layers, --width or ",
+        "OLD: no option says how the model should grow. Give --tokenizer, --vocab-size, --num-layers, --hidden-size ",
     ),
-    (["--vocabulary", "280"], "--vocabulary: the model has 280 rows already. Give more than 280."),
-    (["--tokenizer", "TOKENIZER", "--vocabulary", "9"], "--vocabulary: the tokenizer has 280 tokens. Give as many or"),
-    (["--layers", "2"], "--layers: the model has 2 blocks already. Give more than 2."),
-    (["--width", "25"], "--width: the hidden size 24 grows by repetition, and 25 is no multiple of it. Give 48, 72"),
+    (["--vocab-size", "280"], "--vocab-size: the model has 280 rows already. Give more than 280."),
+    (["--tokenizer", "TOKENIZER", "--vocab-size", "9"], "--vocab-size: the tokenizer has 280 tokens. Give as many or"),
+    (["--num-layers", "2"], "--num-layers: the model has 2 blocks already. Give more than 2."),
+    (
+        ["--hidden-size", "25"],
+        "--hidden-size: the hidden size 24 grows by repetition, and 25 is no multiple of it. Give 48, 72",
+    ),
     (["--experts", "1"], "model.experts: a token cannot use 2 of 1 experts. Choose at most 1 active experts."),
-    (["--layers", "3", "--to", "OLD"], "OLD: there is an earlier export here already, and it is not overwritten."),
+    (["--num-layers", "3", "--to", "OLD"], "OLD: there is an earlier export here already, and it is not overwritten."),
 ]
 
 

@@ -205,7 +205,7 @@ def test_generate_prints_prompt_and_continuation(
     generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", draft_model=tmp_path / "out")
     again = capsys.readouterr()
     assert again.out == printed.out and "6 of 6 draft tokens were accepted" in again.err
-    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", beams=3)
+    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", num_beams=3)
     searched = Request(tiny.encode("the end"), SamplingParams(), 9, num_beams=3)
     assert capsys.readouterr().out == f"the end{Engine(tiny).generate([searched])[0]}\n"
     generate.generate(tmp_path / "out", "the end", precision="fp32")  # as much as the context has room for

@@ -184,10 +184,10 @@ MISTAKES: list[tuple[Callable[[], LazyModel], str]] = [
     (lambda: upcycle_to_experts(model_of("gpt2"), 4, 2), "and this one is a gpt2. Use a model of a family that has"),
     (lambda: upcycle_to_experts(model_of("mixtral"), 4, 2), "and this one is a mixtral"),
     (lambda: upcycle_to_experts(model_of("llama"), 2, 3), "cannot use 3 of 2 experts"),
-    (lambda: expand_depth(model_of("llama"), 3), "--layers: the model has 3 blocks already. Give more than 3."),
+    (lambda: expand_depth(model_of("llama"), 3), "--num-layers: the model has 3 blocks already. Give more than 3."),
     (
         lambda: expand_width(model_of("llama"), 36),
-        "--width: the hidden size 24 grows by repetition, and 36 is no multiple of it. Giv",
+        "--hidden-size: the hidden size 24 grows by repetition, and 36 is no multiple of it. Giv",
     ),
     (lambda: expand_width(model_of("llama"), 24), "24 is no multiple of it. Give 48, 72 or so on."),
 ]

@@ -85,7 +85,7 @@ def test_hub_reports_errors(serve: Serve, tiny_model: InferenceModel, hub: Infer
         hub.text_generation("a" * 9000)
     with pytest.raises(ValidationError, match="watermark"):
         list(hub.text_generation("a", watermark=True, stream=True))
-    busy = serve(ScriptedEngine(tiny_model), queue=1)
+    busy = serve(ScriptedEngine(tiny_model), max_concurrent_requests=1)
     busy.server.engine.num_requests = 1
     with pytest.raises(OverloadedError, match="busy"):
         InferenceClient(model=busy.url).text_generation("a")

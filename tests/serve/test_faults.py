@@ -136,7 +136,7 @@ def test_disconnecting_before_submission_costs_nothing(gated: Callable[..., Runn
 
 
 def test_a_full_server_returns_retry_after(gated: Callable[..., Running], gate: StepGate) -> None:
-    server = gated(queue=2)
+    server = gated(max_concurrent_requests=2)
     listener = [send(server, "/generate", LONG) for _ in range(2)]
     eventually(lambda: server.server.engine.num_requests == 2)
     status, answer, headers = server.call("/generate", LONG)
@@ -522,7 +522,7 @@ EMBED = {"model": "tiny", "input": ["a", "b"]}
 
 
 def test_embeddings_count_as_requests(serve: Serve, tiny_model: InferenceModel, embedding: StepGate) -> None:
-    server = serve(ScriptedEngine(tiny_model), queue=1)
+    server = serve(ScriptedEngine(tiny_model), max_concurrent_requests=1)
     first = send(server, "/v1/embeddings", EMBED)
     assert embedding.waiting.wait(120) and server.server.engine.num_requests == 1
     assert [server.call(path, body)[0] for path, body in (("/v1/embeddings", EMBED), ("/generate", SHORT))] == [429] * 2

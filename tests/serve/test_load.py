@@ -137,12 +137,12 @@ KINDS = {"whole 200", "stream 200", "left", "slow", "long 422", "nonsense 422", 
 
 
 def test_two_hundred_clients(serve: Serve) -> None:
-    outcomes = run_clients(serve(queue=64), lambda result: result < 2)
+    outcomes = run_clients(serve(max_concurrent_requests=64), lambda result: result < 2)
     assert set(outcomes) >= KINDS
 
 
 @pytest.mark.slow
 def test_two_hundred_clients_for_a_minute(serve: Serve) -> None:
     end = time.monotonic() + 60
-    outcomes = run_clients(serve(queue=64), lambda _: time.monotonic() < end)
+    outcomes = run_clients(serve(max_concurrent_requests=64), lambda _: time.monotonic() < end)
     assert set(outcomes) >= KINDS | {"whole 429"}

@@ -76,7 +76,7 @@ def ask(command: Command, number: int, started: threading.Barrier, outcomes: lis
 
 
 def test_sigterm_under_load_answers_every_request(folder: Path) -> None:
-    command = Command(folder, "--max-batch", "4", "--grace", "2")
+    command = Command(folder, "--max-num-seqs", "4", "--grace", "2")
     started, outcomes = threading.Barrier(5), list[str]()
     clients = [threading.Thread(target=ask, args=(command, number, started, outcomes)) for number in range(24)]
     for client in clients:

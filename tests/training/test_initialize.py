@@ -82,7 +82,7 @@ def test_growing_between_stages(
 ) -> None:
     """A run starts from a grown folder, and needs it no longer once it has a checkpoint."""
     grown = tmp_path / "grown"
-    assert main(["model", "grow", str(first), "--to", str(grown), "--layers", "4", "--experts", "3"]) == 0
+    assert main(["model", "grow", str(first), "--to", str(grown), "--num-layers", "4", "--experts", "3"]) == 0
     config = second(tiny_run, grown)
     train_on(1, config)
     assert open_run(config).spec.num_layers == 4
