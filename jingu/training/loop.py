@@ -140,7 +140,8 @@ def _progress_bar(trainer: Trainer, progress: Progress) -> tqdm:
     # tqdm disables a bar by itself (None) where there is no terminal.
     disable = None if trainer.ranks.is_first else True
     steps = trainer.run.config.train.steps
-    return tqdm(total=steps, initial=progress.step, unit="step", disable=disable, dynamic_ncols=True)
+    # The time left follows from about the last 50 steps.
+    return tqdm(total=steps, initial=progress.step, unit="step", disable=disable, dynamic_ncols=True, smoothing=0.02)
 
 
 def _log_stop(progress: Progress, steps: int, is_saved: bool) -> None:
@@ -232,7 +233,8 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
     if bar.disable and trainer.ranks.is_first:
         # Without a progress bar, each logged step is a line.
         steps = trainer.run.config.train.steps
-        seconds_left = (steps - progress.step) * trainer.plan.tokens_per_step / max(speed, 1e-9)
+        tokens_left = (steps - progress.step) * trainer.plan.tokens_per_step
+        seconds_left = tokens_left / max(trainer.meter.average_tokens_per_second(), 1e-9)
         time_left = f", {format_duration(seconds_left)} left" if seconds_left else ""
         log_info(f"step {progress.step} of {steps}: {message}{time_left}")
     metrics = {name: float(value.item()) for name, value in result.metrics.items()}

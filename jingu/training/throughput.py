@@ -10,6 +10,10 @@ from jingu.model.decoder import parameter_shapes
 from jingu.training.checkpointing import Progress
 from jingu.training.run import Run
 
+# What an interval between two logged steps counts in the average speed, relative to the one after it: the average is
+# over about 20 intervals.
+_DECAY = 0.95
+
 
 class ThroughputMeter:
     """A clock of training time, without evaluation and saving, that also knows how much is computed in it.
@@ -29,6 +33,8 @@ class ThroughputMeter:
         self._start = time.perf_counter()
         self._logged_tokens = progress.tokens
         self._logged_seconds = progress.seconds
+        self._average_tokens = 0.0
+        self._average_seconds = 0.0
 
     def update(self, progress: Progress) -> None:
         """Add the time since the last call to the training time of the run."""
@@ -46,7 +52,13 @@ class ThroughputMeter:
         seconds = progress.seconds - self._logged_seconds
         self._logged_tokens = progress.tokens
         self._logged_seconds = progress.seconds
+        self._average_tokens = _DECAY * self._average_tokens + tokens
+        self._average_seconds = _DECAY * self._average_seconds + seconds
         return tokens / max(seconds, 1e-9)
+
+    def average_tokens_per_second(self) -> float:
+        """Return the speed over the last calls of `tokens_per_second`, which predicts the time left."""
+        return self._average_tokens / max(self._average_seconds, 1e-9)
 
     def peak_share(self, tokens_per_second: float) -> float:
         """Return the share of the machine's peak that training reaches.
