@@ -113,6 +113,7 @@ COMMANDS = {
         "tune.preview:preview",
         option("--rows", "N", integer(0), "rows to show", 3),
         option("--html", "FILE", expand_path, "write an HTML page instead", dest="to"),
+        flag("--json", "print a JSON object for each row, and one for each corpus", dest="as_json"),
         run_file=True,
     ),
     "tune export": command(

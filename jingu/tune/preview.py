@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import html
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from jingu.chat.tokenization import TokenizedRow
 from jingu.config.schema import RunConfig
+from jingu.data.row_sources import pack_best_fit, split_long_documents
 from jingu.data.shard_writer import UnitEncoder
 from jingu.data.supervised import WEIGHT_SCALE
 from jingu.data.task_pool import map_tasks
+from jingu.errors import pluralize
 from jingu.runtime.files import write_error, write_text_atomically
 from jingu.text.document_reader import ReadCounts
 from jingu.text.tokenizer import Tokenizer
@@ -39,12 +45,14 @@ s{{text-decoration:none;opacity:.4}}</style>
 """
 
 
-def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
+def preview(config: RunConfig, rows: int = 3, to: Path | None = None, as_json: bool = False) -> None:
     """Print the first rows of each corpus, token by token, and what becomes of all rows.
 
     Args:
         rows: number of rows to show.
         to: HTML file to write them to; None prints them.
+        as_json: print JSON objects, one in each line: of each row its file, number, kind, and tokens (id, text and
+            loss weight); of each corpus its path and the lines about all rows.
 
     Raises:
         JinguError: the settings or files do not allow rows to be read. A bad row does not stop the preview.
@@ -61,31 +69,57 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None) -> None:
             location = f"{Path(span.file.path).name}, row {count_rows_before(span) + number} ({row.kind})"
             title = f"{location}: {trained} of {len(row.ids)} tokens trained"
             page.append(f"<h2>{html.escape(title)}</h2><pre>{_format_row(row, tokenizer, _mark_up)}</pre>")
-            if to is None:
+            if as_json:
+                number_in_file = count_rows_before(span) + number
+                print(json.dumps(_describe_row(row, tokenizer, span.file.path, number_in_file), ensure_ascii=False))
+            elif to is None:
                 print(f"{title}\n{_format_row(row, tokenizer, highlight)}\n")
         title = f"{row_tokenizer.data.path}:"
-        totals = "\n".join(f"  {line}" for line in _totals(config, row_tokenizer))
-        print(f"{title}\n{totals}")
+        lines = _totals(config, row_tokenizer)
+        totals = "\n".join(f"  {line}" for line in lines)
+        if as_json:
+            path = str(row_tokenizer.data.path)
+            print(json.dumps({"path": path, "totals": [line.strip() for line in lines]}, ensure_ascii=False))
+        else:
+            print(f"{title}\n{totals}")
         page.append(f"<h2>{html.escape(title)}</h2><pre>{html.escape(totals)}</pre>")
     if to is not None:
         try:
             write_text_atomically(to, _PAGE.format(body="\n".join(page)))
         except OSError as error:
             raise write_error(error, to) from error
-        print(f"Wrote {to}.")
+        if not as_json:
+            print(f"Wrote {to}.")
+
+
+def _describe_row(row: TokenizedRow, tokenizer: Tokenizer, file: str | Path, number: int) -> dict[str, Any]:
+    """Return a row as JSON. The first token is never predicted, so its weight is 0."""
+    weights = [0.0, *(float(weight) / WEIGHT_SCALE for weight in row.weights[1:])]
+    tokens = [
+        {"id": token_id, "text": text, "weight": weight}
+        for token_id, text, weight in zip(row.ids, _token_texts(row, tokenizer), weights, strict=True)
+    ]
+    return {"file": str(file), "row": number, "kind": row.kind, "tokens": tokens}
 
 
 def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
     """Return lines about all rows of a corpus, and the first bad ones."""
     counts = ReadCounts()
     seen = set[int]()
+    drops_duplicates = row_tokenizer.data.duplicates == "drop"
+    # Of the rows that are trained.
+    lengths: list[int] = []
     encode, units, workers = plan_encoding(config, row_tokenizer)
-    for unit_counts, hashes in map_tasks(partial(_count_unit, encode), units, workers):
+    for unit_counts, hashes, unit_lengths in map_tasks(partial(_count_unit, encode), units, workers):
         counts.add(unit_counts)
         # Duplicates within the unit, and of rows of earlier units.
         counts.copies += len(hashes) - len(set(hashes) - seen)
-        seen.update(hashes)
-    lines = summarize(counts, drops_duplicates=row_tokenizer.data.duplicates == "drop")
+        for row_hash, length in zip(hashes, unit_lengths, strict=True):
+            if not (drops_duplicates and row_hash in seen):
+                lengths.append(length)
+            seen.add(row_hash)
+    lines = summarize(counts, drops_duplicates=drops_duplicates)
+    lines += _describe_packing(lengths, config, row_tokenizer)
     lines += [f"  bad: {line}" for line in counts.skipped[:MAX_BAD_ROWS]]
     hidden = len(counts.skipped) - MAX_BAD_ROWS
     if hidden > 0:
@@ -93,11 +127,28 @@ def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
     return lines
 
 
-def _count_unit(encode: UnitEncoder, unit: Unit) -> tuple[ReadCounts, list[int]]:
-    """Return the counts of a unit's rows, and the hashes of those to train on."""
+def _describe_packing(lengths: list[int], config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
+    """Return a line about the sequences that rows of these lengths are packed into."""
+    if not lengths or row_tokenizer.objective.packing != "packed":
+        return []
+    sequence_length = config.batch.sequence_length
+    sizes = split_long_documents(np.array(lengths), sequence_length)[:, 1]
+    num_sequences = int(pack_best_fit(sizes, sequence_length).max()) + 1
+    padding = 1 - int(sizes.sum()) / (num_sequences * sequence_length)
+    return [
+        f"packed: {pluralize(num_sequences, 'sequence')} of {sequence_length:,} tokens, {padding:.1%} of them padding"
+    ]
+
+
+def _count_unit(encode: UnitEncoder, unit: Unit) -> tuple[ReadCounts, list[int], list[int]]:
+    """Return the counts of a unit's rows, and hashes and lengths of those to train on."""
     counts = ReadCounts()
-    hashes = [row_hash for documents in encode(unit, counts) for row_hash in documents.hashes.tolist()]
-    return counts, hashes
+    hashes: list[int] = []
+    lengths: list[int] = []
+    for documents in encode(unit, counts):
+        hashes += documents.hashes.tolist()
+        lengths += documents.lengths.tolist()
+    return counts, hashes, lengths
 
 
 def _format_row(row: TokenizedRow, tokenizer: Tokenizer, highlight: Highlight) -> str:

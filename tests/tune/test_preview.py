@@ -30,6 +30,24 @@ def test_trained_tokens_are_highlighted(tiny_run: MakeRun, tmp_path: Path, capsy
     assert "<b>春" not in page and "眠" in page and "row 3" not in page
 
 
+def test_rows_and_packing_as_json(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"instruction": letter, "output": letter} for letter in "abcab"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    objective = {"type": "supervised", "template": "plain"}
+    changes = {"data.input": str(file), "data.objective": objective, "data.duplicates": "drop"}
+    config = tiny_run({**changes, "batch.sequence_length": 64})
+    preview(config, rows=1, as_json=True)
+    row, corpus = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (row["file"], row["row"], row["kind"]) == (str(file), 1, "alpaca")
+    assert [token["text"] for token in row["tokens"] if token["weight"] == 1] == ["a", "<|endoftext|>"]
+    assert row["tokens"][0]["weight"] == 0 and all(isinstance(token["id"], int) for token in row["tokens"])
+    # The three different rows have as many tokens each, of which one is not predicted.
+    predictions = 3 * (len(row["tokens"]) - 1)
+    assert f"packed: 1 sequence of 64 tokens, {1 - predictions / 64:.1%} of them padding" in corpus["totals"]
+    assert any("2 duplicates" in line for line in corpus["totals"])
+
+
 def test_other_weights_are_highlighted(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     turns = [("user", "a", None), ("assistant", "half", 0.5), ("user", "b", None), ("assistant", "whole", 1.0)]
     messages = [
