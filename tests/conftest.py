@@ -40,6 +40,15 @@ os.fsync = lambda _: None
 
 MakeRun = Callable[..., RunConfig]
 
+TINY_LLAMA = {
+    "family": "llama",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 42,
+}
+
 
 def pytest_collection_finish() -> None:
     """What the tests' modules have imported stays: to look through all of it again and again is a tenth of the work."""
@@ -103,14 +112,7 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
             "validation_fraction": 0.2,
             "num_workers": 1,
         },
-        "model": {
-            "family": "llama",
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "intermediate_size": 42,
-        },
+        "model": dict(TINY_LLAMA),
         "batch": {"sequence_length": 33, "global_batch_size": 8, "micro_batch_size": 2},
         "optimizer": {"type": "adamw", "lr": 1e-2},
         "schedule": {"type": "cosine", "warmup": 3},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from jingu.runtime.signals import LAUNCHER_PIPE
+from tests.e2e.warm import exit_code
 
 
 class ForkedRank:
@@ -88,13 +88,4 @@ def _run(
         os.dup2(output.fileno(), descriptor)
     from jingu.cli import main
 
-    try:
-        code = main(words)
-    except SystemExit as exit_:
-        code = int(exit_.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code(main, words))

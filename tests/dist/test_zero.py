@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -68,11 +69,8 @@ def rows_seen(rank: int, world: int, config: Any) -> list[list[list[int]]]:
         seen[step] += batch.tokens.tolist()
         return batch
 
-    Pretraining.batch = noting
-    try:
+    with patch.object(Pretraining, "batch", noting):
         assert train_all(rank, world, [config]) == [0]
-    finally:
-        Pretraining.batch = original_batch
     return seen
 
 
@@ -184,11 +182,8 @@ def stored_bytes(rank: int, world: int, configs: list[Any]) -> list[tuple[int, i
             sizes.append((model_bytes, gradients, gathered_bytes))
             return original(model, *arguments)
 
-        step_module.scale_gradients = looking
-        try:
+        with patch.object(step_module, "scale_gradients", looking):
             assert train_all(rank, world, [config]) == [0]
-        finally:
-            step_module.scale_gradients = original
     return sizes
 
 

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from jingu.cli import main
+from tests.conftest import TINY_LLAMA
 
 RUN = {
     "name": "small",
@@ -26,14 +27,7 @@ RUN = {
     "checkpoint": {"every": 15},
 }
 MODELS = {
-    "llama": {
-        "family": "llama",
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "intermediate_size": 42,
-    },
+    "llama": TINY_LLAMA,
     "gpt2": {"family": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 4},
 }
 

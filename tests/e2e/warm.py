@@ -41,10 +41,15 @@ def _run(request: dict[str, Any], main: Any) -> int:
         os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     if request["at_event"] is not None:
         _send_at_event(request)
+    return exit_code(main, request["words"])
+
+
+def exit_code(main: Any, words: list[str]) -> int:
+    """Return the exit code of a command, whose output is written completely."""
     try:
-        code = int(main(request["words"]))
-    except SystemExit as exit_:
-        code = int(exit_.code or 0)
+        code = int(main(words))
+    except SystemExit as error:
+        code = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
         code = 1
