@@ -104,6 +104,8 @@ class TokenCountRequest(RequestBody):
             messages.append(ChatMessage(role="system", content=_join_text(self.system)))
         for message in self.messages:
             messages += _convert_message(message)
+        if not messages:
+            raise bad_request("`messages` have no content", "messages")
         tools = [
             FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
             for tool in self.tools or []

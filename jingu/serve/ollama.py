@@ -50,7 +50,7 @@ class OllamaOptions(RequestBody):
 
     frequency_penalty: Penalty | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    num_predict: int | None = None
+    num_predict: Annotated[int, Field(lt=2**31)] | None = None
     presence_penalty: Penalty | None = None
     repeat_penalty: RepetitionPenalty | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None

@@ -20,6 +20,7 @@ from jingu.serve.protocol import (
     ChatMessage,
     ChatRequest,
     ContentPart,
+    Fraction,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
@@ -29,6 +30,7 @@ from jingu.serve.protocol import (
     RequestBody,
     ResponseFormat,
     StrictRoute,
+    Temperature,
     ToolChoice,
     ToolDefinition,
 )
@@ -103,11 +105,11 @@ class ResponsesRequest(RequestBody):
     store: bool | None = None
     stream: bool | None = None
     stream_options: Any = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     text: TextOptions | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     tools: list[FunctionTool] | None = None
-    top_p: float | None = None
+    top_p: Fraction | None = None
     truncation: Literal["disabled"] | None = None
     user: str | None = None
 

@@ -177,6 +177,24 @@ def test_messages_refuse_images_and_wrong_keys(anthropic_client: anthropic.Anthr
         client.messages.create(model="tiny", max_tokens=2, messages=[{"role": "user", "content": "Hi"}])
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": []}]}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": []}]}, "messages"),
+        ("/v1/responses", {"input": "Hi", "temperature": 1000.0}, "temperature"),
+        ("/v1/responses", {"input": "Hi", "top_p": 0.0}, "top_p"),
+        ("/api/generate", {"prompt": "Hi", "options": {"num_predict": 2**40}}, "num_predict"),
+    ],
+)
+def test_values_out_of_range_are_errors_of_the_client(
+    server: Running, path: str, fields: dict[str, Any], message: str
+) -> None:
+    key = {"Authorization": "Bearer a-key"}
+    status, answer, _ = server.call(path, {"model": "tiny", **fields}, headers=key)
+    assert status == 400 and message in json.dumps(answer["error"])
+
+
 # Ollama
 
 
