@@ -181,12 +181,12 @@ def compare(folder: Path, streams: int, tokens: int, rounds: int) -> str:
 def worker(folder: str, resident: str, tokens: int) -> None:
     """Generate, and print the peak memory and the bytes of resident and of all experts. Runs in a child process."""
     torch.set_num_threads(THREADS)
-    loaded = load(Path(folder), "bf16", "cpu", resident_experts=resident)
-    run_requests(Engine(loaded), build_requests(validation_ids(Path(folder), loaded), 1, tokens, 0))
+    model = load(Path(folder), "bf16", "cpu", resident_experts=resident)
+    run_requests(Engine(model), build_requests(validation_ids(Path(folder), model), 1, tokens, 0))
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
-    assert loaded.expert_offloader is not None
-    stats = loaded.expert_offloader.stats()
+    assert model.expert_offloader is not None
+    stats = model.expert_offloader.stats()
     print(json.dumps([peak, stats.resident_bytes, stats.total_bytes]))
 
 

@@ -151,9 +151,9 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     mesh = build_mesh(resolve_axis_sizes(config.parallel, 1, spec), ranks.device)
     compiles = has_compiler(ranks.device)
 
-    opened: Any = SimpleNamespace(spec=spec, config=config, folder=Path(config.runs_dir))
+    run: Any = SimpleNamespace(spec=spec, config=config, folder=Path(config.runs_dir))
     model, optimizer = build_model_and_optimizer(
-        opened, mesh, choose_precision(config.precision, ranks.device), compile=compiles
+        run, mesh, choose_precision(config.precision, ranks.device), compile=compiles
     )
     current: list[Any] = []
     source: Any = SimpleNamespace(batch=lambda step, first, count: current[0])

@@ -83,15 +83,16 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
     records: list[dict[str, Any]] = []
     values: dict[str, list[Any]] = {}
     for sample, answers in zip(prepared.samples, _answer(prepared, scorer), strict=True):
-        measured: dict[str, Any] = {}
+        sample_values: dict[str, Any] = {}
         for name, steps in filters_of(task).items():
-            kept = answers
+            filtered_answers = answers
             if task.output_type == "generate_until":
-                kept = [Answer(text=apply_filter(steps, [answer.text for answer in answers]))]
-            measured |= {
-                f"{metric},{name}": value for metric, value in task_metrics.measure(task, sample, kept).items()
+                filtered_answers = [Answer(text=apply_filter(steps, [answer.text for answer in answers]))]
+            sample_values |= {
+                f"{metric},{name}": value
+                for metric, value in task_metrics.measure(task, sample, filtered_answers).items()
             }
-        for key, value in measured.items():
+        for key, value in sample_values.items():
             values.setdefault(key, []).append(value)
         records.append(
             {
@@ -101,7 +102,7 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
                 "pairs": sample.pairs,
                 "gold": sample.gold,
                 "answers": [asdict(answer) for answer in answers],
-                "metrics": measured,
+                "metrics": sample_values,
             }
         )
     options = {task_metrics.name_of(metric): metric for metric in task_metrics.metrics_of(task)}

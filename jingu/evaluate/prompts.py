@@ -88,7 +88,7 @@ class PromptRenderer:
             text: str = _compile(template).render(**row)
         except UndefinedError as error:
             fix = f"The columns of its data are {join_words(sorted(self._columns), 'and')}."
-            raise self.task.error(f"its {key} uses what the data do not have: {error}.", fix) from None
+            raise self.task.error(f"its {key} uses a column that the data do not have: {error}.", fix) from None
         except (TemplateError, TypeError, ValueError) as error:
             raise self.task.error(f"its {key} cannot be rendered: {error}.", "Correct it.") from None
         if key in ("doc_to_text", "doc_to_target") and text.isdigit() and self.task.doc_to_choice is not None:
@@ -149,7 +149,7 @@ class PromptRenderer:
             others = [shot for shot in self.data.pool if shot != row]
             shots = self._random.sample(others, min(count, len(others)))
         if len(shots) < count:
-            what = f"{count} shots are more than the {len(self.data.pool)} documents to draw them from allow."
+            what = f"{count} shots are requested, but the {len(self.data.pool)} documents to draw from are too few."
             raise self.task.error(what, "Set --num-fewshot to less.")
         return shots
 

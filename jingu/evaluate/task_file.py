@@ -239,7 +239,7 @@ class TaskIndex:
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
             fix = "Correct the task file; jingu reads the harness's keys for text."
-            raise JinguError(f"it is no task: {'; '.join(problems)}.", where=file, fix=fix) from None
+            raise JinguError(f"this is not a task: {'; '.join(problems)}.", where=file, fix=fix) from None
         unknown = set(task.fewshot_config) - {*_SHOT_KEYS, "sampler", "split", "samples", "fewshot_indices"}
         if unknown or task.shots["sampler"] not in ("default", "first_n"):
             raise task.error(f"its fewshot_config is wrong: {task.fewshot_config}.", "Correct it.")

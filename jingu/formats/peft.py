@@ -72,7 +72,7 @@ def base_model_path(folder: Path) -> Path:
     base = Path(str(_read_config(folder).get("base_model_name_or_path")))
     if not base.exists():
         raise JinguError(
-            f"these are adapters for {base}, which is no folder here.",
+            f"these are adapters for {base}, which is not a local folder.",
             where=folder / ADAPTER_CONFIG,
             fix="Fetch that model, and set base_model_name_or_path to its folder.",
         )

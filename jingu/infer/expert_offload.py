@@ -161,7 +161,7 @@ class ExpertOffloader:
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
 
     def take_over(self, model: Decoder) -> None:
-        """Remove the experts' matrices from a model on the meta device, and let it compute with those here."""
+        """Remove the experts' matrices from a model on the meta device; it then computes with these experts."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
         for layer, (_, block) in enumerate(iterate_blocks(model)):
             assert isinstance(block, Block) and isinstance(block.feed_forward, MoELayer)
@@ -334,7 +334,7 @@ class ExpertOffloader:
     # Prediction
 
     def _predict(self, layer: int) -> list[int]:
-        """Return the experts that a layer will almost certainly need, by its router's opinion of the present states."""
+        """Return the experts that a layer will almost certainly need: its router's choice for the present states."""
         # Nothing can be predicted from an encoder for a decoder.
         if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
             return []

@@ -154,7 +154,7 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
     times, rest = divmod(width, spec.hidden_size)
     if rest or times < 2:
         raise JinguError(
-            f"the hidden size {spec.hidden_size} grows by repetition, and {width} is no multiple of it.",
+            f"the hidden size {spec.hidden_size} grows by repetition, and {width} is not a multiple of it.",
             where="--hidden-size",
             fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
         )

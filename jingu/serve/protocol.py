@@ -60,8 +60,8 @@ class RequestBody(BaseModel):
         """Leave out unknown fields that are null, since clients also send fields that they do not set."""
         if not isinstance(value, dict):
             return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: item for name, item in value.items() if item is not None or name in known}
+        field_names = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: item for name, item in value.items() if item is not None or name in field_names}
 
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -241,7 +241,9 @@ def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, fl
     parsed = {}
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocab_size):
-            raise bad_request(f"`logit_bias` has {token[:40]!r}, which is no token id below {vocab_size}", "logit_bias")
+            raise bad_request(
+                f"`logit_bias` has {token[:40]!r}, which is not a token id below {vocab_size}", "logit_bias"
+            )
         parsed[int(token)] = bias
     return parsed
 

@@ -338,7 +338,7 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
         return _freeze(spec, settings)
     if config.initialize.from_ is None:
         raise JinguError(
-            "adapters are trained for the weights of a model, and the run starts from none.",
+            "adapters are trained for an existing model, but the run starts from random weights.",
             where="initialize.from",
             fix="Name one, or set tune.type=full.",
         )

@@ -26,7 +26,7 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
     [
         (
             {"doc_to_text": "{{query}}"},
-            "its doc_to_text uses what the data do not have: 'query' is undefined.*question",
+            "its doc_to_text uses a column that the data do not have: 'query' is undefined.*question",
         ),
         ({"doc_to_text": "{{question"}, "its doc_to_text cannot be rendered"),
         ({"doc_to_text": "{{''.__class__.__mro__}}"}, "unsafe|undefined"),
@@ -51,9 +51,9 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
             "package no_such_package, which is",
         ),
         ({"dataset_path": "parquet"}, r"rows\.jsonl: its data cannot be read .*should be parquet"),
-        ({"num_fewshot": 7}, "7 shots are more than the 7 documents to draw them from allow"),
-        ({"dokument_to_text": "a"}, "it is no task: dokument_to_text"),
-        ({"output_type": "essay"}, "it is no task: output_type: Input should be 'multiple_choice'"),
+        ({"num_fewshot": 7}, "7 shots are requested, but the 7 documents to draw from are too few"),
+        ({"dokument_to_text": "a"}, "this is not a task: dokument_to_text"),
+        ({"output_type": "essay"}, "this is not a task: output_type: Input should be 'multiple_choice'"),
         ({"fewshot_config": {"shots": 1}}, "its fewshot_config is wrong"),
         ({**GENERATION, "generation_kwargs": {"beams": 4}}, "generation_kwargs has beams, which jingu does not read"),
         (

@@ -137,7 +137,7 @@ MISTAKES = [
     (["--num-layers", "2"], "--num-layers: the model has 2 blocks already. Give more than 2."),
     (
         ["--hidden-size", "25"],
-        "--hidden-size: the hidden size 24 grows by repetition, and 25 is no multiple of it. Give 48, 72",
+        "--hidden-size: the hidden size 24 grows by repetition, and 25 is not a multiple of it. Give 48, 72",
     ),
     (["--experts", "1"], "model.experts: a token cannot use 2 of 1 experts. Choose at most 1 active experts."),
     (["--num-layers", "3", "--to", "OLD"], "OLD: there is an earlier export here already, and it is not overwritten."),

@@ -187,9 +187,9 @@ MISTAKES: list[tuple[Callable[[], LazyModel], str]] = [
     (lambda: expand_depth(model_of("llama"), 3), "--num-layers: the model has 3 blocks already. Give more than 3."),
     (
         lambda: expand_width(model_of("llama"), 36),
-        "--hidden-size: the hidden size 24 grows by repetition, and 36 is no multiple of it. Giv",
+        "--hidden-size: the hidden size 24 grows by repetition, and 36 is not a multiple of it. Giv",
     ),
-    (lambda: expand_width(model_of("llama"), 24), "24 is no multiple of it. Give 48, 72 or so on."),
+    (lambda: expand_width(model_of("llama"), 24), "24 is not a multiple of it. Give 48, 72 or so on."),
 ]
 
 

@@ -209,7 +209,7 @@ def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train
         train_on(1, adapted({"tune.target_modules": ["*query"]}))
     with pytest.raises(JinguError, match=r"rank_pattern: no matrix with an adapter has a name like .*gate"):
         train_on(1, adapted({"tune.rank_pattern": {"gate_proj": 4}}))
-    with pytest.raises(JinguError, match="the run starts from none"):
+    with pytest.raises(JinguError, match="the run starts from random weights"):
         train_on(1, tiny_run({"tune": {"type": "lora"}}, name="none"))
     with pytest.raises(JinguError, match="trained no adapters"):
         export(base, tmp_path / "adapter")

@@ -394,7 +394,7 @@ def test_errors(runs: Path, texts: Library) -> None:
             "32 virtual tokens and sequences of 33 are more than the model's context",
         ),
         ("ia3", {"tune.target_modules": ["*.gate_proj"]}, r"no matrix of the model has a name like \*\.gate_proj"),
-        ("lora", {"initialize": {}}, "the run starts from none"),
+        ("lora", {"initialize": {}}, "the run starts from random weights"),
     ):
         with pytest.raises(JinguError, match=message):
             open_run(adapted("llama", method, runs, texts, {**changes, "runs_dir": str(runs / "wrong")}))
