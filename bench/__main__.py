@@ -19,6 +19,8 @@ TITLES = {
     "train_step": "Training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "Training loop compared with a bare loop around the same model (17M Llama, fp32, not compiled)",
     "convert": "Import and export compared with cp: a Hugging Face folder of half a gigabyte (target: at least 0.5)",
+    "planning": "Planner compared with published runs: errors of step time and memory (targets: 9% vTrain over several"
+    " nodes, 8% on one, 7% llm-foundry; library alone 15%; memory 5%, worst 12%)",
     "pipeline_bubble": "Pipeline bubble (target: 1f1b at most 1.05, schedules with split backward passes half of it)",
     "offload": "Master weights and optimizer state on disk compared with memory"
     " (a Llama of 12 × 1024, 512 tokens per step)",
@@ -30,8 +32,15 @@ TITLES = {
     "precision": "Losses in bf16 and fp16 compared with fp32: 200 steps of a real run"
     " (4 × 192, 8 × 256 tokens per step)",
     "data": "Data: opening at any size, batches from a warm page cache, building compared with `datasets.map`",
+    "unigram": "Training a Unigram tokenizer on the manual of Perl, CPU time",
+    "contamination": "Contamination: the search for 10^7 n-grams in a corpus, CPU time",
     "serve": "Server (SmolLM2-135M): time to first token with 16 streams, time outside the model, 2 threads",
     "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, 2 threads",
+    "evaluate": "Evaluation of SmolLM2-135M in fp32 compared with lm-evaluation-harness at its best batch size,"
+    " CPU time on one thread",
+    "busy": "Training the quickstart's model beside programs that keep the cores busy: tokens/s, and their share of"
+    " the rate without such programs, 2 threads",
+    "alignment": "Alignment compared with TRL 1.16: a random Llama of 6 × 384, vocabulary 8,192, fp32, one thread",
     "checkpoint": "Checkpoints of a model with 300 MB of state (26M Llama with AdamW, fp32), 2 threads",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -74,6 +83,9 @@ def replace_section(page: str, name: str, section: str) -> str:
 
 def main() -> None:
     """Run the benchmarks named on the command line, or all of them, and update the page."""
+    if sys.argv[1:2] == ["cuda"]:
+        importlib.import_module("bench.cuda").main(sys.argv[2:])
+        return
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__, *(f"  {name:15}  {title}" for name, title in TITLES.items()), sep="\n")
         return

@@ -32,7 +32,7 @@ import torch
 from bench.precision import run_jingu
 from bench.smollm2 import find_smollm2
 from jingu.data.dataset import open_dataset
-from jingu.formats.grow_model import grow_model
+from jingu.formats.grow_model import GrowthOptions, grow_model
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Event, Request
@@ -218,7 +218,7 @@ def run(argument: str = "") -> str:
     tokens, rounds = (6, 1) if tiny else (TOKENS, ROUNDS)
     with tempfile.TemporaryDirectory() as place:
         grown = Path(place) / "grown"
-        grow_model(find_smollm2(Path(place)), grown, experts=8, active=2, noise=0.3, dtype="bf16")
+        grow_model(find_smollm2(Path(place)), grown, GrowthOptions(experts=8, active=2, noise=0.3), "bf16")
         learned = train_mixture(Path(argument if argument and not tiny else place) / "trained", 3 if tiny else STEPS)
         rows = [compare(folder, streams, tokens, rounds) for folder in (grown, learned) for streams in STREAMS]
         memory = measure_memory(grown, tokens)

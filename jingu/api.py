@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from jingu.chat.chat_format import ChatFormat
 from jingu.chat.messages import ConversationError, Message
 from jingu.config.load import config_from_tree, load_config
 from jingu.config.schema import RunConfig
-from jingu.config.sections.data import SupervisedSettings
+from jingu.config.sections.parallel import DeviceType
 from jingu.data.array_reader import ReaderType
 from jingu.data.dataset import open_dataset
 from jingu.data.dataset_manifest import SplitName
@@ -25,30 +25,16 @@ from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError
 from jingu.formats.export import convert
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.inference_model import Device, InferenceModel, Precision, load_chat_model
+from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load_chat_model
 from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score, max_new_tokens
-from jingu.infer.sampling import SamplingParams
+from jingu.infer.sampling import SamplingOptions
 from jingu.runtime.signals import EXIT_INTERRUPTED
 
 Config = RunConfig
 AnyPath = str | PathLike[str]
 # A configuration, a mapping with its keys, or the path of a YAML file.
 AnyConfig = Config | Mapping[str, Any] | AnyPath
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `jingu.infer.sampling.SamplingParams`, each with its default there."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float
-    repetition_penalty: float
-    seed: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -63,7 +49,7 @@ def load(
     path: AnyPath,
     *,
     precision: Precision = "auto",
-    device: Device = "auto",
+    device: DeviceType = "auto",
     adapters: Mapping[str, AnyPath] | None = None,
     template: str | None = None,
     max_num_seqs: int = 64,
@@ -74,7 +60,7 @@ def load(
         path: a run, a checkpoint of a run, a Hugging Face folder, a GGUF file, or the name of a packaged model.
         precision: fp32, bf16, fp64, or int8 or int4 for quantized weights; auto: bf16 where the device is fast at it,
             else fp32.
-        device: cpu or cuda; auto: CUDA if there is a GPU.
+        device: cpu, cuda, xpu, npu or mps; auto: the machine's accelerator if there is one.
         adapters: LoRA adapters by name: runs that trained them, or peft folders. `generate` selects one by its name.
         template: name or file of a chat template; None: the model's own.
         max_num_seqs: maximum number of sequences that are generated at the same time.
@@ -83,6 +69,7 @@ def load(
         JinguError: the model, an adapter or the template cannot be loaded.
     """
     model_path = Path(path)
+    check_language_model(model_path)
     adapter_paths = {name: Path(folder) for name, folder in (adapters or {}).items()}
     inference_model, chat_format = load_chat_model(
         lambda: load_inference_model(model_path, precision, device, adapter_paths), model_path, template
@@ -128,7 +115,7 @@ class Model:
             max_tokens: maximum number of new tokens; None: 128, or fewer if the model's context ends before.
             stop: the text ends before the first of these.
             adapter: name of an adapter that `load` was given.
-            sampling: sampling parameters; by default decoding is greedy.
+            sampling: sampling parameters; by default as the model's generation_config.json, or else greedy.
 
         Returns:
             The new text, without the prompt; for a list of prompts, a list of texts.
@@ -136,7 +123,7 @@ class Model:
         Raises:
             JinguError: a prompt does not fit the model's context, or a sampling parameter is out of range.
         """
-        params = SamplingParams(**sampling)
+        params = self.inference_model.sampling_params(sampling)
         texts = [prompts] if isinstance(prompts, str) else prompts
         requests = []
         for text in texts:
@@ -162,7 +149,7 @@ class Model:
             max_tokens: maximum number of new tokens, or fewer if the model's context ends before.
             tools: definitions of the tools that the model may call. The answer has the calls as the model writes them.
             adapter: name of an adapter that `load` was given.
-            sampling: sampling parameters; by default decoding is greedy.
+            sampling: sampling parameters; by default as the model's generation_config.json, or else greedy.
 
         Returns:
             The text of the assistant's answer.
@@ -184,7 +171,7 @@ class Model:
         except (ConversationError, TypeError) as error:
             raise JinguError(f"{error}.", where="messages") from error
         limit = max(1, min(max_tokens, max_new_tokens(self.inference_model.spec, len(ids))))
-        params = SamplingParams(**sampling)
+        params = self.inference_model.sampling_params(sampling)
         return self._run([Request(ids, params, limit, self.chat_format.stop, adapter=adapter)])[0]
 
     def score(
@@ -221,7 +208,7 @@ class Model:
         Raises:
             JinguError: the model is no decoder, or a text is empty or does not fit its context.
         """
-        rows = [self.engine.embed(self.inference_model.encode(text), pooling) for text in texts]
+        rows = self.engine.embed([self.inference_model.encode(text) for text in texts], pooling)
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.inference_model.spec.hidden_size)
 
     def _run(self, requests: Sequence[Request]) -> list[str]:
@@ -251,7 +238,7 @@ def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> P
         JinguError: the configuration is wrong, or its tokenizer or data set is missing.
         KeyboardInterrupt: Ctrl-C stopped the run; it was saved, and the same call resumes it.
     """
-    from jingu.training.commands import train as train_command
+    from jingu.align.commands import train as train_command
 
     run_config = _resolve_config(config, overrides)
     code = train_command(run_config, processes)
@@ -275,16 +262,13 @@ def train_tokenizer(config: AnyConfig, *overrides: str) -> Path:
 def build_dataset(config: AnyConfig, *overrides: str) -> list[Path]:
     """Build the data sets of a run, and return their folders.
 
-    Like `jingu data build`, or for instruction data (objective `supervised`) `jingu tune prepare`.
+    Like `jingu data build`, or for instruction data (objective `supervised`) `jingu tune prepare`, or for preference
+    data (objective `preference`) `jingu align prepare`.
     """
-    from jingu.data.build import build
-    from jingu.tune.prepare import prepare
+    from jingu.align.commands import build_data
 
     run_config = _resolve_config(config, overrides)
-    if isinstance(run_config.data.objective, SupervisedSettings):
-        prepare(run_config)
-    else:
-        build(run_config)
+    build_data(run_config)
     return [Path(source.path) for source in run_config.data.all_sources]
 
 

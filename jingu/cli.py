@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import select
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from jingu import __version__
@@ -29,6 +31,7 @@ from jingu.command import (
     repeatable_option,
 )
 from jingu.errors import JinguError, join_words
+from jingu.runtime.spinning import sleep_on_busy_machine
 
 
 def _path_or_url(text: str) -> Any:
@@ -41,25 +44,32 @@ def _checkpoints(name: str, metavar: str, help_text: str) -> Argument:
     return name, {"metavar": metavar, "type": _path_or_url, "help": help_text}
 
 
+def _mode(name: str, mode: str, help_text: str) -> Argument:
+    """Return an option that chooses what is planned."""
+    return flag(name, help_text, action="store_const", const=mode, dest="mode")
+
+
 _from_0 = number(lambda value: 0 <= value < math.inf, "0 or more")
 _above_0 = number(lambda value: 0 < value < math.inf, "above 0")
+_fraction = number(lambda value: 0 <= value <= 1, "from 0 to 1")
 _probability = number(lambda value: 0 < value <= 1, "above 0, at most 1")
 _PART = converter(read_part, lambda part: 1 <= part[0] <= part[1] <= 99_999, "a part of several, such as 3/8")
 _MODEL = path_argument("model", "MODEL", "a run, a checkpoint of a run, a Hugging Face folder, a GGUF file, or smollm2")
 _CHECKPOINTS = _checkpoints("path", "PATH", "a run, a checkpoint of a run, or a URL of either")
 _PROCESSES = option("--processes", "N", integer(1), "number of ranks on this machine (default: 1)")
 _PIPELINE = option("--pipeline", "N", integer(1), "pipeline stages; the ranks of a stage use tensor parallelism", 1)
+# What is not given is as the model's generation_config.json recommends.
 _SAMPLING = (
     option("--top-k", "K", integer(1), "sample from the K most probable tokens"),
     option("--top-p", "P", _probability, "sample from the most probable tokens that reach this cumulative probability"),
-    option("--min-p", "P", _from_0, "minimum probability of a token, relative to the most probable one", 0.0),
-    option("--repetition-penalty", "R", _above_0, "above 1, tokens that occurred before become less probable", 1.0),
+    option("--min-p", "P", _fraction, "minimum probability of a token, relative to the most probable one"),
+    option("--repetition-penalty", "R", _above_0, "above 1, tokens that occurred before become less probable"),
     option("--seed", "N", integer(0), "random seed", 0),
 )
 _PRECISIONS = choice("auto", "fp32", "bf16", "fp64", "int8", "int4")
 _COMPUTE = (
     option("--precision", "TYPE", _PRECISIONS, "fp32, bf16 or fp64; int8 or int4 for quantized weights", "auto"),
-    option("--device", "TYPE", choice("auto", "cpu", "cuda"), "cpu or cuda", "auto"),
+    option("--device", "TYPE", choice("auto", "cpu", "cuda", "xpu", "npu", "mps"), "cpu or an accelerator", "auto"),
     option("--resident-experts", "SIZE", str, "experts to keep in memory, such as 25%% or 3GB (default: all)"),
     option("--draft-model", "MODEL", expand_path, "smaller model for speculative decoding"),
     option("--num-speculative-tokens", "N", integer(0), "draft tokens in a step (4 with --draft-model, else 0)"),
@@ -71,6 +81,14 @@ _INCLUDE = repeatable_option("--include", "DIR", "folder with further task files
 _HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", expand_path, "folder to write", required=True)
 _DTYPE = option("--dtype", "TYPE", choice("auto", "fp32", "bf16", "fp16"), "fp32, bf16, fp16; auto: as stored", "auto")
+_WORDS = ("words", {"metavar": "COMMAND", "nargs": argparse.REMAINDER, "help": "such as train run.yaml"})
+_ENVIRONMENT = option("--environment", "FILE", expand_path, "lines NAME=VALUE, variables for the ranks")
+_RESTARTS = option("--max-restarts", "N", integer(0), "restarts of the ranks after a failure", 0)
+_NODES = (
+    option("--nodes", "N", integer(1), "number of nodes", 1),
+    option("--slots", "N", integer(1), "ranks of a node, a GPU each", 1),
+)
+_MANIFESTS = choice("trainjob", "jobset", "pytorchjob", "skypilot", "dstack")
 _CONVERT = (_MODEL, _TO, _DTYPE, flag("--check", "reject weights that contain NaN or infinity"))
 
 COMMANDS = {
@@ -138,16 +156,126 @@ COMMANDS = {
         option("--adapters", "RUN", expand_path, "the adapter's run, or a peft folder", required=True),
         _DTYPE,
     ),
+    "align": command(
+        "run the stages of a file: instruction tuning, preferences, rewards",
+        "align.commands:align",
+        path_argument("file", "FILE.yaml", "a file with a list of stages"),
+        option("--from", "STAGE", str, "stage to begin with (default: the first one)", dest="first"),
+        _PROCESSES,
+    ),
+    "align prepare": command(
+        "build the data set from rows of preference data", "align.commands:prepare", run_file=True
+    ),
+    "align preview": command(
+        "show prompts and answers of the rows, token by token",
+        "align.commands:preview",
+        option("--rows", "N", integer(0), "rows to show", 3),
+        option("--html", "FILE", expand_path, "write an HTML page instead", dest="to"),
+        flag("--json", "print a JSON object for each row, and one for each corpus", dest="as_json"),
+        run_file=True,
+    ),
+    "align score": command(
+        "show the rewards of saved answers",
+        "align.rollout_commands:score",
+        option(
+            "--answers", "FILE", expand_path, "rows of prompt, completion and columns (default: the newest rollout)"
+        ),
+        option("--to", "FILE", expand_path, "write the answers with their rewards"),
+        run_file=True,
+    ),
+    "align replay": command(
+        "make a step of a run again, and compare its answers",
+        "align.rollout_commands:replay",
+        path_argument("run", "RUN", "a run that learns from rewards"),
+        ("step", {"metavar": "STEP", "type": integer(1), "help": "number of the step"}),
+    ),
     "train": command(
         "train a model, or resume training",
-        "training.commands:train",
+        "align.commands:train",
         _PROCESSES,
         option("--devices", "GPUS", str, "GPUs to use, one a rank: 0,2,4, or ^1,3 for all but those"),
         option("--trace", "FOLDER", expand_path, "write fingerprints of every module's outputs in the first step"),
         repeatable_option("--allow", "KEY", "resume although this setting has changed"),
         flag("--fresh-optimizer", "resume with the weights of the checkpoint, and a new optimizer"),
+        flag("--auto-layout", "choose the fastest layout that fits; a run that resumes keeps its own"),
         option("--weights-only-from", "MODEL", str, "initialize a new run with these weights (initialize.from)"),
         run_file=True,
+    ),
+    "sweep": command(
+        "train a run for each combination of settings, and compare them",
+        "launch.sweep:sweep",
+        path_argument("file", "FILE.yaml", "configuration that the runs share"),
+        ("overrides", {"metavar": "key=value", "nargs": "*", "help": "settings to override in all runs"}),
+        repeatable_option(
+            "--grid", "KEY=A,B", "a setting and its values, such as optimizer.lr=1e-3,3e-4", required=True
+        ),
+        option("--random", "N", integer(1), "train only N combinations, chosen at random"),
+        option("--seed", "N", integer(0), "seed of this choice", 0),
+        option("--processes", "N", integer(1), "number of ranks of each run (default: 1)"),
+    ),
+    "plan": command(
+        "estimate memory, time and cost of a run; search for its best layout",
+        "training.plan_commands:plan",
+        (
+            "target",
+            {"metavar": "TARGET", "help": "a run's file, a preset, a Hugging Face or DeepSpeed configuration"},
+        ),
+        ("overrides", {"metavar": "key=value", "nargs": "*", "help": "settings to override"}),
+        option("--on", "MACHINE", str, "a machine: h100, a100-80, ...; a file such as machine.yaml; here", "here"),
+        option("--nodes", "N", integer(1), "number of nodes", 1),
+        option("--gpus", "N", integer(1), "ranks of a node (default: as many as the machine has cards)"),
+        _mode("--search", "search", "compare all valid layouts, and say why others fail"),
+        _mode("--gpus-needed", "clusters", "try 1, 2, 4, ... nodes: the smallest and the cheapest cluster"),
+        _mode("--exact", "exact", "replay a step of the first rank: peak of its tensors, and its collectives"),
+        _mode("--serve", "serve", "plan generation on --gpus cards (default: 1)"),
+        option("--price", "AMOUNT", _above_0, "price of a card's hour"),
+        flag("--json", "print a JSON object", dest="as_json"),
+    ),
+    "launch ssh": command(
+        "run a command on the machines of a hostfile",
+        "launch.ssh:launch_ssh",
+        option("--hostfile", "FILE", expand_path, "lines such as `node1 slots=8`", required=True),
+        option("--include", "NODES", str, "only these nodes and slots, such as node1:0,2@node2"),
+        option("--exclude", "NODES", str, "all but these nodes and slots"),
+        _ENVIRONMENT,
+        option("--ssh-options", "OPTIONS", str, "further options of ssh, such as '-i key -p 2222'", ""),
+        _RESTARTS,
+        option("--min-nodes", "N", integer(1), "nodes with which the run goes on when others are lost (default: all)"),
+        _WORDS,
+    ),
+    "launch slurm": command(
+        "submit a command as a job of Slurm; within an allocation, run it",
+        "launch.slurm:launch_slurm",
+        *_NODES,
+        option("--time", "LIMIT", str, "time limit of the job, such as 12:00:00"),
+        repeatable_option("--sbatch", "NAME=VALUE", "another setting of the job, such as partition=gpu"),
+        _ENVIRONMENT,
+        flag("--write", "print the script, and submit nothing"),
+        _WORDS,
+    ),
+    "launch kubernetes": command(
+        "print or apply a manifest for Kubernetes, SkyPilot or dstack",
+        "launch.manifests:write_manifest",
+        option("--manifest", "KIND", _MANIFESTS, "trainjob, jobset, pytorchjob, skypilot or dstack", "trainjob"),
+        option("--image", "IMAGE", str, "container image with jingu", "jingu"),
+        *_NODES,
+        _ENVIRONMENT,
+        _RESTARTS,
+        flag("--apply", "apply it with kubectl"),
+        _WORDS,
+    ),
+    "doctor": command(
+        "check this machine, or several with `jingu launch`",
+        "launch.doctor:doctor",
+        option("--folder", "DIR", expand_path, "folder of runs, shared by the nodes (default: runs)"),
+        option("--machine", "FILE", expand_path, "write the figures of the machine, for `jingu plan --on FILE`"),
+    ),
+    "plan calibrate": command(
+        "fit a machine's efficiency to runs that were made on it",
+        "training.plan_calibrate:calibrate",
+        ("runs", {"metavar": "RUN", "nargs": "+", "type": expand_path, "help": "folders of runs"}),
+        option("--on", "MACHINE", str, "the machine of the runs: a name, a file, or here", required=True),
+        option("--to", "FILE", expand_path, "machine file to write", required=True),
     ),
     "verify": command(
         "prove that two layouts compute the same, or show the first difference",
@@ -165,7 +293,7 @@ COMMANDS = {
         _MODEL,
         ("prompt", {"metavar": "PROMPT", "help": "text to continue"}),
         option("--max-tokens", "N", integer(1), "maximum number of new tokens (default: 128, or what fits)"),
-        option("--temperature", "T", _from_0, "sampling temperature; 0: greedy decoding", 0.0),
+        option("--temperature", "T", _from_0, "sampling temperature (default: the model's own, or 0: greedy decoding)"),
         *_SAMPLING,
         repeatable_option("--stop", "TEXT", "stop at this text"),
         option("--num-beams", "N", integer(1), "beams of a beam search, whose best hypothesis is printed; 1: none", 1),
@@ -181,7 +309,7 @@ COMMANDS = {
         option("--system", "TEXT", str, "system prompt"),
         option("--template", "NAME", str, "name or file of a chat template, such as chatml (default: the model's own)"),
         option("--max-tokens", "N", integer(1), "maximum number of tokens of an answer", 1024),
-        option("--temperature", "T", _from_0, "sampling temperature; 0: greedy decoding", 0.7),
+        option("--temperature", "T", _from_0, "sampling temperature (default: the model's own, or 0.7); 0: greedy"),
         *_SAMPLING,
         *_COMPUTE,
     ),
@@ -193,6 +321,7 @@ COMMANDS = {
         option("--port", "N", integer(0, 65_535), "port to listen on; 0: any free port", 8000),
         option("--name", "NAME", str, "model name for clients (default: the model's own)"),
         repeatable_option("--adapter", "NAME=PATH", "adapter to serve besides the model, and its name"),
+        flag("--runtime-adapters", "let clients load and unload adapters (/v1/load_lora_adapter)"),
         option("--template", "NAME", str, "name or file of a chat template (default: the tokenizer's own)"),
         repeatable_option("--api-key", "KEY", "require this key from clients"),
         option("--api-key-file", "FILE", expand_path, "file with one API key a line"),
@@ -219,13 +348,42 @@ COMMANDS = {
         _INCLUDE,
         repeatable_option("--trust", "FILE", "Python file that tasks may run"),
         *_COMPUTE,
+        on_ranks=True,
     ),
     "evaluate list": command("list the tasks of the catalogue", "evaluate.commands:list_tasks", _INCLUDE),
     "evaluate compare": command(
-        "compare the results of two models, document by document",
-        "evaluate.commands:compare",
+        "compare results of models, or of lm-eval, document by document",
+        "evaluate.comparison:compare",
+        path_argument("first", "A", "folder with the results of a model"),
+        ("others", {"metavar": "B", "nargs": "+", "type": expand_path, "help": "folders with other results"}),
+    ),
+    "evaluate contamination": command(
+        "search training data for the documents of tasks",
+        "evaluate.contamination:contamination",
+        ("tasks", {"metavar": "TASK", "nargs": "+", "help": "a task, group or tag, or a task's .yaml file"}),
+        ("--data", {"metavar": "DATA", "nargs": "+", "required": True, "help": "files, folders, or built data sets"}),
+        option("--tokenizer", "FOLDER", expand_path, "tokenizer of the built data sets"),
+        option("--text-field", "FIELD", str, "field of JSON Lines and tables that holds the text", "text"),
+        option("--ngram", "N", integer(1), "words of an n-gram; characters of Chinese", 13),
+        option("--processes", "N", integer(1), "number of processes (default: one for each core)"),
+        option("--output", "DIR", expand_path, "folder for progress and results", Path("contamination")),
+        _INCLUDE,
+    ),
+    "evaluate clean": command(
+        "show scores on all, clean and dirty documents",
+        "evaluate.contamination:compare_clean",
+        path_argument("results", "RESULTS", "folder with the results of a model"),
+        path_argument("contamination", "CONTAMINATION", "folder with the results of a search for its tasks"),
+    ),
+    "evaluate judge": command(
+        "let a model judge the answers of two others, in both orders",
+        "evaluate.judging:judge",
         path_argument("first", "A", "folder with the results of a model"),
         path_argument("second", "B", "folder with the results of another one"),
+        option("--by", "JUDGE", str, "the judge: a model, or a server's URL up to /v1", required=True),
+        option("--name", "NAME", str, "name of the model on the server", ""),
+        option("--output", "FILE", expand_path, "file for the verdicts (default: judged.json in B)"),
+        *_COMPUTE,
     ),
     "model list": command("list model families and presets", "formats.model_commands:list_models"),
     "model inspect": command(
@@ -260,14 +418,27 @@ COMMANDS = {
     ),
     "export": command("write a model as a Hugging Face folder", "formats.export:convert", *_CONVERT),
     "report": command(
-        "write the report of a run as one HTML file",
+        "write the report of a run, or of evaluation results, as one HTML file",
         "report.commands:write_report",
-        path_argument("run", "RUN", "folder of the run"),
+        path_argument("run", "RUN", "folder of the run, or of evaluation results"),
+        option("--against", "DIR", expand_path, "folder with other evaluation results: mark answers that have changed"),
         option("--to", "FILE", expand_path, "file to write (default: RUN/report.html)"),
+    ),
+    "watch": command(
+        "show a run while it trains",
+        "report.board:watch_run",
+        path_argument("run", "RUN", "folder of the run"),
+        option("--web", "PORT", integer(0, 65_535), "serve a live page and Prometheus metrics on the loopback address"),
+        flag("--once", "show it once"),
+    ),
+    "runs": command(
+        "list the runs of a folder, with their state and losses",
+        "report.board:list_runs",
+        path_argument("folder", "FOLDER", "folder with runs, such as runs"),
     ),
     "config show": command(
         "print every setting of a run, and what follows from them",
-        "training.plan:show_config",
+        "training.plan_commands:show_config",
         _PROCESSES,
         run_file=True,
     ),
@@ -311,7 +482,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # In a container the system ignores signals that its first process does not handle.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        with sleep_on_busy_machine():
+            code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except JinguError as error:
@@ -358,11 +530,11 @@ def _run(words: list[str]) -> int:
             advice = "Start it again; with more --processes each rank needs less memory."
             return launch_local_ranks(processes, words, advice=advice)
     if not entry.run_file:
-        return entry.function()(**options) or 0
+        return entry.run(options)
     from jingu.config.load import load_config
 
     config = load_config(options.pop("file"), options.pop("overrides"))
-    return entry.function()(config, **options) or 0
+    return entry.run(options, config)
 
 
 def _find_command(words: list[str]) -> tuple[str, list[str]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, is_typeddict
 
 from jingu.errors import JinguError, join_words
 
@@ -26,10 +27,11 @@ class Command:
 
     Attributes:
         help: one line.
-        target: the function that runs it, as module:function within `jingu`.
+        target: the function that runs it, as module:function within `jingu`. A parameter whose type is a dataclass or a
+            TypedDict takes all options that are its fields.
         arguments: its options and positional arguments.
         run_file: whether it takes RUN.yaml and overrides. Its function's first argument is then the configuration.
-        on_ranks: whether it takes --processes, and runs on that many ranks that share the model.
+        on_ranks: whether it takes --processes, and runs on that many ranks.
     """
 
     help: str
@@ -37,6 +39,11 @@ class Command:
     arguments: tuple[Argument, ...]
     run_file: bool
     on_ranks: bool
+
+    def run(self, options: dict[str, Any], *positional: Any) -> int:
+        """Call the function, and return the exit code."""
+        function = self.function()
+        return function(*positional, **group_options(function, options)) or 0
 
     def function(self) -> Callable[..., int | None]:
         """Import the function and return it."""
@@ -49,9 +56,22 @@ def command(
 ) -> Command:
     """Make a command; see the attributes of `Command`."""
     if on_ranks:
-        help_text = "number of ranks on this machine that share the model (default: 1)"
+        help_text = "number of ranks on this machine (default: 1)"
         arguments += (option("--processes", "N", integer(1), help_text),)
     return Command(help_line, target, arguments, run_file, on_ranks)
+
+
+def group_options(function: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
+    """Return options by the parameters of a function, some of which take several; None means their default."""
+    ungrouped = dict(options)
+    groups = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if is_dataclass(kind) or is_typeddict(kind):
+            members = {member: ungrouped.pop(member) for member in kind.__annotations__ if member in ungrouped}
+            if members:
+                groups[name] = kind(**{member: value for member, value in members.items() if value is not None})
+    return {**ungrouped, **groups}
 
 
 def path_argument(name: str, metavar: str, help_text: str) -> Argument:
@@ -68,14 +88,14 @@ def option(
     return name, {"metavar": metavar, "type": convert, "help": help_text, "default": default, **more}
 
 
-def repeatable_option(name: str, metavar: str, help_text: str) -> Argument:
-    """Return an option that can be given several times."""
-    return name, {"metavar": metavar, "action": "append", "help": f"{help_text}; can be repeated"}
+def repeatable_option(name: str, metavar: str, help_text: str, **more: Any) -> Argument:
+    """Return an option that can be given several times; `more` is argparse's."""
+    return name, {"metavar": metavar, "action": "append", "help": f"{help_text}; can be repeated", **more}
 
 
 def flag(name: str, help_text: str, **more: Any) -> Argument:
     """Return an option without a value."""
-    return name, {"action": "store_true", "help": help_text, **more}
+    return name, {"action": "store_true", "help": help_text} | more
 
 
 def expand_path(text: str) -> Path:
@@ -138,7 +158,7 @@ def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
     options, unknown = parser.parse_known_args(words)
     # argparse reports overrides that follow an option as unknown.
     for word in unknown:
-        if word.startswith("-") or not entry.run_file:
+        if word.startswith("-") or not hasattr(options, "overrides"):
             raise _unknown_argument(word, name, entry)
         options.overrides.append(word)
     del options.help

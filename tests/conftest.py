@@ -50,6 +50,10 @@ TINY_LLAMA = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device-type", default=None, help="the device of tests that are marked cuda")
+
+
 def pytest_collection_finish() -> None:
     """What the tests' modules have imported stays: to look through all of it again and again is a tenth of the work."""
     gc.freeze()
@@ -116,7 +120,7 @@ def tiny(library: Library, runs: Path, changes: dict[str, Any]) -> RunConfig:
         "batch": {"sequence_length": 33, "global_batch_size": 8, "micro_batch_size": 2},
         "optimizer": {"type": "adamw", "lr": 1e-2},
         "schedule": {"type": "cosine", "warmup": 3},
-        "train": {"steps": 20, "log_every": 1, "compile": False},
+        "train": {"steps": 20, "log_every": 1, "compile": False, "hang_timeout": None},
         "precision": {"type": "fp64"},
         "device": {"type": "cpu", "threads": 1},
         "evaluation": {"every": 0},

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,16 @@ def test_sampling_parameters_reach_the_engine(model: jingu.Model) -> None:
         model.generate("def ", max_tokens=1000)
 
 
+def test_sampling_defaults_of_the_model(model: jingu.Model) -> None:
+    """What a model's generation_config.json recommends, except for what a call says otherwise."""
+    recommending = copy(model)
+    recommending.inference_model = replace(model.inference_model, default_sampling={"temperature": 1.5, "top_k": 9})
+    overrides: Any = {"temperature": 1.5, "top_k": 9, "seed": 2}
+    texts = [model.generate("def ", max_tokens=8, **overrides), model.chat("a", max_tokens=8, **overrides)]
+    assert [recommending.generate("def ", max_tokens=8, seed=2), recommending.chat("a", max_tokens=8, seed=2)] == texts
+    assert recommending.generate("def ", max_tokens=8, temperature=0.0) == model.generate("def ", max_tokens=8)
+
+
 def test_chat_encodes_with_the_template(model: jingu.Model) -> None:
     assert model.chat_format is not None
     assert model.chat("a", max_tokens=4) == model.chat([{"role": "user", "content": "a"}], max_tokens=4)
@@ -136,9 +148,9 @@ def test_a_run_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         jingu.train({"model": {"width": 3}})
     with pytest.raises(JinguError, match="there is no such file"):
         jingu.train("missing.yaml")
-    monkeypatch.setattr("jingu.training.commands.train", lambda config, processes: 130)
+    monkeypatch.setattr("jingu.align.commands.train", lambda config, processes: 130)
     with pytest.raises(KeyboardInterrupt):
         jingu.train({})
-    monkeypatch.setattr("jingu.training.commands.train", lambda config, processes: 75)
+    monkeypatch.setattr("jingu.align.commands.train", lambda config, processes: 75)
     with pytest.raises(JinguError, match="exit code 75"):
         jingu.train({})

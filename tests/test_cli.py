@@ -15,19 +15,26 @@ import pytest
 
 import jingu
 from jingu.cli import COMMANDS, main
-from jingu.command import parse
+from jingu.command import group_options, parse
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
-from jingu.formats.grow_model import GrowthOptions
-from jingu.infer.generate import InferenceOptions
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.signals import handle_signals
-from jingu.serve.service import ServeSettings
 
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
 # The least that each command can be called with.
 LEAST = {
     "tokenizer inspect": ["folder"],
+    "align": ["stages.yaml"],
+    "plan": ["run.yaml"],
+    "plan calibrate": ["run", "--on", "h100", "--to", "machine.yaml"],
+    "launch ssh": ["--hostfile", "hosts", "run.yaml"],
+    "launch slurm": ["run.yaml"],
+    "doctor": [],
+    "watch": ["run"],
+    "runs": ["runs"],
+    "sweep": ["run.yaml", "--grid", "seed=1,2"],
+    "launch kubernetes": ["run.yaml"],
     "data inspect": ["folder"],
     "generate": ["model", "prompt"],
     "serve": ["model"],
@@ -35,12 +42,16 @@ LEAST = {
     "evaluate": ["model", "task"],
     "evaluate list": [],
     "evaluate compare": ["a", "b"],
+    "evaluate judge": ["a", "b", "--by", "judge"],
+    "evaluate contamination": ["sums", "--data", "corpus"],
+    "evaluate clean": ["results", "contamination"],
     "model list": [],
     "model inspect": ["model"],
     "model grow": ["model", "--to", "folder"],
     "tune export": ["run", "--to", "folder"],
     "tune merge": ["run", "--to", "folder"],
     "tune unmerge": ["m", "--to", "to", "--adapters", "run"],
+    "align replay": ["run", "1"],
     "import": ["model", "--to", "folder"],
     "export": ["model", "--to", "folder"],
     "report": ["run"],
@@ -148,7 +159,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # The table
 
 
-MAX_NUM_SEQS = inspect.Parameter("max_num_seqs", inspect.Parameter.KEYWORD_ONLY, default=64)
+INTERNAL_SETTINGS = ("keys", "origins", "hosts", "patience", "body_bytes")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -162,33 +173,26 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
     if entry.on_ranks:
         assert options.pop("processes") is None  # This is for who starts the ranks.
     signature = inspect.signature(entry.function())
-    signature.bind(*([RunConfig()] if entry.run_file else []), **options)
+    grouped = group_options(entry.function(), options)
+    signature.bind(*([RunConfig()] if entry.run_file else []), **grouped)
     given = {"config"} if entry.run_file else set()
     parameters = dict(signature.parameters)
-    keywords = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
-    if keywords:  # the fields of an options class
-        del parameters[keywords[0]]
-        # Fields of the settings that the command hands on; a sampling option that is not given may be None.
-        if name == "serve":
-            internal = ("keys", "origins", "hosts", "patience", "body_bytes")
-            bundled = {**inspect.signature(ServeSettings).parameters, "max_num_seqs": MAX_NUM_SEQS}
-            parameters |= {field: bundled[field] for field in bundled if field not in internal}
-        if name in ("chat", "generate"):
-            sampling = dict(inspect.signature(SamplingParams).parameters)
-            if name == "chat":
-                sampling["temperature"] = sampling["temperature"].replace(default=0.7)
-            for field in sampling.keys() & options.keys():
-                unset = options[field] is None
-                parameters[field] = sampling[field].replace(default=None) if unset else sampling[field]
-        bundle = GrowthOptions if name == "model grow" else InferenceOptions
-        parameters |= inspect.signature(bundle).parameters
-        if not entry.on_ranks:
-            parameters.pop("pipeline", None)
+    for injected in {"task_factories", "kind"} - options.keys():  # not given by a user
+        parameters.pop(injected, None)
+    for group in grouped.keys() - options.keys():
+        del parameters[group]
+        kind = type(grouped[group])
+        parameters |= inspect.signature(SamplingParams if kind is dict else kind).parameters
+    # The fields that are not options: those of the Python interface, and those that follow from others.
+    for internal in {"logit_bias", "presence_penalty", "frequency_penalty", *INTERNAL_SETTINGS} & parameters.keys():
+        del parameters[internal]
+    if not entry.on_ranks or name == "evaluate":  # Its ranks share the documents, not the model.
+        parameters.pop("pipeline", None)
     assert set(parameters) - given == set(options)  # What a function takes can be asked for.
     for option, value in options.items():
         # What is not given is what the function takes it to be, from the command line as from Python.
         default = parameters[option].default
-        assert value == default or default is inspect.Parameter.empty, option
+        assert value in (None, default) or default is inspect.Parameter.empty, option
 
 
 # What reaches a command
@@ -218,7 +222,7 @@ def test_generate_gets_its_options(command: Callable[..., None], monkeypatch: py
     first, second = calls
     assert (first["model"], first["prompt"], first["max_tokens"]) == (Path("/home/me/m"), "a=b", 5)
     assert (first["stop"], first["top_p"], first["top_k"], first["seed"]) == (["x", "y"], 0.5, None, 0)
-    assert (second["prompt"], second["temperature"], second["stop"]) == ("-1 is", 0.0, None)
+    assert (second["prompt"], second["temperature"], second["stop"]) == ("-1 is", None, None)
 
 
 def test_export_and_report_get_paths(command: Callable[..., None]) -> None:

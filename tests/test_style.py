@@ -23,11 +23,12 @@ PACKAGE = ROOT / "jingu"
 # Code lines: lines that carry a token other than a comment or a docstring. A docstring is the first statement of a
 # module, class or function; a text below an attribute counts as code.
 MISSION_LINES = 24_000
-TODAY_LINES = 20_800
+TODAY_LINES = 21_700
 SHARES = {
     "top level": 660,
     "serve": 1_980,
     "report": 420,
+    "align": 900,
     "tune": 630,
     "training": 2_380,
     "infer": 2_030,
@@ -42,7 +43,7 @@ SHARES = {
     "config": 1_470,
     "compat": 180,
 }
-SHARES_TO_COME = {"align": 900, "evaluate": 900, "plan": 620, "launch": 530, "watch": 250}
+SHARES_TO_COME = {"evaluate": 900, "plan": 620, "launch": 530, "watch": 250}
 
 MAX_FUNCTION_LINES = 75
 MAX_PUBLIC_PARAMETERS = 8
@@ -192,7 +193,7 @@ def test_shares_add_up_to_the_mission() -> None:
     assert sum(SHARES.values()) + sum(SHARES_TO_COME.values()) <= MISSION_LINES
 
 
-@pytest.mark.xfail(strict=True, reason="20,800 lines are the target; the rooms are over it")
+@pytest.mark.xfail(strict=True, reason="21,700 lines are the target; the rooms are over it")
 def test_todays_rooms_stay_small() -> None:
     lines = sum(code for room, (code, _) in room_sizes().items() if room in SHARES)
     assert lines <= TODAY_LINES, f"Today's rooms have {lines:,} code lines, {lines - TODAY_LINES:,} too many."

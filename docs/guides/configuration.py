@@ -12,7 +12,7 @@ from jingu.config.introspect import (
     describe_types,
     field_description,
     fields_by_key,
-    item_section_type,
+    item_section_types,
     section_types,
 )
 from jingu.config.schema import RunConfig
@@ -68,7 +68,7 @@ def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
     for key in keys:
         field = fields_by_key(model)[key]
         inner = section_types(field)
-        items = item_section_type(field)
+        items = item_section_types(field)
         if not inner:
             yield row(model, key, prefix)
         elif prefix and len(inner) > 1:
@@ -83,8 +83,14 @@ def table(model: type[Settings], prefix: str, keys: list[str]) -> Iterator[str]:
                     tags_by_row.setdefault(values(part, own, f"{prefix}{key}."), []).append(f"`{tag}`")
         for (*columns, meaning), tags in tags_by_row.items():
             yield cells(*columns, f"{join_words(tags, 'and')}: {meaning}" if len(inner) > 1 else meaning)
-        if items:
-            yield from (row(items, own, f"{prefix}{key}.") for own in fields_by_key(items))
+        common: set[str] = set()
+        for tag, part in items.items():
+            names = [own for own in fields_by_key(part) if row(part, own, f"{prefix}{key}.") not in common]
+            rows = [row(part, own, f"{prefix}{key}.") for own in names if own != "type" or len(items) == 1]
+            if tag:
+                yield cells(f"`{prefix}{key}.type`", "", f"`{tag}`", part.__doc__ or "")
+            yield from rows
+            common |= set(rows)
 
 
 def row(model: type[Settings], key: str, prefix: str) -> str:

@@ -12,7 +12,7 @@ from jingu.chat.messages import ConversationError, JsonObject, Message, check_ch
 from jingu.chat.templates import ChatTemplate, load_template
 from jingu.chat.tokenization import encode_rendered
 from jingu.config.load import load_stored_config
-from jingu.config.sections.data import SupervisedSettings
+from jingu.config.sections.data import RowSettings
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ def _template_of_run(path: Path) -> str | None:
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run / "model.json").is_file():
             objective = load_stored_config(run / "config.yaml").data.objective
-            return objective.template if isinstance(objective, SupervisedSettings) else None
+            return objective.template if isinstance(objective, RowSettings) else None
     return None
 
 

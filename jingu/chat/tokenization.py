@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,18 @@ class TokenizedRow:
 
     Attributes:
         kind: the form of the row.
-        weights: of each token, as a label, in hundredths; 0 where it is not trained.
+        weights: of each token, as a label, in hundredths; 0 where it is not trained. Below 0: its probability is to
+            decrease.
     """
 
     kind: str
     ids: list[int]
-    weights: npt.NDArray[np.uint8]
+    weights: npt.NDArray[Any]
+
+    @property
+    def sidecar(self) -> npt.NDArray[Any]:
+        """What is stored beside each id."""
+        return self.weights
 
 
 def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:

@@ -34,6 +34,7 @@ from jingu.checkpoint.shards import plan_part
 from jingu.checkpoint.store import StateTensors, local_blocks
 from jingu.compat.torch import foreach_copy_
 from jingu.parallel.sharding import TensorBlock
+from jingu.runtime.device import device_module
 
 CopyPair = tuple[Tensor, Tensor]  # target and value
 
@@ -77,6 +78,9 @@ class AsyncSaver:
         plan, blocks_in_file = plan_part(blocks, rank, ranks)
         self._plan = plan.model_dump(mode="json")
         sizes = [block.local.nbytes for block in blocks_in_file.values()]
+        # Of the blocks on a card, if there are any.
+        devices = {block.local.device for block in blocks_in_file.values()}
+        self._device = next(filter(_has_streams, devices), torch.device("cpu"))
         self.bytes = sum(sizes)
         self._descriptor = _create_shared_memory(self.bytes)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -84,7 +88,7 @@ class AsyncSaver:
         if self.bytes:
             self._memory = torch.frombuffer(mmap.mmap(self._descriptor, self.bytes), dtype=torch.uint8)
             self._memory.zero_()  # the system allocates the pages now rather than in the first save
-            if any(block.local.is_cuda for block in blocks_in_file.values()):
+            if self._device.type == "cuda":
                 self._is_pinned = _pin(self._memory)
         # Where each block is copied to, by the name of its tensor.
         self._copies = {
@@ -95,7 +99,7 @@ class AsyncSaver:
         # One thread copies, then waits for the process that writes; so a save begins after the last one has ended.
         self._thread = ThreadPoolExecutor(1)
         self._folder: CheckpointPath = Path()
-        self._gpu_copy: torch.cuda.Event | None = None
+        self._card_copy: Any | None = None
         self._copying: Future[None] | None = None
         self._writing: Future[str | None] | None = None
         self._hook = None
@@ -146,17 +150,18 @@ class AsyncSaver:
         if self._rank == 0:
             request |= {"state": state, "retention": asdict(retention), "copy_to": copy_to}
         pairs = [(copy, blocks[name].local) for name, copy in self._copies.items()]
-        self._gpu_copy = self._start_gpu_copy([pair for pair in pairs if pair[1].is_cuda])
-        self._copying = self._thread.submit(self._copy, [pair for pair in pairs if not pair[1].is_cuda])
+        self._card_copy = self._start_card_copy([pair for pair in pairs if _has_streams(pair[1].device)])
+        self._copying = self._thread.submit(self._copy, [pair for pair in pairs if not _has_streams(pair[1].device)])
         self._writing = self._thread.submit(self._write, self._copying, request)
 
-    def _start_gpu_copy(self, pairs: Sequence[CopyPair]) -> torch.cuda.Event | None:
-        """Copy from the GPU on a stream of its own; return the event that marks the end."""
+    def _start_card_copy(self, pairs: Sequence[CopyPair]) -> Any | None:
+        """Copy from the card on a stream of its own; return the event that marks the end."""
         if not pairs:
             return None
-        stream = torch.cuda.Stream(pairs[0][1].device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        module = device_module(self._device)
+        stream = module.Stream(self._device)
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
             foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs], non_blocking=self._is_pinned)
         return stream.record_event()
 
@@ -174,8 +179,8 @@ class AsyncSaver:
     def _write(self, copying: Future[None], request: dict[str, Any]) -> str | None:
         """In the thread: have the copy written once it is complete; return why that failed, or None."""
         copying.result()  # raises if the copy failed
-        if self._gpu_copy is not None:
-            self._gpu_copy.synchronize()
+        if self._card_copy is not None:
+            self._card_copy.synchronize()
         _send(self._process, request)
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
@@ -188,11 +193,11 @@ class AsyncSaver:
         return problem
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors may change: they are copied, or a GPU will have copied them before its next work."""
+        """Return when the tensors may change: they are copied, or the card copies them before its next work."""
         if self._copying is not None:
             self._copying.result()
-        if self._gpu_copy is not None:
-            torch.cuda.current_stream().wait_event(self._gpu_copy)
+        if self._card_copy is not None:
+            device_module(self._device).current_stream().wait_event(self._card_copy)
 
     @property
     def busy(self) -> bool:
@@ -223,10 +228,15 @@ class AsyncSaver:
         os.close(self._descriptor)
 
 
+def _has_streams(device: torch.device) -> bool:
+    """Return whether the device copies beside its computations."""
+    return device.type not in ("cpu", "mps")
+
+
 def _copy_all(pairs: Iterator[CopyPair]) -> None:
     """Copy pairs of an iterator that several threads share. (PyTorch's own copy would start threads of its own.)"""
     for copy, tensor in pairs:
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and tensor.device.type == "cpu":
             ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         else:
             copy.copy_(tensor)

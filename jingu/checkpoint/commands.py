@@ -145,9 +145,10 @@ def prune(run: CheckpointPath, keep: int = 1, keep_every: int = 0, keep_best: in
             raise JinguError("no checkpoint here is good, and nothing was deleted.", where=run, fix=fix)
         size_before = _total_size(checkpoints)
         retention = Retention(keep, keep_every, keep_best)
-        deleted = [step_folder(checkpoints, step).name for step in prune_steps(checkpoints, retention, latest.step)]
+        deleted = []
         if isinstance(checkpoints, Path):
-            delete_leftovers(checkpoints)
+            deleted = [f"{name} (of a save that did not finish)" for name in sorted(delete_leftovers(checkpoints))]
+        deleted += [step_folder(checkpoints, step).name for step in prune_steps(checkpoints, retention, latest.step)]
         for folder, reason in latest.skipped:
             if damaged:
                 delete_folder(folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from jingu.checkpoint.save_folder import create_partial, delete_folder, describe
 from jingu.errors import JinguError
 from jingu.runtime.files import fsync_path
 
+# Measures of evaluation tasks; losses and bits per byte are better if they are lower.
+_HIGHER_IS_BETTER = ("/margin", "/p_gold", "/acc")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
 
 
@@ -24,7 +28,7 @@ class Retention:
     Attributes:
         last: this many of the newest ones.
         every: those whose step is a multiple of this; 0: none.
-        best: this many of those with the lowest `metric`.
+        best: this many of those with the best `metric`.
         metric: a value of the last evaluation before the checkpoint.
     """
 
@@ -32,6 +36,14 @@ class Retention:
     every: int = 0
     best: int = 0
     metric: str = "loss"
+
+
+def cost_of(metric: str, evaluation: Mapping[str, float | None] | None) -> float | None:
+    """Return a metric of an evaluation, negated if higher values are better; None if the evaluation lacks it."""
+    value = (evaluation or {}).get(metric)
+    if not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return -value if metric.endswith(_HIGHER_IS_BETTER) else value
 
 
 def before_save(folder: CheckpointPath) -> None:
@@ -121,17 +133,18 @@ def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Reten
         if not has_finite and not progress.get("nonfinite_steps"):
             has_finite = True
             stay.add(step)
-        value = (progress.get("evaluation") or {}).get(retention.metric)
-        if isinstance(value, int | float) and value == value:  # not NaN
-            measured.append((value, -step))
+        cost = cost_of(retention.metric, progress.get("evaluation"))
+        if cost is not None:
+            measured.append((cost, -step))
     stay |= {-negative_step for _, negative_step in sorted(measured)[: retention.best]}
     if retention.every:
         stay |= {step for step in steps if step % retention.every == 0}
     return [step for step in steps if step not in stay]
 
 
-def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> None:
-    """Delete what processes that died have left behind, of steps up to `until` or of all."""
+def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> list[str]:
+    """Delete what processes that died have left behind, of steps up to `until` or of all; return the folders' names."""
+    deleted = []
     is_local = isinstance(checkpoints, Path)
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         match = (_LEFTOVER if is_local else STEP_NAME).fullmatch(path.name)
@@ -140,3 +153,5 @@ def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> N
             continue
         if is_local or not (path / MANIFEST).exists():
             delete_folder(path)
+            deleted.append(path.name)
+    return deleted

@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 # Processor features
 
@@ -122,6 +124,32 @@ def pack_int4(values_OI: Tensor) -> Tensor:
     # The second argument is for the kernels of other devices.
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values_OI, 1)
     return packed
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has, even if both are empty."""
+    return int(storage._cdata)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Return the numbers from 0 to 15 [O, I] of a matrix of `pack_int4`, as uint8."""
+    outputs, inputs = len(packed), 2 * packed.shape[1]
+    capability = torch.backends.cpu.get_cpu_capability()
+    # Blocks of rows lie one after another, in each the bytes of one column after those of another. A byte has two rows:
+    # neighbors, or with vector instructions one of each half of the block.
+    block = 64 if capability.startswith("AVX512") else 32
+    is_halved = capability == "AVX2" or capability.startswith("AVX512")
+    num_blocks = outputs // block
+    size = num_blocks * block * inputs // 2
+    parts = [
+        (packed.flatten()[:size].view(num_blocks, inputs, block // 2), is_halved),
+        (packed.flatten()[size:].view(1, inputs, (outputs - num_blocks * block) // 2), False),
+    ]
+    rows = []
+    for bytes_BIH, halved in parts:
+        pairs_BIH2 = torch.stack([bytes_BIH & 15, bytes_BIH >> 4], -1)
+        rows.append(pairs_BIH2.permute((0, 3, 2, 1) if halved else (0, 2, 3, 1)).reshape(-1, inputs))
+    return torch.cat(rows)
 
 
 def int4_matmul(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
@@ -23,11 +26,69 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def process_groups() -> Iterator[tuple[str, str, list[int]]]:
+    """Yield each process group of this rank: its name, its description (such as `mesh_tensor`), and its ranks."""
+    world = dist.distributed_c10d._world
+    for group, name in world.pg_names.items():
+        yield name, group.group_desc, dist.get_process_group_ranks(group)
+
+
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of every process group of this rank; groups of mesh axes are made with half an hour."""
+    for group in dist.distributed_c10d._world.pg_names:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return the latest calls of this process from PyTorch's flight recorder, the oldest first."""
+    # The stubs of PyTorch do not name it.
+    dump: Any = vars(torch._C._distributed_c10d)["_dump_fr_trace_json"]
+    text = dump(True, False)
+    entries: list[dict[str, Any]] = json.loads(text).get("entries", [])
+    return entries
+
+
 def pretend_ranks(rank: int, world_size: int) -> None:
     """Start a process group of ranks that do not exist: its collectives return at once and compute nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@contextmanager
+def static_pipeline_stages() -> Iterator[None]:
+    """Let stages of a pipeline use the shapes that they were given, while inside, without asking the other ranks.
+
+    Since PyTorch 2.13 stages vote on it; ranks that do not exist would vote no.
+    """
+    name = "_warmup_backward_result"
+    original = getattr(PipelineStage, name, None)
+    if original is None:
+        yield
+        return
+    setattr(PipelineStage, name, lambda self, received_result=None: torch.ones(1, dtype=torch.int32))
+    try:
+        yield
+    finally:
+        setattr(PipelineStage, name, original)
+
+
+def collective_group(operation: Any, arguments: Sequence[Any]) -> str | None:
+    """Return the name of the mesh axes over which an operation communicates; None if it computes locally."""
+    if operation.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        return None
+    if operation.name().partition(".")[0].endswith(("wait_tensor", "_wrap_tensor_autograd")):
+        return None
+    # The group is an argument: itself, in a box, or, before PyTorch 2.13, by its name.
+    for argument in reversed(arguments):
+        if isinstance(argument, str) and argument not in ("sum", "max"):
+            group = dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined, arg-type]
+            return str(group.group_desc)
+        if isinstance(argument, ProcessGroup):
+            return str(argument.group_desc)
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return str(ProcessGroup.unbox(argument).group_desc)
+    return "default_pg"
 
 
 def clear_sharding_cache() -> None:

@@ -23,15 +23,20 @@ class BatchPlan:
     """Gradient accumulation steps: forward passes of a rank in a step."""
     tokens_per_step: int
     """Tokens in a step, over all ranks."""
+    updates: int = 1
+    """Optimizer steps with what a step has generated; each has a global batch of its own."""
 
 
-def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1, rows_per_group: int = 1) -> BatchPlan:
+def plan_batch(
+    batch: BatchSettings, ranks: int, pipeline: int = 1, rows_per_group: int = 1, updates: int = 1
+) -> BatchPlan:
     """Divide the global batch over data-parallel ranks, and each share into micro batches.
 
     Args:
         pipeline: ranks that micro-batches pass one after another; an automatic size then leaves four of them for each
             of these, or as many as there are sequences.
         rows_per_group: neighboring sequences that must be in one micro batch.
+        updates: optimizer steps of a step.
 
     Raises JinguError, with the nearest sizes that work, where one does not divide the other.
     """
@@ -57,7 +62,7 @@ def plan_batch(batch: BatchSettings, ranks: int, pipeline: int = 1, rows_per_gro
         why = f" (batch.global_batch_size {size:,} over {ranks:,} ranks)" if ranks > 1 else ""
         what = f"batch.micro_batch_size {micro:,} does not divide {share}{why}{groups}:"
         raise JinguError(what, fix=f"take {_sizes(below, above)}, or auto.")
-    return BatchPlan(rows, micro, rows // micro, size * batch.sequence_length)
+    return BatchPlan(rows, micro, rows // micro, updates * size * batch.sequence_length, updates)
 
 
 def _divisors(number: int) -> list[int]:

@@ -33,6 +33,8 @@ CHANGEABLE_KEYS = frozenset(
         "train.log_every",
         "train.on_divergence",
         "train.tensorboard",
+        "train.hang_timeout",
+        "train.profile",
         "device",
         # Evaluations and checkpoints do not change training.
         "evaluation",

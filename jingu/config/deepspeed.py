@@ -63,11 +63,7 @@ def from_deepspeed(file: Path, processes: int | None = None) -> None:
     Raises:
         JinguError: the file cannot be read, is not a DeepSpeed configuration, or has values that no run can have.
     """
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JinguError(f"the file cannot be read ({error}).", where=file) from None
-    settings, notes = convert(parse(text, file), processes)
+    settings, notes = convert(read(file), processes)
     try:
         RunConfig.model_validate(settings)
     except ValidationError as error:
@@ -79,6 +75,15 @@ def from_deepspeed(file: Path, processes: int | None = None) -> None:
         print("\n# These keys of the DeepSpeed configuration have no counterpart, or another meaning:")
         for key, why in notes.items():
             print(f"#   {key}: {why}")
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return what a DeepSpeed configuration says. Raises JinguError if it cannot be read."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JinguError(f"the file cannot be read ({error}).", where=file) from None
+    return parse(text, file)
 
 
 def parse(text: str, file: Path) -> dict[str, Any]:

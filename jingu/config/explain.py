@@ -20,7 +20,7 @@ from jingu.config.introspect import (
     fields_by_key,
     find_field,
     format_value,
-    item_section_type,
+    item_section_types,
     section_types,
 )
 from jingu.config.legacy import CONFIG_VALUES, renamed_key
@@ -113,17 +113,24 @@ def _check_section(
             yield key_path, _unknown_key(key_path, model, section, document)
         elif variants := section_types(field):
             yield from _check_subsection(section, key_path, field, variants, document)
-        elif (item_type := item_section_type(field)) and isinstance(value, list):
+        elif (item_types := item_section_types(field)) and isinstance(value, list):
             for index, item in enumerate(value):
-                item_path = (*key_path, index)
-                if isinstance(item, dict):
-                    yield from _check_section(item, item_type, item_path, document)
-                else:
-                    what = f"{_dotted(item_path)} is a section of settings, not {_describe_value(item)}."
-                    yield item_path, (what, f"Its settings are: {', '.join(fields_by_key(item_type))}.")
+                yield from _check_item(item, item_types, (*key_path, index), document)
         else:
             section[key] = _restore_text(value, field, key_path, document)
             yield from _check_value(section[key], field, model, key_path, document)
+
+
+def _check_item(item: Any, variants: dict[str, type[Settings]], path: KeyPath, document: Document) -> Iterator[Mistake]:
+    """Yield the mistakes in a section that is an item of a list, whose `type:` selects one of several variants."""
+    if not isinstance(item, dict):
+        what = f"{_dotted(path)} is a section of settings, not {_describe_value(item)}."
+        keys = ", ".join(fields_by_key(next(iter(variants.values()))))
+        yield path, (what, f"Its settings are: {keys}.")
+    elif variant := variants.get("") or variants.get(str(item.get("type"))):
+        yield from _check_section(item, variant, path, document)
+    else:
+        yield path, _wrong_type_tag(_dotted(path), item.get("type"), list(variants))
 
 
 def _check_subsection(

@@ -63,17 +63,20 @@ def field_description(field: FieldInfo) -> str:
 
 def section_types(field: FieldInfo) -> dict[str, type[Settings]]:
     """Return the sections that a field accepts by their `type:` (empty if there is only one); none for a value."""
-    plain_types = [accepted.type for accepted in accepted_types(field) if isinstance(accepted.type, type)]
+    return _sections_by_type(accepted_types(field))
+
+
+def item_section_types(field: FieldInfo) -> dict[str, type[Settings]]:
+    """Return the same for the items of a list."""
+    return _sections_by_type(accepted_item_types(field))
+
+
+def _sections_by_type(types: list[AcceptedType]) -> dict[str, type[Settings]]:
+    plain_types = [accepted.type for accepted in types if isinstance(accepted.type, type)]
     models = [plain_type for plain_type in plain_types if issubclass(plain_type, Settings)]
     if len(models) == 1:
         return {"": models[0]}
     return {tag.value: model for model in models for tag in accepted_types(model.model_fields["type"])}
-
-
-def item_section_type(field: FieldInfo) -> type[Settings] | None:
-    """Return the section type of the items, for a field that accepts a list of sections."""
-    plain_types = (accepted.type for accepted in accepted_item_types(field) if isinstance(accepted.type, type))
-    return next((plain_type for plain_type in plain_types if issubclass(plain_type, Settings)), None)
 
 
 def find_field(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> FieldInfo | None:
@@ -81,10 +84,12 @@ def find_field(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -
     field = fields_by_key(model).get(str(path[0])) if path else None
     if field is None or len(path) == 1:
         return field
-    item_type = item_section_type(field)
-    if item_type and isinstance(path[1], int):
-        return find_field(path[2:], item_type) if len(path) > 2 else field
-    candidates = (find_field(path[1:], variant) for variant in section_types(field).values())
+    variants, rest = section_types(field), path[1:]
+    if isinstance(path[1], int) and item_section_types(field):
+        if len(path) == 2:
+            return field
+        variants, rest = item_section_types(field), path[2:]
+    candidates = (find_field(rest, variant) for variant in variants.values())
     return next((candidate for candidate in candidates if candidate), None)
 
 
@@ -94,7 +99,7 @@ def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
     keys: dict[str, None] = {}
     for name, field in fields_by_key(model).items():
         keys[name] = None
-        for variant in [*section_types(field).values(), *filter(None, [item_section_type(field)])]:
+        for variant in [*section_types(field).values(), *item_section_types(field).values()]:
             keys |= {f"{name}.{key}": None for key in all_keys(variant)}
     return tuple(keys)
 

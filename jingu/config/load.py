@@ -35,6 +35,66 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _validate(document, overrides)
 
 
+# Settings that may name an earlier stage in place of a path.
+_MODEL_KEYS = frozenset({"from", "reference", "initial_adapter", "model"})
+
+
+def load_stages(path: Path) -> list[RunConfig]:
+    """Load a file of stages: a list of runs, each of which may name earlier ones as models.
+
+    Settings beside `stages` hold for all of them; those of a stage have precedence, and a section of another type
+    replaces one.
+
+    Raises:
+        JinguError: one or more mistakes, each with its file and line.
+    """
+    document = parse_yaml(_read(path), str(path))
+    tree = document.value
+    stages = tree.get("stages") if isinstance(tree, dict) else None
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) and "name" in stage for stage in stages):
+        raise JinguError(
+            "the file has no list of stages, each with a name.",
+            where=path,
+            fix="Write stages: and below it a list of runs. `jingu train` takes the file of a single run.",
+        )
+    shared = {key: value for key, value in tree.items() if key != "stages"}
+    shared_origins = {key: origin for key, origin in document.origins.items() if key[:1] != ("stages",)}
+    folders: dict[str, str] = {}
+    configs = []
+    for number, stage in enumerate(stages):
+        own = {key[2:]: origin for key, origin in document.origins.items() if key[:2] == ("stages", number)}
+        merged = _name_folders(_merge(shared, stage), folders)
+        config = _validate(Document(merged, shared_origins | own, document.problems))
+        if config.name in folders:
+            raise JinguError(f"two stages have the name {config.name}.", where=path, fix="Rename one of them.")
+        folders[config.name] = str(Path(config.runs_dir) / config.name)
+        configs.append(config)
+    return configs
+
+
+def _merge(shared: Any, own: Any) -> Any:
+    """Return settings of a stage on top of those for all stages."""
+    if not isinstance(shared, dict) or not isinstance(own, dict):
+        return own
+    if "type" in own and own["type"] != shared.get("type", own["type"]):
+        return own
+    return {**shared, **{key: _merge(shared.get(key), value) for key, value in own.items()}}
+
+
+def _name_folders(tree: Any, folders: Mapping[str, str]) -> Any:
+    """Replace the names of earlier stages by the folders of their runs."""
+    if isinstance(tree, list):
+        return [_name_folders(item, folders) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: folders.get(value, value)
+        if key in _MODEL_KEYS and isinstance(value, str)
+        else _name_folders(value, folders)
+        for key, value in tree.items()
+    }
+
+
 def config_from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Make a configuration from plain values, as `load_config` does from a file."""
     return _validate(Document(deepcopy(dict(tree))), overrides)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings, check_file_name
-from jingu.config.sections.data import DataSettings, TokenizerSettings
+from jingu.config.sections.data import DataSettings, PreferenceSettings, TokenizerSettings
 from jingu.config.sections.model import InitializeSettings, ModelSettings
 from jingu.config.sections.parallel import DeviceSettings, ParallelSettings
+from jingu.config.sections.policies import RolloutSettings
+from jingu.config.sections.tasks import PretrainingSettings, Task
 from jingu.config.sections.train import (
     AdamWSettings,
     BatchSettings,
@@ -35,6 +37,9 @@ class EvaluationSettings(Settings):
         num_sequences_at_end: Validation sequences in the evaluation at the end of the run; null: `num_sequences`.
         sample_prompts: Prompts to continue at each evaluation, as samples of the model's text.
         max_new_tokens: Tokens to generate for a prompt.
+        tasks: Evaluation tasks to measure at each evaluation: names of tasks, groups or tags, or .yaml files.
+        task_documents: First documents of each task; all: all of them.
+        patience: Evaluations in a row that do not improve `checkpoint.best_metric` after which training ends; 0: never.
     """
 
     every: NonNegative = 100
@@ -42,6 +47,9 @@ class EvaluationSettings(Settings):
     num_sequences_at_end: Positive | Literal["all"] | None = None
     sample_prompts: list[str] = []
     max_new_tokens: Positive = 48
+    tasks: list[str] = []
+    task_documents: Positive | Literal["all"] = 100
+    patience: NonNegative = 0
 
 
 class MemorySettings(Settings):
@@ -68,7 +76,8 @@ class CheckpointSettings(Settings):
         keep_last: Number of newest checkpoints to keep; older ones are deleted.
         keep_every: Keep checkpoints whose step is a multiple of this; 0: none.
         keep_best: Number of checkpoints to keep whose last evaluation was best; 0: none.
-        best_metric: Metric of an evaluation that decides which checkpoint is best; lower is better.
+        best_metric: Metric of an evaluation that decides which checkpoint is best: loss, bits_per_byte, or with
+            `evaluation.tasks` one of tasks/NAME/bits_per_byte, margin, p_gold or acc.
         url: URL (s3://bucket/runs, or any that fsspec supports) where checkpoints are stored instead of in the run's
             folder.
         copy_to: URL that fsspec supports (s3://bucket/runs, or a folder) to which each checkpoint is copied once it is
@@ -85,7 +94,11 @@ class CheckpointSettings(Settings):
     keep_last: Positive = 2
     keep_every: NonNegative = 0
     keep_best: NonNegative = 0
-    best_metric: Literal["loss", "bits_per_byte"] = "loss"
+    best_metric: Annotated[
+        str,
+        Field(pattern="^(loss|bits_per_byte|tasks/.+/(bits_per_byte|margin|p_gold|acc))$"),
+        Description("loss, bits_per_byte or tasks/NAME/MEASURE"),
+    ] = "loss"
     url: Annotated[str, Field(min_length=1)] | None = None
     copy_to: Annotated[str, Field(min_length=1)] | None = None
     in_memory: MemorySettings = MemorySettings()
@@ -117,6 +130,7 @@ class RunConfig(Settings):
     model: ModelSettings = ModelSettings()
     initialize: InitializeSettings = InitializeSettings()
     tune: Tune = FullSettings()
+    task: Task = PretrainingSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: Optimizer = AdamWSettings()
     schedule: Schedule = CosineSettings()
@@ -126,3 +140,18 @@ class RunConfig(Settings):
     device: DeviceSettings = DeviceSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @model_validator(mode="after")
+    def _derive_batch(self) -> RunConfig:
+        """Derive the batch of a task that generates answers from its own settings, unless it is given."""
+        if isinstance(self.task, RolloutSettings) and "global_batch_size" not in self.batch.model_fields_set:
+            batch = self.batch.model_copy(update={"global_batch_size": self.task.rows_per_update})
+            object.__setattr__(self, "batch", batch)
+        return self
+
+    @property
+    def document_length(self) -> int:
+        """Most tokens of a document in a sequence: each answer of a pair has one half."""
+        objective = self.data.objective
+        is_halved = isinstance(objective, PreferenceSettings) and objective.rows == "pairs"
+        return self.batch.sequence_length // 2 if is_halved else self.batch.sequence_length

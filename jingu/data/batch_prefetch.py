@@ -16,10 +16,10 @@ class BatchPrefetcher:
     holds at most the rows of one step for this rank.
     """
 
-    def __init__(self, make_batch: Callable[[int, int, int], Batch], *, pin_memory: bool) -> None:
-        """Prefetch what `make_batch(step, first, count)` returns, into pinned memory if the device is CUDA."""
+    def __init__(self, make_batch: Callable[[int, int, int], Batch], device_type: str = "cpu") -> None:
+        """Prefetch what `make_batch(step, first, count)` returns, into pinned memory if a device copies from it."""
         self._make_batch = make_batch
-        self._pin_memory = pin_memory
+        self._pin_memory = device_type not in ("cpu", "mps")
         self._thread = make_worker_threads(1, "jingu-loader")
         self._futures: dict[tuple[int, int, int], Future[Batch]] = {}
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
-from jingu.config.sections.data import DataSettings, SupervisedSettings
+from jingu.config.sections.data import DataSettings, RowSettings
 from jingu.data.dataset_manifest import CORPUS_FILES_NAME, DatasetManifest, check_files, print_summary
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, UnitFile, encode_unit, write_splits
@@ -91,9 +91,11 @@ def build(
         on_error: replaces `data.on_error`.
         executor: processes of this machine, or tasks on a Ray cluster.
     """
-    if isinstance(config.data.objective, SupervisedSettings):
+    if isinstance(config.data.objective, RowSettings):
         raise JinguError(
-            "this command does not build supervised data.", where="data.objective", fix="Run `jingu tune prepare`."
+            f"this command does not build {config.data.objective.type} data.",
+            where="data.objective",
+            fix=f"Run `jingu {config.data.objective.BUILD_COMMAND}`.",
         )
     data = config.data if on_error is None else config.data.model_copy(update={"on_error": on_error})
     sources = validate_sources(data)

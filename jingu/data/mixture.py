@@ -191,7 +191,10 @@ class MixtureDataset:
     trim_padding: bool = False
 
     def locate(self, step: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return `locate_samples` of the global batch of `step` (0-based)."""
+        """Return `locate_samples` of the global batch of `step` (0-based); nothing where there are no sources."""
+        if not self.sources:
+            nothing = np.empty(0, dtype=np.int64)
+            return nothing, nothing, nothing
         start = step * self.global_batch_size
         return self.locate_samples(np.arange(start, start + self.global_batch_size, dtype=np.int64))
 
@@ -222,11 +225,14 @@ class MixtureDataset:
         rows = parts[0]
         if len(parts) > 1:
             rows = _interleave(parts, source_ids)
-        batch = rows.to_batch()
-        if self.trim_padding and batch.documents is not None:
-            length = self._used_length(batch.documents.numpy())
-            batch = map_tensors(batch, lambda x_BT: x_BT[:, :length].contiguous())
-        return batch
+        return self.trim(rows.to_batch())
+
+    def trim(self, batch: Batch) -> Batch:
+        """Return a batch that is only as long as its longest row, if batches of the run are trimmed."""
+        if not self.trim_padding or batch.documents is None:
+            return batch
+        length = self._used_length(batch.documents.numpy())
+        return map_tensors(batch, lambda x_BT: x_BT[:, :length].contiguous())
 
     def _read_source(self, source_id: int, locations: Int64Array, samples: Int64Array, step: int) -> RowArrays:
         """Read rows of one source: drop documents, then fill in the middle, then number the documents."""

@@ -12,9 +12,10 @@ from jingu.config.sections.data import (
     ENCODER_OBJECTIVES,
     BlockOrderSettings,
     DataSettings,
-    SupervisedSettings,
+    RowSettings,
     TargetFilesSettings,
 )
+from jingu.config.sections.policies import RolloutSettings
 from jingu.data.dataset import check_tokenizer, open_dataset
 from jingu.data.dropped_documents import load_dropped_documents
 from jingu.data.fill_in_the_middle import build_fill_in_the_middle
@@ -37,6 +38,9 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> MixtureDataset:
         JinguError: a data set is missing, damaged or of another tokenizer, the stages do not match the sources, or the
             sources reach their maximum of epochs before the run ends.
     """
+    if isinstance(config.task, RolloutSettings):
+        # It learns from answers that the model generates. The prompts are no data set.
+        return MixtureDataset((), Mixture((), None), config.batch.global_batch_size)
     data = config.data
     _check_packing(data)
     # Each source has a seed of its own, so that two sources of one size have different orders.
@@ -74,7 +78,7 @@ def _open_source(config: RunConfig, path: Path, seed: int, tokenizer: Tokenizer)
     length = config.batch.sequence_length
     if isinstance(data.objective, TargetFilesSettings):
         return open_target_files(path, length, seed, data.reader, data.objective, tokenizer)
-    if isinstance(data.objective, SupervisedSettings):
+    if isinstance(data.objective, RowSettings):
         rows = open_supervised(path, "train", data.objective, config.batch, seed)
         check_tokenizer(rows.dataset, tokenizer)
         return rows
@@ -115,6 +119,8 @@ def build_mixture(config: RunConfig, sources: Sequence[WindowDataset | PackedDat
 
 def count_epochs(config: RunConfig, dataset: MixtureDataset) -> list[tuple[str, float, float]]:
     """Return for each source its name, its share of the run's samples, and the epochs that the run takes of it."""
+    if not dataset.sources:
+        return []
     samples = config.train.steps * config.batch.global_batch_size
     paths = [Path(source.path) for source in config.data.all_sources]
     last_parts = [path.name for path in paths]

@@ -40,7 +40,7 @@ class Permutation:
         if len(x) and int(x.max()) >= self.n:
             raise ValueError(f"a position outside [0, {self.n})")
         if self.n <= SORTED_SIZE:
-            hashes = _mix_bits(_mix_bits(np.arange(self.n, dtype=np.uint64) + self._keys[0]) + self._keys[1])
+            hashes = mix_bits(mix_bits(np.arange(self.n, dtype=np.uint64) + self._keys[0]) + self._keys[1])
             return np.argsort(hashes)[x]
         x = self._feistel(x)
         # Cycle walking. The network covers at most 4 n numbers, so few rounds are enough.
@@ -52,7 +52,7 @@ class Permutation:
         high = x >> self._half_bits
         low = x & self._half_mask
         for key in self._keys:
-            high, low = low, high ^ (_mix_bits(low + key) & self._half_mask)
+            high, low = low, high ^ (mix_bits(low + key) & self._half_mask)
         return (high << self._half_bits) | low
 
 
@@ -145,7 +145,7 @@ def random_uint64(purpose: str, count: int, *numbers: int) -> npt.NDArray[np.uin
     return np.frombuffer(digest, "<u8")
 
 
-def _mix_bits(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix_bits(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014): every bit depends on every bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -17,7 +17,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from jingu.config.sections.data import DataSettings, SupervisedSettings
+from jingu.config.sections.data import DataSettings, RowSettings
 from jingu.data.dataset_manifest import SplitEntry, SplitName
 from jingu.data.indexed_dataset import IndexedWriter
 from jingu.data.permutation import Int64Array
@@ -198,8 +198,12 @@ def write_splits(
 
 def _check_corpus(counts: ReadCounts, data: DataSettings, *, has_one_document: bool) -> None:
     """Raise JinguError for a corpus that is empty, or too small for a validation split."""
-    if counts.documents == 0 and isinstance(data.objective, SupervisedSettings):
-        raise JinguError("no row is left to train on.", where="data.input", fix="`jingu tune preview` says why.")
+    if counts.documents == 0 and isinstance(data.objective, RowSettings):
+        raise JinguError(
+            "no row is left to train on.",
+            where="data.input",
+            fix=f"`jingu {data.objective.BUILD_COMMAND.split()[0]} preview` says why.",
+        )
     if counts.documents == 0:
         verb = "is" if counts.empty == 1 else "are"
         what = (

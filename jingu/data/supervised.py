@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from jingu.config.sections.data import SupervisedSettings
+from jingu.config.sections.data import PreferenceSettings, RowSettings
 from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset, open_dataset
@@ -22,6 +24,8 @@ from jingu.text.build_record import refuse_changes
 BATCHING_SETTINGS = {"packing"}
 # How a weight of 1 is stored: weights are integers.
 WEIGHT_SCALE = 100
+# How a margin of 1 is stored.
+MARGIN_SCALE = 1000
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,83 @@ class SupervisedDataset(PackedDataset):
         return rows.to_batch()
 
 
-def content_settings(objective: SupervisedSettings) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PreferenceDataset(SupervisedDataset):
+    """Answers to prompts as sequences. A stored row is a prompt with its chosen answer and the prompt with the rejected
+    one, or a prompt with one answer. What is stored for each id says which of these it belongs to (`encode_part`).
+
+    Of the rows' arrays, the documents have even numbers for chosen (or desirable) answers and odd ones for the others,
+    where the answers of pair n have the numbers 2n and 2n + 1; the weights are the margins of the pairs.
+    """
+
+    def read(self, rows: Int64Array) -> RowArrays:
+        arrays = PackedDataset.read(self, rows)
+        documents = np.full_like(arrays.documents, -1)
+        labels = np.full_like(arrays.labels, IGNORE_INDEX)
+        weights = np.zeros(labels.shape, np.float32)
+        for row, columns, offset, number in self.row_pieces(rows):
+            parts = self.weights.gather(np.array([offset]), columns.stop - columns.start + 1)[0]
+            is_trained, is_rejected, margins = decode_parts(parts)
+            documents[row, columns] = 2 * number + is_rejected[:-1]
+            labels[row, columns] = np.where(is_trained[1:], arrays.labels[row, columns], IGNORE_INDEX)
+            weights[row, columns] = margins[1:]
+        return replace(arrays, documents=documents, labels=labels, weights=weights)
+
+    @cached_property
+    def _document_lengths(self) -> Int64Array:
+        return self.dataset.document_lengths()
+
+    @cached_property
+    def _document_starts(self) -> Int64Array:
+        return np.cumsum(self._document_lengths) - self._document_lengths
+
+    def read_mismatched(self, rows: Int64Array) -> RowArrays:
+        """Read sequences of one answer each, with the answer of the stored row before in place of its own.
+
+        Answers to other prompts estimate how far a policy is from its reference (KTO, Ethayarajh et al., 2024).
+        """
+        shape = len(rows), self.sequence_length
+        tokens = np.full(shape, self.dataset.eos_token_id)
+        labels = np.full(shape, IGNORE_INDEX)
+        documents = np.full(shape, -1)
+        for index, row in enumerate(rows.tolist()):
+            (number,) = self.row_documents(row)
+            ids, is_trained = self._read_stored_row(number)
+            other_ids, is_other_trained = self._read_stored_row((number - 1) % len(self._document_starts))
+            start = int(is_trained.argmax())
+            other_start = int(is_other_trained.argmax())
+            joined = np.concatenate([ids[:start], other_ids[other_start:]])[: self.sequence_length + 1]
+            is_label = np.concatenate([is_trained[:start], is_other_trained[other_start:]])[: len(joined)]
+            columns = slice(0, len(joined) - 1)
+            tokens[index, columns] = joined[:-1]
+            labels[index, columns] = np.where(is_label[1:], joined[1:], IGNORE_INDEX)
+            documents[index, columns] = 0
+        return RowArrays(tokens, labels, documents)
+
+    def _read_stored_row(self, number: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Return the ids of a stored row, and which of them are trained."""
+        start = np.array([self._document_starts[number]])
+        length = int(self._document_lengths[number])
+        return self.dataset.gather(start, length)[0], decode_parts(self.weights.gather(start, length)[0])[0]
+
+    def row_documents(self, row: int) -> Int64Array:
+        """Return the numbers of the stored rows of a sequence, counted over the split."""
+        offsets = [offset for _, _, offset, _ in self.row_pieces(np.array([row]))]
+        return np.searchsorted(self._document_starts, offsets, side="right") - 1
+
+
+def encode_part(is_trained: npt.NDArray[np.bool_], is_rejected: bool, margin: float) -> npt.NDArray[np.int32]:
+    """Return what is stored for each id of an answer with its prompt: bit 0 for the answer, bit 1 if it is rejected (or
+    undesirable), and above them the margin of the pair in thousandths."""
+    return is_trained.astype(np.int32) | (is_rejected << 1) | (round(margin * MARGIN_SCALE) << 2)
+
+
+def decode_parts(parts: Int64Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """Return for each id whether it is trained, whether it belongs to a rejected answer, and the margin."""
+    return (parts & 1) > 0, (parts & 2) > 0, (parts >> 2) / MARGIN_SCALE
+
+
+def content_settings(objective: RowSettings) -> dict[str, Any]:
     """Return the settings of the objective that change the content of a data set."""
     settings = objective.model_dump(mode="json", exclude=BATCHING_SETTINGS)
     # Data sets of older versions have no such key.
@@ -96,25 +176,28 @@ def content_settings(objective: SupervisedSettings) -> dict[str, Any]:
 
 
 def open_supervised(
-    path: Path, split: SplitName, objective: SupervisedSettings, batch: BatchSettings, seed: int
+    path: Path, split: SplitName, objective: RowSettings, batch: BatchSettings, seed: int
 ) -> SupervisedDataset:
-    """Open a data set that `jingu tune prepare` made in `path`.
+    """Open a data set that `jingu tune prepare` or `jingu align prepare` made in `path`.
 
     Raises:
         JinguError: it is missing, or was made with other settings.
     """
-    dataset = open_dataset(path, split, build_command="tune prepare")
+    dataset = open_dataset(path, split, build_command=objective.BUILD_COMMAND)
     stored = dataset.manifest.settings
     old = {**stored.get("objective", {"type": "causal"}), "sequence_length": stored.get("sequence_length")}
     new = {**content_settings(objective), "sequence_length": batch.sequence_length}
-    fix = "Delete the folder and run `jingu tune prepare`, or set data.path to another folder."
+    fix = f"Delete the folder and run `jingu {objective.BUILD_COMMAND}`, or set data.path to another folder."
     refuse_changes(old, new, "the data set here was made", path, fix)
     weights = [IndexedReader(path / entry.name).storage for entry in dataset.manifest.split(split).sidecars]
-    # Validation counts every row once, in any order: packing is the quickest.
-    is_packed = objective.packing == "packed" or split == "validation"
+    # Validation counts every row once, in any order: packing is the quickest. Some preference tasks read one answer a
+    # row.
+    is_preference = isinstance(objective, PreferenceSettings)
+    is_packed = objective.packing == "packed" or (split == "validation" and not is_preference)
     group_size = None
     if objective.packing == "group_by_length" and not is_packed:
         group_size = batch.global_batch_size
-    return SupervisedDataset(
+    dataset_type = PreferenceDataset if is_preference else SupervisedDataset
+    return dataset_type(
         dataset, batch.sequence_length, seed, replace(dataset, shards=weights, vocab_size=0), is_packed, group_size
     )

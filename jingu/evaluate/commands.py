@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from statistics import mean, stdev
 
 from jingu import __version__
+from jingu.chat.templates import load_template
 from jingu.errors import JinguError, pluralize
-from jingu.evaluate import statistics
-from jingu.evaluate.evaluation import aggregate_group, evaluate_task, prepare_task, read_results, write_result
+from jingu.evaluate.evaluation import (
+    PreparedTask,
+    TaskResult,
+    aggregate_group,
+    apply_chat_template,
+    evaluate_task,
+    prepare_task,
+    write_result,
+)
+from jingu.evaluate.held_out import describe_evidence
 from jingu.evaluate.scoring import AnswerCache, Scorer, check_generation_fits, model_fingerprint
-from jingu.evaluate.task_file import TaskIndex
+from jingu.evaluate.task_file import TaskGroup, TaskIndex
 from jingu.evaluate.task_metrics import MetricResult
 from jingu.formats.models import open_model
+from jingu.formats.provenance import Record, read_provenance
 from jingu.formatting import print_table
+from jingu.infer.distributed import inference_ranks
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name
+from jingu.text.tokenizer import Tokenizer
+
+# What the list of tasks shows of `metadata`.
+_LISTED_KEYS = ("language", "task_cluster", "licence", "description")
+# Statistics over templates and shots.
+_SPREAD: tuple[Callable[[list[float]], float], ...] = (mean, stdev, min, max)
+# Tokens that the KV cache has room for on CPUs, beside one full context.
+CPU_CACHE_TOKENS = 16_384
 
 
 def evaluate(
     model: Path,
     tasks: Sequence[str],
+    inference: InferenceOptions,
     num_fewshot: int | None = None,
     limit: int | None = None,
     output: Path | None = None,
     include: Sequence[str] | None = None,
     trust: Sequence[str] | None = None,
-    **compute: Any,
 ) -> None:
     """Evaluate a model on tasks, print the results, and write them.
 
@@ -41,42 +58,84 @@ def evaluate(
         output: folder for the results; None: `evaluations` in the run, or `evaluations/MODEL` here.
         include: folders with further tasks.
         trust: Python files that tasks may run.
-        compute: as of `InferenceOptions`.
     """
-    # 1. Find out what is wrong with the tasks while that costs nothing.
-    index = TaskIndex([Path(folder) for folder in include or ()], [Path(file) for file in trust or ()])
-    names = dict.fromkeys(name for task in tasks for name in index.load(task))
-    stored = open_model(model)
-    for name in names:
-        if index.tasks[name].output_type == "generate_until":
-            check_generation_fits(index.tasks[name], stored.spec)
-    prepared = [prepare_task(index.tasks[name], num_fewshot, limit) for name in names]
-    # 2. Load the model, and what is known of its answers.
-    how = InferenceOptions(**compute)
-    inference_model = how.load(model)
-    parameter = inference_model.parameter
-    computes = f"{how.precision}, {parameter.dtype}, {parameter.device.type}"
-    digest = model_fingerprint(stored, inference_model.tokenizer, computes)
-    folder = output or _default_folder(model)
-    cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
-    about = {"name": inference_model.name, "fingerprint": digest, "precision": computes, "jingu": __version__}
-    # 3. Evaluate task by task; the results of each are written at once.
-    scorer = Scorer(how.make_engine(inference_model), cache)
-    results = {}
+    with inference_ranks(inference.device) as ranks:
+        # 1. Find out what is wrong with the tasks while that costs nothing.
+        index = TaskIndex([Path(folder) for folder in include or ()], [Path(file) for file in trust or ()])
+        names = dict.fromkeys(name for task in tasks for name in index.load(task))
+        stored = open_model(model)
+        for name in names:
+            if index.tasks[name].output_type == "generate_until":
+                check_generation_fits(index.tasks[name], stored.spec)
+        prepared = [prepare_task(index.tasks[name], num_fewshot, limit) for name in names]
+        if any(task.settings.metadata.get("chat") for task in prepared):
+            template = load_template("auto", Tokenizer.load(stored.tokenizer()), where=str(model))
+            prepared = [
+                apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in prepared
+            ]
+        # 2. Load the model, all of it on each rank, and what is known of its answers.
+        inference_model = inference.load(model)
+        parameter = inference_model.parameter
+        computes = f"{inference.precision}, {parameter.dtype}, {parameter.device.type}"
+        digest = model_fingerprint(stored, inference_model.tokenizer, computes)
+        folder = output or _default_folder(model)
+        cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
+        about = {"name": inference_model.name, "fingerprint": digest, "precision": computes, "jingu": __version__}
+        # 3. Evaluate task by task; the results of each are written at once.
+        # On CPUs a larger cache would take memory without making the evaluation faster.
+        tokens = stored.spec.max_position_embeddings + CPU_CACHE_TOKENS if parameter.device.type == "cpu" else None
+        scorer = Scorer(inference.make_engine(inference_model, kv_cache_tokens=tokens), cache, ranks)
+        results = {}
+        for task in prepared:
+            results[task.settings.task] = result = evaluate_task(task, scorer)
+            if ranks is None or ranks.is_first:
+                write_result(result, folder, about)
+        if ranks is None or ranks.is_first:
+            _print_results(results, index.groups.values())
+            _print_spread(results)
+            _print_evidence(read_provenance(model), prepared)
+            print(f"\nwritten to {folder}")
+
+
+def _print_results(results: Mapping[str, TaskResult], groups: Iterable[TaskGroup]) -> None:
+    """Print the metrics of tasks and groups as a table, and to stderr what was cut or left out."""
     rows: list[list[str]] = []
-    for task in prepared:
-        name = task.settings.task
-        results[name] = result = evaluate_task(task, scorer)
-        write_result(result, folder, about)
-        rows += _table_rows(name, str(task.num_shots), result.metrics)
+    for name, result in results.items():
+        rows += _table_rows(name, str(result.prepared.num_shots), result.metrics)
         for what, count in result.counts.items():
             if count:
                 print(f"{name}: {what.replace('_', ' ')}: {count:,}", file=sys.stderr)
-    for group in index.groups.values():
+    for group in groups:
         rows += _table_rows(group.name, "", aggregate_group(group, results))
     header = ("task", "shots", "documents", "metric", "value", "stderr", "95% interval")
     print_table(header, rows, right=(1, 2, 4, 5))
-    print(f"\nwritten to {folder}")
+
+
+def _print_spread(results: Mapping[str, TaskResult]) -> None:
+    """Print how much the results of a task vary over its templates and numbers of shots."""
+    variants: dict[tuple[str, str], list[float]] = {}
+    for name, result in results.items():
+        for metric, value in result.metrics.items():
+            variants.setdefault((name.partition("@")[0], metric), []).append(value.value)
+    rows = [
+        [name, metric.removesuffix(",none"), str(len(values)), *(f"{statistic(values):.4f}" for statistic in _SPREAD)]
+        for (name, metric), values in variants.items()
+        if len(values) > 1
+    ]
+    if rows:
+        print()
+        header = ("task", "metric", "templates and shots", "mean", "standard deviation", "lowest", "highest")
+        print_table(header, rows, right=(2, 3, 4, 5, 6))
+
+
+def _print_evidence(record: Record | None, tasks: Sequence[PreparedTask]) -> None:
+    """Print which tasks are held out, and of the others why not."""
+    names: dict[str, list[str]] = {}
+    for task in tasks:
+        names.setdefault(describe_evidence(record, task.settings, task.data.rows), []).append(task.settings.task)
+    print()
+    for evidence, members in names.items():
+        print(f"{', '.join(members)}: {evidence}")
 
 
 def _default_folder(model: Path) -> Path:
@@ -106,49 +165,13 @@ def list_tasks(include: Sequence[str] | None = None) -> None:
         try:
             index.load(name)
         except JinguError as error:
-            rows.append([name, "", "", f"{file}: {error.what}"])
+            rows.append([name, *[""] * len(_LISTED_KEYS), f"{file}: {error.what}"])
             continue
         if name in index.groups:
-            rows.append([name, "group", "", pluralize(len(index.groups[name].members), "task")])
+            members = pluralize(len(index.groups[name].members), "task")
+            rows.append([name, "group", *[""] * (len(_LISTED_KEYS) - 1), members])
         else:
-            task = index.tasks[name]
-            rows.append(
-                [name, task.output_type, *(str(task.metadata.get(key, "")) for key in ("licence", "description"))]
-            )
-    print_table(("name", "type", "licence", "description"), rows, right=())
-
-
-def compare(first: Path, second: Path) -> None:
-    """Compare the results of two models, document by document."""
-    results = [read_results(folder) for folder in (first, second)]
-    rows: list[list[str]] = []
-    p_values: list[float] = []
-    for task in sorted(results[0].keys() & results[1].keys()):
-        (one, one_records), (other, other_records) = (result[task] for result in results)
-        by_hash = {record["hash"]: record for record in one_records}
-        pairs = [(by_hash[record["hash"]], record) for record in other_records if record["hash"] in by_hash]
-        clusters = [pair[0]["cluster"] for pair in pairs] if pairs and pairs[0][0]["cluster"] is not None else None
-        for metric, result in one["results"].items() if pairs else ():
-            # Metrics such as perplexity are no means over documents.
-            if result["method"] not in ("mean", "clustered") or metric not in other["results"]:
-                continue
-            values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
-            differences = values[:, 1] - values[:, 0]
-            if clusters is None and np.isin(values, (0, 1)).all():
-                test = "McNemar"
-                p_values.append(statistics.mcnemar_p(int((differences < 0).sum()), int((differences > 0).sum())))
-            else:
-                test = "paired t"
-                p_values.append(statistics.paired_p(differences, clusters))
-            stderr = statistics.mean_stderr(differences, clusters)
-            detectable = statistics.detectable_difference(stderr)
-            numbers = [f"{differences.mean():+.4f}", f"{stderr:.4f}", f"{detectable:.4f}", test]
-            rows.append([task, metric.removesuffix(",none"), f"{len(pairs):,}", *numbers])
-    if not rows:
-        fix = "Give folders that `jingu evaluate` has written to, of the same tasks."
-        raise JinguError("the two folders have no results in common.", where=f"{first}, {second}", fix=fix)
-    for row, p, adjusted in zip(rows, p_values, statistics.holm(p_values), strict=True):
-        row += [f"{p:.3g}", f"{adjusted:.3g}"]
-    header = ("task", "metric", "documents", "difference", "stderr", "detectable", "test", "p", "p (Holm)")
-    print_table(header, rows, right=(2, 3, 4, 5, 7, 8))
-    print(f"\nA difference above 0 means that {second} has the higher value.")
+            metadata = index.tasks[name].metadata
+            rows.append([name, index.tasks[name].output_type, *(str(metadata.get(key, "")) for key in _LISTED_KEYS)])
+    header = ("name", "type", *(key.replace("_", " ") for key in _LISTED_KEYS))
+    print_table(header, rows, right=())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jingu.chat.messages import Message
+from jingu.chat.templates import ChatTemplate
 from jingu.evaluate import task_metrics
 from jingu.evaluate.answer_filters import apply_filter, filters_of
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
@@ -60,6 +62,29 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
     return PreparedTask(task, data, samples, count, clusters)
 
 
+def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> PreparedTask:
+    """Return a task whose prompts are messages: the description of the system, the rest of a user.
+
+    Continuations are the answers to them. Texts without a context stay as they are.
+    """
+    task = prepared.settings
+    if task.gen_prefix:
+        raise task.error("it has a gen_prefix, which is no message of a chat.", "Leave out gen_prefix, or the chat.")
+    renderer = PromptRenderer(task, prepared.data, 0)
+    samples = []
+    for sample in prepared.samples:
+        description = renderer.render("description", sample.row, task.description)
+        system = (Message("system", description),) if description else ()
+        pairs = [
+            (template.render_prompt((*system, Message("user", context.removeprefix(description)))).text, text.lstrip())
+            if context
+            else (context, text)
+            for context, text in sample.pairs
+        ]
+        samples.append(replace(sample, pairs=tuple(pairs)))
+    return replace(prepared, samples=samples)
+
+
 @dataclass(frozen=True)
 class TaskResult:
     """The results of a task.
@@ -88,6 +113,8 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
             filtered_answers = answers
             if task.output_type == "generate_until":
                 filtered_answers = [Answer(text=apply_filter(steps, [answer.text for answer in answers]))]
+                if any(map(task_metrics.is_pass_at_k, task_metrics.metrics_of(task))):
+                    filtered_answers += [Answer(text=apply_filter(steps, [answer.text])) for answer in answers]
             sample_values |= {
                 f"{metric},{name}": value
                 for metric, value in task_metrics.measure(task, sample, filtered_answers).items()

@@ -41,7 +41,8 @@ class EvaluationSample:
 
 
 @cache
-def _compile(template: str) -> Any:
+def compile_template(template: str) -> Any:
+    """Return a Jinja template, which runs in a sandbox."""
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
     def replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
@@ -67,11 +68,14 @@ class PromptRenderer:
 
     def render_all(self, limit: int | None = None) -> list[EvaluationSample]:
         """Return the first `limit` documents as samples (None: all). Shots depend on the documents before."""
-        return [self._render_sample(index, row) for index, row in enumerate(self.data.rows[:limit])]
+        return [
+            self.render_sample(index, row, self._draw_shots(row) if self.num_shots else ())
+            for index, row in enumerate(self.data.rows[:limit])
+        ]
 
     # Fields of a document
 
-    def _render(self, key: str, row: Row, template: Template) -> Any:
+    def render(self, key: str, row: Row, template: Template) -> Any:
         """Return a field of a document.
 
         Args:
@@ -85,7 +89,7 @@ class PromptRenderer:
         if template in self._columns:
             return row.get(template)
         try:
-            text: str = _compile(template).render(**row)
+            text: str = compile_template(template).render(**row)
         except UndefinedError as error:
             fix = f"The columns of its data are {join_words(sorted(self._columns), 'and')}."
             raise self.task.error(f"its {key} uses a column that the data do not have: {error}.", fix) from None
@@ -101,7 +105,7 @@ class PromptRenderer:
         return text
 
     def _choices(self, row: Row, template: Template) -> list[str]:
-        choices = self._render("doc_to_choice", row, template)
+        choices = self.render("doc_to_choice", row, template)
         choices = list(choices.values()) if isinstance(choices, dict) else choices
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
             raise self._wrong("doc_to_choice", choices, "no list of texts")
@@ -153,35 +157,36 @@ class PromptRenderer:
             raise self.task.error(what, "Set --num-fewshot to less.")
         return shots
 
-    def _examples(self, row: Row) -> str:
+    def _examples(self, row: Row, shot_rows: Sequence[Row]) -> str:
         """Return the description and the shots."""
         shots = self.task.shots
-        text: str = self._render("description", row, self.task.description)
-        for shot in self._draw_shots(row) if self.num_shots else ():
-            question = self._render("doc_to_text", shot, shots["doc_to_text"])
+        text: str = self.render("description", row, self.task.description)
+        for shot in shot_rows:
+            question = self.render("doc_to_text", shot, shots["doc_to_text"])
             choices = [] if shots["doc_to_choice"] is None else self._choices(shot, shots["doc_to_choice"])
             if isinstance(question, int):
                 # Inputs that differ, and one answer to all: the text is that of the right input.
                 question = choices[question]
                 choices = []
-            answer = self._render("doc_to_target", shot, shots["doc_to_target"])
-            prefix = self._render("gen_prefix", shot, shots["gen_prefix"])
+            answer = self.render("doc_to_target", shot, shots["doc_to_target"])
+            prefix = self.render("gen_prefix", shot, shots["gen_prefix"])
             text += self._turn(
                 question, answer, choices, prefix, (shots["target_delimiter"], shots["fewshot_delimiter"])
             )
         return text
 
-    def _render_sample(self, index: int, row: Row) -> EvaluationSample:
+    def render_sample(self, index: int, row: Row, shot_rows: Sequence[Row]) -> EvaluationSample:
+        """Return a document with what the model is asked, after some shots."""
         task = self.task
-        examples = self._examples(row)
-        target = self._render("doc_to_target", row, task.doc_to_target)
+        examples = self._examples(row, shot_rows)
+        target = self.render("doc_to_target", row, task.doc_to_target)
         if "loglikelihood" in task.output_type and not isinstance(target, str):
             raise self._wrong("doc_to_target", target)
         if task.output_type == "loglikelihood_rolling":
             return EvaluationSample(index, row, (("", target),))
         choices = [] if task.doc_to_choice is None else self._choices(row, task.doc_to_choice)
-        prefix = self._render("gen_prefix", row, task.gen_prefix)
-        question = self._render("doc_to_text", row, task.doc_to_text)
+        prefix = self.render("gen_prefix", row, task.gen_prefix)
+        question = self.render("doc_to_text", row, task.doc_to_text)
         if isinstance(question, int):
             # Each choice is a context; the target is the continuation of all.
             contexts = [examples + self._turn(choice, None, (), prefix, ("", "")) for choice in choices]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -21,9 +21,11 @@ from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import ModelSpec
+from jingu.runtime.ranks import RankInfo, gather_from_all
 from jingu.text.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
+Item = TypeVar("Item")
 # Contexts, or texts to generate, that the engine receives at once: enough for full batches.
 CHUNK_SIZE = 256
 _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -57,10 +59,10 @@ class AnswerCache:
             except ValueError:
                 continue  # the last line of a process that was killed
 
-    def add(self, answers: Mapping[str, Answer]) -> None:
-        """Add answers; they survive the process."""
+    def add(self, answers: Mapping[str, Answer], *, stores: bool = True) -> None:
+        """Add answers. If this process stores them, they survive it."""
         self.answers |= answers
-        if self._path is not None:
+        if self._path is not None and stores:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 # The first newline ends a line that was cut off.
@@ -97,13 +99,17 @@ def check_generation_fits(task: TaskSettings, spec: ModelSpec) -> None:
 class Scorer:
     """Answers requests with a model, as lm-evaluation-harness does with transformers.
 
+    Args:
+        ranks: this process among those that have the whole model each and divide the requests; None: it is alone.
+
     Attributes:
         counts: contexts that lost tokens at their start, as they were too long (`truncated`), and continuations
             without a token, whose log-probability is 0 (`empty`).
     """
 
-    def __init__(self, engine: Engine, cache: AnswerCache) -> None:
+    def __init__(self, engine: Engine, cache: AnswerCache, ranks: RankInfo | None = None) -> None:
         self._engine = engine
+        self._ranks = ranks
         self._cache = cache
         self._tokenizer = engine.model.tokenizer
         self._prefix_ids = engine.model.prompt_prefix_ids
@@ -183,15 +189,32 @@ class Scorer:
                 self._cache.answers[key] = Answer(is_greedy=True)
             elif key not in self._cache.answers:
                 missing.setdefault(context, {})[continuation] = key
-        requests = [(context, list(continuations)) for context, continuations in missing.items()]
-        for first in range(0, len(requests), CHUNK_SIZE):
-            chunk = requests[first : first + CHUNK_SIZE]
-            answers = {}
-            for (context, continuations), scores in zip(chunk, self._engine.score_many(chunk), strict=True):
-                for ids, score in zip(continuations, scores, strict=True):
-                    answers[missing[context][ids]] = Answer(score.logprob, score.is_greedy, len(ids))
-            self._cache.add(answers)
+
+        def score_chunk(contexts: Sequence[Ids]) -> dict[str, Answer]:
+            requests = [(context, list(missing[context])) for context in contexts]
+            return {
+                missing[context][ids]: Answer(score.logprob, score.is_greedy, len(ids))
+                for (context, _), scores in zip(requests, self._engine.score_many(requests), strict=True)
+                for ids, score in zip(missing[context], scores, strict=True)
+            }
+
+        # In this order contexts that begin alike are neighbors, and the beginning is computed once.
+        self._compute(sorted(missing), score_chunk)
         return [self._cache.answers[key] for key in keys]
+
+    def _compute(self, requests: Sequence[Item], compute: Callable[[Sequence[Item]], dict[str, Answer]]) -> None:
+        """Add the answers of requests to the cache, some at a time. Ranks divide them, and all get all answers."""
+        ranks = self._ranks
+        size = CHUNK_SIZE * (1 if ranks is None else ranks.world)
+        for first in range(0, len(requests), size):
+            chunk = requests[first : first + size]
+            if ranks is None:
+                answers = compute(chunk)
+            else:
+                own = compute(chunk[ranks.rank :: ranks.world])
+                parts = gather_from_all({key: astuple(answer) for key, answer in own.items()})
+                answers = {key: Answer(*values) for part in parts for key, values in part.items()}
+            self._cache.add(answers, stores=ranks is None or ranks.is_first)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Answer]:
         """Return the log-probabilities of continuations after their contexts."""
@@ -227,12 +250,13 @@ class Scorer:
                 request = replace(settings, prompt=ids, stop=stop, sampling=sampling)
                 keys.append(_key(ids, settings.max_tokens, stop, repr(sampling)))
                 requests[keys[-1]] = request
-        missing = [key for key in requests if key not in self._cache.answers]
-        for first in range(0, len(missing), CHUNK_SIZE):
-            chunk = missing[first : first + CHUNK_SIZE]
+
+        def generate_chunk(chunk: Sequence[str]) -> dict[str, Answer]:
             texts = self._engine.generate([requests[key] for key in chunk])
-            answers = [Answer(text=self._remove_special_tokens(text)) for text in texts]
-            self._cache.add(dict(zip(chunk, answers, strict=True)))
+            return {key: Answer(text=self._remove_special_tokens(text)) for key, text in zip(chunk, texts, strict=True)}
+
+        missing = [key for key in requests if key not in self._cache.answers]
+        self._compute(sorted(missing, key=lambda key: requests[key].prompt), generate_chunk)
         answers = [self._cache.answers[key] for key in keys]
         return [answers[first : first + repeats] for first in range(0, len(answers), repeats)]
 

@@ -35,6 +35,12 @@ def mean_stderr(values: Array, clusters: Clusters = None) -> float:
     return math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(values) if count > 1 else 0.0
 
 
+def ratio_stderr(numerators: Array, denominators: Array, clusters: Clusters = None) -> float:
+    """Return the standard error of a ratio of sums, by the delta method."""
+    ratio = numerators.sum() / denominators.sum()
+    return mean_stderr((numerators - ratio * denominators) / denominators.mean(), clusters)
+
+
 def bootstrap(statistic: Callable[[npt.NDArray[np.intp]], Array], size: int, clusters: Clusters = None) -> Array:
     """Return a statistic of samples with replacement, drawn with the random numbers of the harness.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,25 @@ def _read_from_hub(task: TaskSettings, path: str, split: str) -> list[Row]:
         what = f"its data cannot be loaded from {path} ({str(error).splitlines()[0]})."
         fix = f"Install datasets and go online, or name local files: dataset_path {', '.join(_READERS)}."
         raise task.error(what, fix) from None
+
+
+def read_training_rows(task: TaskSettings) -> list[Row]:
+    """Return the documents of a task's training split. Raises JinguError if there are none."""
+    if task.training_split is None:
+        raise task.error("it has no training split, and nothing else is trained on.", "Set training_split.")
+    rows = _process(task, read_split(task, task.training_split), task.process_docs)
+    if not rows:
+        raise task.error(f"its split {task.training_split} has no documents.", "Check the task's data.")
+    return rows
+
+
+def collect_texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a document: in its columns, and in their lists and objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from collect_texts(item)
 
 
 def fingerprint_of(value: object) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, join_words
 from jingu.runtime.files import read_error
 
 CATALOGUE = Path(__file__).with_name("catalogue")
@@ -35,8 +35,13 @@ _SHOT_KEYS = (
 class TaskSettings(BaseModel):
     """A task, by the harness's keys.
 
-    Of `metadata`, which the harness ignores, jingu reads `cluster` (a column whose equal values mark documents that
-    belong together), `licence` and `description`.
+    Of `metadata`, which the harness ignores, jingu reads
+
+    - `licence`, `description`, `language`
+    - `cluster`: a column whose equal values mark documents that belong together
+    - `templates`: by name, other values for keys of the task; `inverted: true` if it is for training only
+    - `chat`: whether prompts are messages in the model's chat template
+    - `task_cluster`, `related_clusters`, `sources`: what a split into training and held-out tasks must not separate
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -169,7 +174,9 @@ def _read_yaml(file: Path) -> Options:
     included = settings.pop("include", [])
     merged: Options = {}
     for name in [included] if isinstance(included, str) else included:
-        merged |= _read_yaml(file.parent / name)
+        beside = file.parent / name
+        # A task of the catalogue can be included by the name of its file.
+        merged |= _read_yaml(beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside))
     merged |= settings
     return {key: value for key, value in merged.items() if value is not None}
 
@@ -210,8 +217,46 @@ class TaskIndex:
                 tags.setdefault(word, []).append(name)
         return tags
 
+    @cached_property
+    def task_clusters(self) -> dict[str, list[str]]:
+        """Names of tasks by their task clusters."""
+        clusters: dict[str, list[str]] = {}
+        for name, file in self.files.items():
+            if cluster := _read_yaml(file).get("metadata", {}).get("task_cluster"):
+                clusters.setdefault(cluster, []).append(name)
+        return clusters
+
     def load(self, name: str) -> list[str]:
-        """Read a task, a group, the tasks of a tag, or a file; return the names of its tasks."""
+        """Read a task, a group, the tasks of a tag, or a file; return the names of its tasks.
+
+        NAME@TEMPLATE:SHOTS:chat is a task with one of its templates (default: its own; *: each that can be evaluated),
+        a number of shots, and the model's chat template around the prompts; the last two may be left out.
+        """
+        name, _, template = name.partition("@")
+        names = self._load_name(name)
+        return [variant for task in names for variant in self._add_templates(task, template)] if template else names
+
+    def _add_templates(self, name: str, template: str) -> list[str]:
+        """Add a task with one of its templates, or with each that can be evaluated; return the names."""
+        task = self.tasks[name]
+        templates: dict[str, Options] = {"default": {}, **task.metadata.get("templates", {})}
+        template, *options = template.split(":")
+        keys = [template]
+        if template == "*":
+            keys = [key for key, changes in templates.items() if not changes.get("inverted")]
+        elif template not in templates:
+            raise task.error(f"it has no template {template}.", f"It has {join_words([*templates, '*'], 'and')}.")
+        names = []
+        for key in keys:
+            settings = {option: value for option, value in task if option in task.model_fields_set} | templates[key]
+            settings.pop("inverted", None)
+            for option in options:
+                changes = {"metadata": {**task.metadata, "chat": True}} if option == "chat" else {"num_fewshot": option}
+                settings |= changes
+            names += self._add({**settings, "task": ":".join([f"{name}@{key}", *options])}, task.file)
+        return names
+
+    def _load_name(self, name: str) -> list[str]:
         path = Path(name)
         if path.suffix in (".yaml", ".yml"):
             self._folders.insert(0, path.parent)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jingu.errors import join_words
-from jingu.evaluate import statistics
+from jingu.evaluate import statistics, text_metrics
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings
 from jingu.text.corpus_file import import_optional
@@ -46,13 +46,19 @@ class Answer:
 _LABEL_METRICS = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "acc_mutual_info", "f1", "mcc")
 # Metrics by the output type of the tasks that they fit; the first few are those of a task that names none.
 METRICS: dict[OutputType, list[str]] = {
-    "multiple_choice": [*_LABEL_METRICS, "brier_score", "exact_match"],
+    "multiple_choice": [*_LABEL_METRICS, "brier_score", "calibration_error", "exact_match"],
     "loglikelihood": ["perplexity", "acc"],
     "loglikelihood_rolling": ["word_perplexity", "byte_perplexity", "bits_per_byte"],
-    "generate_until": ["exact_match", "bleu", "chrf", "chrf++", "ter"],
+    "generate_until": [
+        *("exact_match", "bleu", "chrf", "chrf++", "ter", *text_metrics.OVERLAPS, *text_metrics.ROUGE),
+        *(*text_metrics.DISTINCT, "multilabel_f1", "pearson", "spearman", "pass@k"),
+    ],
 }
 _NUM_DEFAULTS = {"multiple_choice": 2, "generate_until": 1}
-_LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter")
+_LOWER_IS_BETTER = (
+    *("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
+    *("brier_score", "calibration_error", "ter"),
+)
 # Aggregations of the metrics that are neither means nor have their own.
 _AGGREGATIONS_OF = {
     "mcc": "matthews_corrcoef",
@@ -60,8 +66,9 @@ _AGGREGATIONS_OF = {
     "byte_perplexity": "weighted_perplexity",
 }
 _METRIC_KEYS = ("metric", "aggregation", "higher_is_better", "hf_evaluate")
-# Metrics of a whole corpus, by the names of sacrebleu's functions.
-CORPUS_METRICS = {"bleu": "corpus_bleu", "chrf": "corpus_chrf", "chrf++": "corpus_chrf", "ter": "corpus_ter"}
+# Metrics of a whole corpus: those of sacrebleu, and diversity.
+_SACREBLEU = ("bleu", "chrf", "chrf++", "ter")
+CORPUS_METRICS = (*_SACREBLEU, *text_metrics.DISTINCT)
 
 
 def name_of(metric: Options) -> str:
@@ -74,7 +81,11 @@ def name_of(metric: Options) -> str:
 
 
 def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the metrics of a document."""
+    """Return the metrics of a document.
+
+    Args:
+        answers: of a task that generates, the answer that a filter makes of all; then each by itself, if code is run.
+    """
     if task.process_results is not None:
         # The task's own function receives what the harness would give it.
         results: dict[OutputType, Callable[[Answer], Any]] = {
@@ -90,12 +101,27 @@ def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answ
     elif task.output_type == "loglikelihood":
         values = {"acc": float(first.is_greedy), "perplexity": first.logprob}
     elif task.output_type == "loglikelihood_rolling":
-        by_bytes = (first.logprob, _count_bytes(text))
+        by_bytes = (first.logprob, count_bytes(text))
         by_words = (first.logprob, len(re.split(r"\s+", text)))
         values = {"word_perplexity": by_words, "byte_perplexity": by_bytes, "bits_per_byte": by_bytes}
     else:
-        values = {name_of(metric): _measure_text(sample.gold, first.text, metric) for metric in metrics_of(task)}
+        values = {
+            name_of(metric): _measure_code(sample, answers[1:], metric)
+            if is_pass_at_k(metric)
+            else _measure_text(sample.gold, first.text, metric)
+            for metric in metrics_of(task)
+        }
     return {name_of(metric): values[name_of(metric)] for metric in metrics_of(task)}
+
+
+def is_pass_at_k(metric: Options) -> bool:
+    """Return whether a metric runs code: pass@1, pass@10 ..."""
+    return name_of(metric).startswith("pass@")
+
+
+def _measure_code(sample: EvaluationSample, answers: Sequence[Answer], metric: Options) -> float:
+    num_right = text_metrics.count_passes(sample.row, [answer.text for answer in answers], metric)
+    return text_metrics.pass_at_k(len(answers), num_right, int(name_of(metric).removeprefix("pass@")))
 
 
 def _measure_text(gold: tuple[str, ...], text: str, metric: Options) -> Any:
@@ -104,8 +130,17 @@ def _measure_text(gold: tuple[str, ...], text: str, metric: Options) -> Any:
         options = {key: value for key, value in metric.items() if key not in _METRIC_KEYS}
         value = metric["metric"](references=list(gold[:1]), predictions=[text], **options)
         return value[name_of(metric)] if isinstance(value, dict) else value
-    if metric["metric"] in CORPUS_METRICS:
+    name = metric["metric"]
+    if name in CORPUS_METRICS:
         return gold, text
+    if name in text_metrics.OVERLAPS:
+        return max(text_metrics.OVERLAPS[name](answer, text) for answer in gold)
+    if name in text_metrics.ROUGE:
+        return text_metrics.rouge(gold, text, metric)
+    if name == "multilabel_f1":
+        return text_metrics.count_labels(gold, text, metric)
+    if name in ("pearson", "spearman"):
+        return text_metrics.parse_number(gold[0]), text_metrics.parse_number(text)
     return float(_normalize(text, metric) in [_normalize(answer, metric) for answer in gold])
 
 
@@ -117,7 +152,7 @@ def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dic
     lengths = {
         "acc": [1] * len(choices),
         "acc_norm": [len(choice) for choice in choices],
-        "acc_bytes": [_count_bytes(choice) for choice in choices],
+        "acc_bytes": [count_bytes(choice) for choice in choices],
         "acc_tokens": [answer.num_tokens for answer in answers[: len(choices)]],
     }
     values: dict[str, Any] = {
@@ -130,6 +165,8 @@ def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dic
         values["acc_mutual_info"] = float(int(np.argmax(logprobs - alone)) in gold)
     probabilities = np.exp(logprobs - logprobs.max())
     probabilities /= probabilities.sum()
+    best = int(np.argmax(probabilities))
+    values["calibration_error"] = (float(probabilities[best]), float(best in gold))
     probabilities[gold[0]] -= 1
     values["brier_score"] = float((probabilities**2).sum())
     values["f1"] = values["mcc"] = (gold[0], int(np.argmax(logprobs)))
@@ -137,7 +174,8 @@ def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dic
     return values
 
 
-def _count_bytes(text: str) -> int:
+def count_bytes(text: str) -> int:
+    """Return the size of a text in UTF-8."""
     return len(text.encode("utf-8", "surrogatepass"))
 
 
@@ -154,11 +192,41 @@ def _normalize(text: str, options: Options) -> str:
 # Aggregations: of values [..., N], or of pairs [..., N, 2]
 
 
-def _f1(pairs: Array) -> Array:
-    gold = pairs[..., 0] == 1
-    predicted = pairs[..., 1] == 1
+def _f1(pairs: Array, average: str = "binary") -> Array:
+    """F1 of class 1; or of all classes: their mean, weighted by their sizes or not, or over all decisions."""
+    if average == "micro":  # with one class a document this is accuracy
+        return _mean((pairs[..., 0] == pairs[..., 1]).astype(np.float64))
+    labels = [1] if average == "binary" else np.unique(pairs)
+    gold = np.stack([pairs[..., 0] == label for label in labels])
+    predicted = np.stack([pairs[..., 1] == label for label in labels])
     total = gold.sum(-1) + predicted.sum(-1)
-    return np.divide(2 * (gold & predicted).sum(-1), total, out=np.zeros(total.shape), where=total > 0)
+    scores = np.divide(2 * (gold & predicted).sum(-1), total, out=np.zeros(total.shape), where=total > 0)
+    weights = gold.sum(-1) if average == "weighted" else np.ones(total.shape)
+    result: Array = (scores * weights).sum(0) / weights.sum(0)
+    return result
+
+
+def _pearson(pairs: Array) -> Array:
+    centered = pairs - pairs.mean(-2, keepdims=True)
+    product = np.sqrt((centered**2).sum(-2).prod(-1))
+    return np.divide(centered.prod(-1).sum(-1), product, out=np.zeros(product.shape), where=product > 0)
+
+
+def _rank(pairs: Array) -> Array:
+    """Return the ranks of both columns [N, 2]; equal values share the mean of theirs."""
+    ranks = []
+    for column in pairs.T:
+        _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum() - (counts - 1) / 2)[inverse])
+    return np.stack(ranks, axis=1)
+
+
+def _calibration_error(pairs: Array) -> Array:
+    """Expected calibration error (Guo et al., 2017): of pairs (confidence, is right), in ten bins of equal width."""
+    bins = np.minimum(pairs[..., 0] * 10, 9).astype(int)
+    gaps = np.stack([((pairs[..., 0] - pairs[..., 1]) * (bins == number)).sum(-1) for number in range(10)])
+    error: Array = np.abs(gaps).sum(0) / pairs.shape[-2]
+    return error
 
 
 def _matthews(pairs: Array) -> Array:
@@ -187,6 +255,10 @@ AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
     "weighted_perplexity": lambda pairs: np.exp(-_weighted_mean(pairs)),
     "bits_per_byte": lambda pairs: -_weighted_mean(pairs) / math.log(2),
     "f1": _f1,
+    "multilabel_f1": lambda pairs: np.nan_to_num(_weighted_mean(pairs)),
+    "pearson": _pearson,
+    "spearman": _pearson,
+    "calibration_error": _calibration_error,
     "matthews_corrcoef": _matthews,
 }
 # Draws of the bootstrap of what is measured over a whole corpus, as the harness takes them.
@@ -203,14 +275,31 @@ def metrics_of(task: TaskSettings) -> list[Options]:
     for metric in task.metric_list if task.process_results is None else ():
         name = metric.get("metric")
         aggregation = metric.get("aggregation", "mean")
-        if name not in names and not (callable(name) and task.output_type == "generate_until"):
+        if is_pass_at_k(metric) and task.output_type == "generate_until":
+            _check_pass_at_k(task, metric)
+        elif name not in names and not (callable(name) and task.output_type == "generate_until"):
             what = f"the metric {name} does not fit tasks of type {task.output_type}."
             raise task.error(what, f"Those that do: {join_words(names, 'and')}.")
         if not callable(aggregation) and aggregation not in (*AGGREGATIONS, *CORPUS_METRICS):
             raise task.error(f"there is no aggregation {aggregation}.", f"Use {join_words([*AGGREGATIONS])}.")
-        if name in CORPUS_METRICS:
+        if name in _SACREBLEU:
             import_optional("sacrebleu", f"the metric {name}", task.task)
+        if name in text_metrics.ROUGE:
+            text_metrics.rouge_scorer(name, metric.get("tokenize"))
+        if metric.get("average", "binary") not in ("binary", "macro", "micro", "weighted"):
+            what = f"the metric {name} has an average {metric['average']}."
+            raise task.error(what, "Use binary, macro, micro or weighted.")
     return task.metric_list or [{"metric": name} for name in names[: _NUM_DEFAULTS.get(task.output_type)]]
+
+
+def _check_pass_at_k(task: TaskSettings, metric: Options) -> None:
+    k = name_of(metric).removeprefix("pass@")
+    if not k.isdigit() or not 1 <= int(k) <= task.repeats:
+        what = f"the metric {name_of(metric)} needs at least as many answers, and repeats is {task.repeats}."
+        raise task.error(what, "Name it pass@1, or set repeats to more.")
+    if "program" not in metric:
+        fix = 'Such as program: "{{prompt}}{{answer}}\\n{{test}}", with the columns of a document.'
+        raise task.error(f"the metric {name_of(metric)} has no program.", fix)
 
 
 def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> None:
@@ -220,9 +309,15 @@ def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> No
     names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
     if "acc_mutual_info" in names and any(len(sample.pairs) != 2 * len(sample.choices) for sample in samples):
         raise task.error("the metric acc_mutual_info is for choices after one context.", "Use acc.")
-    if "f1" in names and any(len(sample.choices) != 2 for sample in samples):
+    for name in (metric["metric"] for metric in metrics_of(task) if "tokenize" not in metric):
+        is_chinese = any(text_metrics.has_chinese(str(text)) for sample in samples for text in sample.gold)
+        if name in ("bleu", *text_metrics.ROUGE) and is_chinese:
+            what = f"the metric {name} splits words at spaces, and there are Chinese answers."
+            raise task.error(what, f"Add `tokenize: {'zh' if name == 'bleu' else 'char'}` to the metric.")
+    is_binary = any(metric["metric"] == "f1" and "average" not in metric for metric in metrics_of(task))
+    if is_binary and any(len(sample.choices) != 2 for sample in samples):
         what = "the metric f1 is for tasks with two choices, the second of which is the class that is sought."
-        raise task.error(what, "Use acc or mcc.")
+        raise task.error(what, "Set average to macro, micro or weighted.")
 
 
 # Results
@@ -237,6 +332,7 @@ class MetricResult:
         method: how the error was estimated.
         interval: of 95%.
         size: number of documents.
+        signature: what a metric of another library depends on, such as its version and how it splits words.
     """
 
     value: float
@@ -245,6 +341,7 @@ class MetricResult:
     interval: tuple[float, float]
     size: int
     higher_is_better: bool
+    signature: str = ""
 
 
 def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None = None) -> MetricResult:
@@ -259,14 +356,22 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
     aggregation = metric.get("aggregation") or _AGGREGATIONS_OF.get(name, name)
     better = metric.get("higher_is_better", name not in _LOWER_IS_BETTER)
     size = len(values)
+    signature = ""
     if callable(aggregation) or aggregation in CORPUS_METRICS:
-        function = aggregation if callable(aggregation) else partial(_score_corpus, aggregation, metric)
+        function = aggregation if callable(aggregation) else lambda pairs: text_metrics.score_corpus(metric, pairs)[0]
         generator = Random(0)
         value = float(function(values))
+        if not callable(aggregation):
+            signature = text_metrics.score_corpus(metric, values)[1]
         draws = np.array([function(generator.choices(values, k=size)) for _ in range(_CORPUS_DRAWS)], np.float64)
     else:
         array = np.array(values, np.float64)
         statistic = AGGREGATIONS.get(aggregation, _mean)
+        if name == "spearman":
+            # The bootstrap draws the ranks that the documents have among all.
+            array = _rank(array)
+        if statistic is _f1:
+            statistic = partial(_f1, average=metric.get("average", "binary"))
         value = float(statistic(array))
         if statistic is _mean:
             stderr = statistics.mean_stderr(array, clusters)
@@ -274,17 +379,7 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
             return MetricResult(value, stderr, method, statistics.mean_interval(array, clusters), size, better)
         draws = statistics.bootstrap(lambda indices: statistic(array[indices]), size, clusters)
     interval = (float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
-    return MetricResult(value, float(draws.std(ddof=1)), "bootstrap", interval, size, better)
-
-
-def _score_corpus(name: str, metric: Options, pairs: Sequence[tuple[Sequence[str], str]]) -> float:
-    """Return a metric of sacrebleu for right texts and generated ones; BLEU splits words as `tokenize` says."""
-    options: Options = {"word_order": 2} if name == "chrf++" else {}
-    if name == "bleu" and "tokenize" in metric:
-        options["tokenize"] = metric["tokenize"]
-    references = list(zip(*(gold for gold, _ in pairs), strict=True))
-    function = vars(import_optional("sacrebleu", f"the metric {name}", name))[CORPUS_METRICS[name]]
-    return float(function([text for _, text in pairs], references, **options).score)
+    return MetricResult(value, float(draws.std(ddof=1)), "bootstrap", interval, size, better, signature)
 
 
 def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> MetricResult:

@@ -19,6 +19,7 @@ from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_byt
 from jingu.errors import JinguError
 from jingu.formats.huggingface import INDEX, WEIGHTS, read_json, write_json
 from jingu.formats.models import open_model
+from jingu.formats.provenance import copy_provenance
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
 from jingu.model.decoder import parameter_shapes
@@ -54,6 +55,7 @@ def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> 
         JinguError: the model cannot be read, it has no tokenizer, `to` is not empty, or the check fails.
     """
     write_model(open_model(model), to, dtype, check)
+    copy_provenance(model, to)
 
 
 def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
@@ -66,7 +68,8 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
         )
     torch_dtype = DTYPES.get(dtype, model.dtype)
     family = export_hf(model.spec, model.read, model.tokenizer(), to, torch_dtype, source=model, check=check)
-    loaders = f"transformers loads it as {family.architectures[0]}"
+    architecture = family.classifier if model.spec.score_head else family.architectures[0]
+    loaders = f"transformers loads it as {architecture}"
     if family.equivalent:
         loaders = "transformers has no such architecture: jingu loads it, and so does the code of its authors"
     print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loaders}.")

@@ -10,10 +10,9 @@ from __future__ import annotations
 import atexit
 import mmap
 import re
-import shutil
 import struct
-import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
@@ -30,6 +29,7 @@ from jingu.errors import JinguError
 from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.runtime.files import temporary_folder
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_tokenizer import write_gguf_tokenizer
 
@@ -88,8 +88,9 @@ def open_gguf(path: Path) -> StoredModel:
         path, path, config, lambda _, shapes: _open_weights(path, library, infos, name, config, shapes)
     )
     # The tokenizer is inside the file: it gets a folder of its own until the process ends.
-    folder = Path(tempfile.mkdtemp(prefix="jingu-tokenizer-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    until_exit = ExitStack()
+    atexit.register(until_exit.close)
+    folder = until_exit.enter_context(temporary_folder("jingu-tokenizer-"))
     try:
         write_gguf_tokenizer(metadata, model.spec.max_position_embeddings, folder)
     except JinguError as error:

@@ -45,16 +45,12 @@ class GrowthOptions:
     seed: int = 0
 
 
-def grow_model(model: Path, to: Path, dtype: str = "auto", check: bool = False, **options: Any) -> None:
+def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto", check: bool = False) -> None:
     """Write a larger model than `model` (a run, a step of one, a Hugging Face folder, a GGUF file), from its weights.
-
-    Args:
-        options: fields of `GrowthOptions`.
 
     Raises:
         JinguError: nothing is to grow, a rule does not fit the model, or as `convert`.
     """
-    growth = GrowthOptions(**options)
     stored = open_model(model)
     grows = (growth.tokenizer, growth.vocab_size, growth.num_layers, growth.hidden_size, growth.experts)
     if all(value is None for value in grows):

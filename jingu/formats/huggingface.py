@@ -119,7 +119,8 @@ def _find_family(config: Mapping[str, Any], where: Path) -> Family:
     """Return the family of the architecture that a config names."""
     names = [str(name) for name in config.get("architectures") or []]
     families = {name: family for family in FAMILIES.values() for name in family.architectures}
-    family = next((families[name] for name in names if name in families), None)
+    readable = {**families, **{family.classifier: family for family in FAMILIES.values()}}
+    family = next((readable[name] for name in names if name in readable), None)
     if config.get("auto_map") and not (family and family.equivalent):
         raise JinguError(
             "the model asks to run Python code that came with it (auto_map). jingu never runs such code.",

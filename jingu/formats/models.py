@@ -19,7 +19,7 @@ from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
-from jingu.model.adapter_layers import is_adapter
+from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import ModelSpec
 
@@ -95,9 +95,7 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
         if name.startswith("model/")
     }
     # A run that trained adapters has saved nothing else.
-    expected = {
-        name: shape for name, shape in parameter_shapes(spec).items() if spec.adapter is None or is_adapter(name)
-    }
+    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     compare_shapes(expected, stored, step)
     config = run_config(run)
     is_prefix_lm = config is not None and isinstance(config.data.objective, PrefixLmSettings)
@@ -157,8 +155,8 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
 def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> StoredModel:
     """Open adapters for a model, as `load_adapters`. Raises JinguError unless they are those that `spec` describes."""
     adapters = load_adapters(path, base)
-    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_adapter(name)}
-    names = {name for name in parameter_shapes(adapters.spec) if is_adapter(name)}
+    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
+    names = {name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)}
     if names != set(expected) or any(adapters.read(name).shape != shape for name, shape in expected.items()):
         raise JinguError(
             "the initial adapters are of another kind or size, or for another model.",

@@ -26,12 +26,12 @@ from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
 from jingu.formats.huggingface import read_json
 from jingu.formats.safetensors import read_header
-from jingu.formats.stored_model import StoredModel, Update, extend_base
-from jingu.model.adapter_layers import merge_adapter
+from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
+from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_adapter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
-from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt, replace_fields
+from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -54,14 +54,8 @@ _ADAPTER_KEY = re.compile(
     r"(.+)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|token_adapter\.trainable_tokens_delta)"
     r"(?:\.weight|(\.bias))?"
 )
-_TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 _WHOLE_KEY = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
-# Fields of the spec that say whether modules have biases.
-_BIAS_FIELDS = {
-    **dict.fromkeys(("q", "k", "v"), "attention.qkv_bias"),
-    "output": "attention.output_bias",
-    **dict.fromkeys(("gate", "up", "down"), "feed_forward.bias"),
-}
 
 # A matrix of Hugging Face's, and the tensors of its adapter.
 Adapted = tuple[TensorMapping, Mapping[str, Tensor]]
@@ -128,8 +122,8 @@ class _AdapterReader:
             for leaf in ("weight", "bias"):
                 if leaf in leaves:
                     self._replace(mappings.get(f"{module}.{leaf}"), f"{module}.{leaf}", leaves.pop(leaf))
-            if _TOKEN_ROWS in leaves:
-                rows = leaves.pop(_TOKEN_ROWS)
+            if TOKEN_ROWS in leaves:
+                rows = leaves.pop(TOKEN_ROWS)
                 (name,) = mappings[f"{module}.weight"].jingu_shapes
                 self._update(name, partial(_replace_rows, self._token_ids(module, rows), rows))
         adapted = [(mappings[f"{module}.weight"], leaves) for module, leaves in modules.items() if leaves]
@@ -155,7 +149,7 @@ class _AdapterReader:
 
     def _untie(self, modules: Mapping[str, Mapping[str, Tensor]], embedding: str, head: str) -> None:
         """Give a tied head a weight of its own if adapters change only the head or only the embedding."""
-        changes_embedding = set(modules.get(embedding, ())) - {_TOKEN_ROWS}
+        changes_embedding = set(modules.get(embedding, ())) - {TOKEN_ROWS}
         if self.spec.tie_word_embeddings and (changes_embedding or head in modules):
             self.spec = self.spec.model_copy(update={"tie_word_embeddings": False})
 
@@ -252,7 +246,7 @@ class _AdapterReader:
         # peft has subtracted the initial matrices from the base model. With a negative sign they join the adapter.
         read = extend_base(self.base, self.spec).read
         weight = mapping.to_hf([read(name) for name in mapping.jingu_shapes]).float()
-        initial_a, initial_b = _initial_pair(init, weight.t() if is_transposed else weight, own)
+        initial_a, initial_b = initial_factors(init, weight.t() if is_transposed else weight, own)
         return torch.cat([a, initial_a]), torch.cat([b, -own.scale * initial_b], 1)
 
     def _add_bias(self, mapping: TensorMapping, bias: Tensor) -> None:
@@ -260,12 +254,7 @@ class _AdapterReader:
         sizes = [shape[0] for shape in mapping.jingu_shapes.values()]
         for name, piece in zip(mapping.jingu_shapes, _rows_from_hf(mapping, bias).split(sizes), strict=True):
             bias_name = f"{name.removesuffix('.weight')}.bias"
-            field = _BIAS_FIELDS.get(bias_name.split(".")[-2])
-            if bias_name not in parameter_shapes(self.spec):
-                has_experts = isinstance(self.spec.feed_forward, Experts)
-                if field is None or (has_experts and field == "feed_forward.bias"):
-                    raise self._error(f"the adapter adds a bias to {name}, which the model cannot have")
-                self.spec = replace_fields(self.spec, **{field: True})
+            self.spec = add_bias(self.spec, bias_name, self.folder)
             self._update(bias_name, partial(torch.add, other=piece))
 
     def _read_ia3(self, adapted: Sequence[Adapted]) -> Ia3:
@@ -334,17 +323,6 @@ def _rows_from_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
     return rows if mapping.transform is TRANSPOSE else mapping.transform.to_jingu(rows, mapping.spec)
 
 
-def _initial_pair(init: str, weight: Tensor, own: Lora) -> tuple[Tensor, Tensor]:
-    """Return the matrices A and B that peft initializes from a weight [outputs, inputs] with PiSSA or OLoRA."""
-    rank = own.rank
-    if init == "olora":
-        q, r = torch.linalg.qr(weight)
-        return r[:rank], q[:, :rank]
-    left, values, right = torch.linalg.svd(weight, full_matrices=False)
-    roots = (values[:rank] / own.scale).sqrt()
-    return roots.unsqueeze(1) * right[:rank], left[:, :rank] * roots
-
-
 def _constant(value: Tensor, _old: Tensor) -> Tensor:
     return value
 
@@ -402,7 +380,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     else:
         unsupported += [key for key, value in config.items() if value and key not in _UNDERSTOOD.split()]
     init = str(config.get("init_lora_weights", True)).lower()
-    if init not in (*_PLAIN_INITS, "pissa", "olora"):
+    if init not in (*_PLAIN_INITS, *RESIDUAL_INITS):
         unsupported.append("init_lora_weights")
     if unsupported:
         settings = ", ".join(f"{key} to {config.get(key)!r}" for key in unsupported)

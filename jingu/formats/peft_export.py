@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from jingu.errors import JinguError
 from jingu.formats.huggingface import write_json
-from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY
-from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY, TOKEN_ROWS
+from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
+from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
@@ -21,6 +22,8 @@ from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically
 
+# Ends of the keys of the first matrix: of a linear layer, and of an embedding, where it is the one [R, V].
+_A_KEYS = ("lora_A.weight", "lora_embedding_A")
 _USE_THE_RUN = "Use the run itself: every command accepts it."
 
 # Modules of jingu's that one matrix of Hugging Face's holds, and the number of outputs of each.
@@ -62,6 +65,7 @@ def _convert_weights(
     """Return peft's config and tensors for LoRA or IA3."""
     shapes = parameter_shapes(adapters.spec)
     tensors: dict[str, Tensor] = {}
+    saved_modules = _add_saved_modules(adapters, base, tensors) if isinstance(adapter, Lora) else []
     # Hugging Face's modules, and the rank of each: a fused matrix has the ranks of all its parts.
     ranks: dict[str, int] = {}
     feedforward_modules: list[str] = []
@@ -76,7 +80,7 @@ def _convert_weights(
             leaves = _convert_lora(adapters, base, shapes, mapping, modules)
         else:
             leaves = _convert_ia3(adapters, shapes, mapping, modules)
-        ranks[module] = len(leaves.get("lora_A.weight", ()))
+        ranks[module] = next((len(tensor) for leaf, tensor in leaves.items() if leaf in _A_KEYS), 0)
         tensors |= {f"{PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
         if f"{next(iter(modules))}.ia3_in" in shapes:
             feedforward_modules.append(module)
@@ -98,9 +102,52 @@ def _convert_weights(
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.use_rslora,
         "use_dora": adapter.use_dora,
+        "lora_bias": adapter.lora_bias,
         "bias": "none",
     }
+    if saved_modules:
+        lora_config["modules_to_save"] = saved_modules
+    if adapter.trainable_token_indices:
+        embedding = _embedding_name(base.spec)
+        tensors[f"{PREFIX}{embedding}.{TOKEN_ROWS}"] = adapters.read("embedding.token_rows")
+        lora_config["trainable_token_indices"] = {embedding: list(adapter.trainable_token_indices)}
     return config | lora_config, tensors
+
+
+def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:
+    """Add the modules that are trained whole to peft's tensors, and return their names."""
+    spec = equivalent_spec(base.spec)
+    names = parameter_shapes(base.spec)
+    is_saved = {name for name in names if is_trained(name, adapters.spec)}
+    if "embedding.weight" in is_saved and spec.tie_word_embeddings:
+        # peft gives each of two tied modules a copy.
+        spec = spec.model_copy(update={"tie_word_embeddings": False})
+        is_saved.add("head.weight")
+    modules = []
+    for mapping in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+        if is_saved.isdisjoint(mapping.jingu_shapes):
+            continue
+        if mapping.expert is not None:
+            raise JinguError(
+                f"peft has no whole matrices of experts, such as {mapping.hf_name}.",
+                where=adapters.where,
+                fix=_USE_THE_RUN,
+            )
+        parts = []
+        for name in mapping.jingu_shapes:
+            source = adapters if name in is_saved else base
+            parts.append(source.read(name if name in names else "embedding.weight"))
+        # A tensor by itself: tied ones would share memory.
+        tensors[f"{PREFIX}{mapping.hf_name}"] = mapping.to_hf(parts).clone()
+        modules.append(mapping.hf_name.rpartition(".")[0])
+    return sorted(set(modules))
+
+
+def _embedding_name(spec: ModelSpec) -> str:
+    """Return Hugging Face's name of the embedding."""
+    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    name = next(mapping.hf_name for mapping in mappings if "embedding.weight" in mapping.jingu_shapes)
+    return name.removesuffix(".weight")
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
@@ -117,16 +164,26 @@ def _convert_lora(
     adapter = adapters.spec.adapter
     assert isinstance(adapter, Lora)
     adapted = [module for module in modules if f"{module}.lora_a" in shapes]
-    a = [adapters.read(f"{module}.lora_a", mapping.expert) for module in adapted]
-    scales = {module: adapter.of_module(module).scale / adapter.scale for module in adapted}
-    b = {module: scales[module] * adapters.read(f"{module}.lora_b", mapping.expert) for module in adapted}
+    pairs = {module: read_lora_pair(adapters, base, module, mapping.expert) for module in adapted}
+    a = [pairs[module][0] for module in adapted]
+    b = {module: pairs[module][1] / adapter.scale for module in adapted}
     example = next(iter(b.values()))
+    if adapted == ["embedding"]:
+        return {_A_KEYS[1]: b["embedding"].t(), "lora_embedding_B": a[0].t()}
     # A part without an adapter has rows of zeros.
     blocks = [b[module] if module in b else example.new_zeros(rows, 0) for module, rows in modules.items()]
     tensors = {
         "lora_A.weight": torch.cat(a),
         "lora_B.weight": _rows_to_hf(mapping, torch.block_diag(*blocks)),
     }
+    if adapter.lora_bias:
+        biases = []
+        for module, rows in modules.items():
+            scale = adapter.of_module(module).scale / adapter.scale
+            biases.append(
+                scale * adapters.read(f"{module}.lora_bias") if module in adapted else example.new_zeros(rows)
+            )
+        tensors["lora_B.bias"] = _rows_to_hf(mapping, torch.cat(biases))
     if f"{adapted[0]}.lora_m" in shapes:
         # DoRA: the magnitude of a part without an adapter is the norm of its weights.
         magnitudes = []

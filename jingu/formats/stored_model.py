@@ -13,15 +13,21 @@ from torch import Tensor
 from jingu.checkpoint.mapped_files import expect_repeated_reads
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
-from jingu.model.adapter_layers import is_adapter, merge_parameter
+from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, is_adapter, is_trained, merge_parameter
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
 from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
-from jingu.model.spec import Ia3, Lora, ModelSpec
+from jingu.model.spec import Experts, Ia3, Lora, ModelSpec, replace_fields
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 
 Shapes = Mapping[str, torch.Size]
 Update = Callable[[Tensor], Tensor]
+# Fields of the spec that say whether modules have biases.
+_BIAS_FIELDS = {
+    **dict.fromkeys(("q", "k", "v"), "attention.qkv_bias"),
+    "output": "attention.output_bias",
+    **dict.fromkeys(("gate", "up", "down"), "feed_forward.bias"),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,10 @@ class StoredModel:
     @property
     def default_sampling(self) -> dict[str, float]:
         """Sampling parameters that generation_config.json recommends, by name."""
-        config = self.generation_config or {}
+        config = dict(self.generation_config or {})
+        if config.get("do_sample"):
+            # As in transformers.
+            config.setdefault("temperature", 1.0)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         # A top_k of 0 means no limit.
         return {name: config[name] for name in names if config.get(name) or (name == "temperature" and name in config)}
@@ -99,12 +108,14 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
     """
     adapter = adapters.spec.adapter
     adapted_shapes = parameter_shapes(adapters.spec)
-    spec = adapters.spec.model_copy(update={"quantization": None})
-    base = extend_base(fake_quantize(base, adapters.spec), spec)
+    spec = _merged_spec(adapters).model_copy(update={"quantization": None})
+    base = extend_base(fake_quantize(residual_base(base, adapters.spec), adapters.spec), spec)
     if isinstance(adapter, Lora | Ia3):
         # Merged as the weights are read, so that inference costs nothing more.
 
         def read_merged(name: str, expert: int | None = None) -> Tensor:
+            if is_trained(name, adapters.spec):
+                return adapters.read(name, expert)
             weight = base.read(name, expert)
             if name in adapters.updates:
                 weight = adapters.updates[name](weight)
@@ -119,6 +130,72 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
         where=adapters.where,
         is_prefix_lm=adapters.is_prefix_lm,
     )
+
+
+def _merged_spec(adapters: StoredModel) -> ModelSpec:
+    """Return the spec of a model that can hold the adapters in its own parameters.
+
+    A tied head gets a weight of its own if the embedding has a LoRA, and adapted modules with biases get biases.
+    """
+    spec = adapters.spec
+    names = parameter_shapes(spec)
+    if "embedding.lora_a" in names:
+        spec = spec.model_copy(update={"tie_word_embeddings": False})
+    for name in names:
+        if name.endswith(".lora_bias"):
+            spec = add_bias(spec, name.removesuffix("lora_bias") + "bias", adapters.where)
+    return spec
+
+
+def add_bias(spec: ModelSpec, name: str, where: CheckpointPath) -> ModelSpec:
+    """Return a spec whose model has the bias `name`. Raises JinguError if no model has it."""
+    if name in parameter_shapes(spec):
+        return spec
+    field = _BIAS_FIELDS.get(name.split(".")[-2])
+    if field is None or (isinstance(spec.feed_forward, Experts) and field == "feed_forward.bias"):
+        raise JinguError(
+            f"the adapter adds a bias {name}, which the model cannot have.",
+            where=where,
+            fix="Merge it with peft, and use the merged model.",
+        )
+    return replace_fields(spec, **{field: True})
+
+
+def residual_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
+    """Return the frozen weights of a model whose adapters began as a part of its matrices."""
+    adapter = spec.adapter
+    if not isinstance(adapter, Lora) or adapter.init_lora_weights not in RESIDUAL_INITS:
+        return base
+    names = parameter_shapes(spec)
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        weight = base.read(name, expert)
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_a" not in names:
+            return weight
+        own = adapter.of_module(module)
+        a, b = initial_factors(own.init_lora_weights, weight, own)
+        return weight - own.scale * (b @ a)
+
+    return replace(base, read=read)
+
+
+def read_lora_pair(
+    adapters: StoredModel, base: StoredModel, module: str, expert: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the matrices A [R, I] and, times the scale, B [O, R] that a module's LoRA adds to the base model's weight.
+
+    What PiSSA and OLoRA have subtracted from that weight joins them with a negative sign, as twice the rank.
+    """
+    adapter = adapters.spec.adapter
+    assert isinstance(adapter, Lora)
+    own = adapter.of_module(module)
+    a = adapters.read(f"{module}.lora_a", expert)
+    b = own.scale * adapters.read(f"{module}.lora_b", expert)
+    if own.init_lora_weights not in RESIDUAL_INITS:
+        return a, b
+    initial_a, initial_b = initial_factors(own.init_lora_weights, base.read(f"{module}.weight", expert), own)
+    return torch.cat([a, initial_a.to(a.dtype)]), torch.cat([b, -own.scale * initial_b.to(b.dtype)], 1)
 
 
 def extend_base(base: StoredModel, spec: ModelSpec) -> StoredModel:

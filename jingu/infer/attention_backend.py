@@ -93,17 +93,17 @@ class GatherBackend(AttentionBackend):
         """Write what a group's tokens see; see `AttentionBackend`."""
         if group.bias is None:
             heads = range(first_head, first_head + q_BTHK.shape[2])
-            group.bias = self._bias(group, heads, store, q_BTHK.dtype)
+            num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
+            group.bias = self.bias(group, heads, num_keys, store.shape[3], q_BTHK.dtype)
         # Neighbouring blocks are read where they are.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
         attend_padded(y_BTHK[:, group.rows], q_BTHK[:, group.rows], k_NGSK, v_NGSK, group.bias, scale)
 
-    def _bias(self, group: AttentionGroup, heads: range, store: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias(self, group: AttentionGroup, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
-        kv_heads = store.shape[3]
-        keys_S = torch.arange(group.blocks.numel() // group.num_seqs * store.shape[1], device=store.device)
+        keys_S = torch.arange(num_keys, device=group.positions.device)
         positions_NQ1 = group.positions[:, :, None]
         distance = positions_NQ1 - keys_S
         visible = distance >= 0

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine
+from jingu.infer.engine import Engine, EngineStats, StepEngine
 from jingu.infer.request import Event, Request
 from jingu.runtime.log import report_first_failure
 from jingu.runtime.ranks import RankInfo, is_launched, join_process_group
@@ -31,31 +32,32 @@ _REQUEST = TypeAdapter(Request)
 _IDLE_TIMEOUT = timedelta(days=3650)
 
 
-class DistributedEngine(Engine):
-    """The first rank's engine, which makes the others follow; these call `run_follower`. All ranks create it together.
+class DistributedEngine:
+    """The engine of all ranks, on the first one; the others call `run_follower`. All ranks create it together.
 
     Args:
-        engine: the first rank's; its state becomes that of this engine.
+        engine: the first rank's own.
 
     Raises:
         JinguError: the ranks have room for different numbers of KV blocks.
     """
 
     def __init__(self, engine: Engine) -> None:
-        vars(self).update(vars(engine))
+        self.model = engine.model
+        self._engine = engine
         self._channel = _CommandChannel(engine)
         self._commands: list[tuple[str, Any]] = []
         self._failed = False
 
     def submit(self, request: Request) -> int:
         """See `Engine`. Requests that it refuses are not broadcast."""
-        request_id = super().submit(request)
+        request_id = self._engine.submit(request)
         self._commands.append(("submit", _REQUEST.dump_python(request)))
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """See `Engine`."""
-        super().cancel(request_id)
+        self._engine.cancel(request_id)
         self._commands.append(("cancel", request_id))
 
     def step(self) -> list[Event]:
@@ -66,9 +68,18 @@ class DistributedEngine(Engine):
         self._failed = True
         self._channel.broadcast(self._commands)
         self._commands = []
-        events = super().step()
+        events = self._engine.step()
         self._failed = False
         return events
+
+    @property
+    def busy(self) -> bool:
+        """See `Engine`."""
+        return self._engine.busy
+
+    def stats(self) -> EngineStats:
+        """See `Engine`; of the first rank."""
+        return self._engine.stats()
 
     def close(self) -> None:
         """Let the other ranks return; after a failed step they do so by themselves."""
@@ -124,7 +135,7 @@ class _CommandChannel:
 
 
 @contextmanager
-def inference_ranks(device: str) -> Iterator[RankInfo | None]:
+def inference_ranks(device: DeviceType) -> Iterator[RankInfo | None]:
     """Join the ranks that a launcher started; yield None where there is no launcher, or a single rank."""
     with join_process_group(device, None) if is_launched() else nullcontext(None) as ranks:
         if ranks is None or ranks.world == 1:
@@ -135,7 +146,7 @@ def inference_ranks(device: str) -> Iterator[RankInfo | None]:
 
 
 @contextmanager
-def distributed_engine(engine: Engine, ranks: RankInfo | None) -> Iterator[Engine | None]:
+def distributed_engine(engine: Engine, ranks: RankInfo | None) -> Iterator[StepEngine | None]:
     """Yield the engine to call, on the first rank. On the others, follow it and then yield None."""
     if ranks is None:
         yield engine

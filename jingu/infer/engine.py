@@ -15,9 +15,11 @@ from __future__ import annotations
 import math
 import time
 from collections import abc
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
-from typing import Literal
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,19 +28,20 @@ from jingu.errors import JinguError, refuse
 from jingu.infer.attention_backend import KV_SPAN, BackendName
 from jingu.infer.beam_search import advance_beams, hypothesis_events
 from jingu.infer.block_manager import BlockManager
+from jingu.infer.card_sampling import SamplingRow, sample_rows
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import SequenceChunk, block_bytes
 from jingu.infer.model_runner import ModelRunner
-from jingu.infer.request import Event, Request, Score, Token, check_request_fits, check_token_ids
-from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingParams, top_logprobs
+from jingu.infer.request import Event, Pooling, Request, Score, Token, check_request_fits, check_token_ids
+from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingError, SamplingParams, top_logprobs
 from jingu.infer.scheduler import ScheduledSequence, Scheduler
 from jingu.infer.sequence import Sequence, SequenceGroup
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
 from jingu.infer.structured_output import GrammarCompiler
-from jingu.model.inputs import Inputs
-from jingu.runtime.device import force_eager, total_memory
+from jingu.model.decoder import Decoder
+from jingu.runtime.device import copy_to_device, total_memory
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,32 @@ class EngineStats:
     step_seconds: float = 0.0
     forward_seconds: float = 0.0
     experts: ExpertOffloadStats | None = None
+
+
+class StepEngine(Protocol):
+    """What drivers of an engine need: of `Engine`, or of the one that represents all ranks."""
+
+    model: InferenceModel
+
+    def submit(self, request: Request) -> int:
+        """See `Engine.submit`."""
+
+    def cancel(self, request_id: int) -> None:
+        """See `Engine.cancel`."""
+
+    @property
+    def busy(self) -> bool:
+        """See `Engine.busy`."""
+
+    def step(self) -> list[Event]:
+        """See `Engine.step`."""
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+
+
+# Lets a sequence take its next token, and returns its event.
+NextEvent = abc.Callable[[], Event]
 
 
 class Engine:
@@ -221,26 +250,25 @@ class Engine:
             request_ids.append(self.submit(request))
         return request_ids
 
-    def embed(self, prompt: abc.Sequence[int], pooling: Literal["mean", "last"] = "mean") -> list[float]:
-        """Return the embedding [D] of a prompt: final hidden states, pooled over its tokens, of length 1. It has NaN
-        where the states are not finite.
+    def embed(
+        self, prompts: abc.Sequence[abc.Sequence[int]], pooling: Pooling = "mean", adapter: str | None = None
+    ) -> list[tuple[float, ...]]:
+        """Return the embedding [D] of each prompt: final hidden states, pooled over its tokens, of length 1. With the
+        pooling score, return the reward model's score [1] of each prompt.
 
         Raises:
-            JinguError: the model has no embeddings, or the prompt does not fit it.
+            JinguError: the model has no embeddings or scores, a prompt does not fit it, or its states are not finite.
         """
-        spec = self.model.spec
-        if spec.num_encoder_layers is not None or any(spec.prompts) or self.model.world_size > 1:
-            raise JinguError("embeddings support only single-process decoders without prompt tuning.", where="model")
-        refuse(not prompt, "prompt", "empty", "1 token or more")
-        check_request_fits(spec, prompt, max_tokens=0)
-        # Without the blocks that are compiled for steps with a cache: they would be compiled again.
-        with torch.inference_mode(), force_eager():
-            tokens_BT = torch.tensor([prompt], device=self.model.parameter.device)
-            prefix_lengths = torch.full_like(tokens_BT, len(prompt)) if self.model.is_prefix_lm else None
-            hidden_TD = self.model.module(Inputs(tokens_BT, prefix_lengths=prefix_lengths))[0].float()
-            pooled_D = hidden_TD.mean(0) if pooling == "mean" else hidden_TD[-1]
-            embedding: list[float] = torch.nn.functional.normalize(pooled_D, dim=0).tolist()
-        return embedding
+        request_ids = [
+            self.submit(Request(tuple(prompt), SamplingParams(), 1, adapter=adapter, pooling=pooling))
+            for prompt in prompts
+        ]
+        embeddings = {}
+        for event in self._run(request_ids):
+            if event.embedding is None:
+                raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
+            embeddings[event.request_id] = event.embedding
+        return [embeddings[request_id] for request_id in request_ids]
 
     def _run(self, request_ids: list[int]) -> list[Event]:
         """Take steps until these requests are finished; return their events, and leave others for the next step."""
@@ -274,12 +302,15 @@ class Engine:
         model = self.model
         spec = model.spec
         prompt = list(request.prompt) or [model.tokenizer.eos_token_id]
-        check_request_fits(spec, prompt, request.max_tokens, scored=bool(request.continuations))
+        self._check_head(request.pooling)
+        if request.pooling is not None:
+            self._check_embeds()
+            refuse(not request.prompt, "prompt", "empty", "1 token or more")
+        check_request_fits(spec, prompt, request.max_tokens, request.generates)
         for continuation in request.continuations:
             check_token_ids(spec, continuation, "continuations")
         check_token_ids(spec, request.stop_token_ids, "stop_token_ids")
         check_token_ids(spec, request.sampling.logit_bias, "logit_bias")
-        model.adapters.number(request.adapter)
         refuse((request.logprobs or 0) > spec.vocab_size, "logprobs", request.logprobs, f"at most {spec.vocab_size}")
         # A beam search looks at (1 + number of end tokens) candidates a beam.
         max_beams = min(self.settings.max_num_seqs, spec.vocab_size // (1 + len(model.eos_token_ids)))
@@ -304,12 +335,36 @@ class Engine:
             encoder_ids,
             prompt_ids,
             num_prompt_tokens=len(prompt) if encoder_ids is None else len(request.prompt) + 1,
+            adapter=model.adapters.find(request.adapter),
             num_virtual_tokens=spec.prompts[0],
         )
+        if model.prompt_rows is not None and len(prompt_ids) >= model.prompt_rows.min_tokens:
+            group.num_dequantized = len(prompt_ids)
         if model.is_prefix_lm:
             group.bidirectional = range(group.num_virtual_tokens, len(prompt_ids))
         self._check_cache_size(group)
         return group
+
+    def _check_head(self, pooling: Pooling | None) -> None:
+        """Raise JinguError if a request needs another head than the model has. Embeddings need none."""
+        has_score_head = self.model.spec.score_head
+        if has_score_head and pooling is None:
+            what = "this is a reward model, which gives scores and no text."
+            raise JinguError(what, where="model", fix="Ask for scores (/v1/score, /v1/rerank) or embeddings.")
+        if not has_score_head and pooling == "score":
+            what = "this is a language model, which has no score head."
+            raise JinguError(what, where="model", fix="Take a reward model: a run of the task reward.")
+
+    @cached_property
+    def _score_weight_1D(self) -> Tensor:  # noqa: N802
+        """The score head's weight in fp64, on the host as the states that it reads."""
+        return cast(Decoder, self.model.module).head_weight().detach().cpu().double()
+
+    def _check_embeds(self) -> None:
+        """Raise JinguError unless the model has embeddings."""
+        spec = self.model.spec
+        if spec.num_encoder_layers is not None or any(spec.prompts) or self.model.world_size > 1:
+            raise JinguError("embeddings support only single-process decoders without prompt tuning.", where="model")
 
     def _check_cache_size(self, group: SequenceGroup) -> None:
         """Raise JinguError unless the KV cache has room for a group with all sequences that it forks into."""
@@ -317,7 +372,7 @@ class Engine:
         block_size = self._blocks.block_size
         num_shared = len(group.prompt_ids) // block_size
         own_tokens = len(group.prompt_ids) - num_shared * block_size + group.request.max_tokens
-        own_tokens -= bool(group.request.continuations)  # the last token of a continuation is a target only
+        own_tokens -= not group.request.generates  # the last token of a continuation is a target only
         if num_shared + group.num_forks * self._blocks.blocks_for(own_tokens) > self._blocks.num_usable:
             num_tokens = num_shared * block_size + group.num_forks * own_tokens
             raise JinguError(
@@ -351,9 +406,9 @@ class Engine:
         scheduled = self._scheduler.schedule(self._propose())
         if scheduled:
             # 2. Compute it in one forward pass.
-            logits = self._forward(scheduled, encoding)
+            outputs = self._forward(scheduled, encoding)
             # 3. Let each sequence take the tokens that follow.
-            self._process(scheduled, logits)
+            self._process(scheduled, outputs)
             self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - start
         events = self._events
@@ -375,7 +430,8 @@ class Engine:
         return drafts
 
     def _forward(self, scheduled: list[ScheduledSequence], encoding: Sequence | None) -> list[Tensor]:
-        """Compute scheduled tokens and draft tokens. Return for each sequence the logits [N, V] that it needs."""
+        """Compute scheduled tokens and draft tokens. Return for each sequence the logits [N, V] that it needs, or the
+        hidden states [N, D] of which its embedding is made."""
         chunks = []
         for item in scheduled:
             sequence = item.sequence
@@ -384,31 +440,43 @@ class Engine:
             chunks.append(SequenceChunk(sequence.table, first, ids, sequence.group.bidirectional))
         tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, encoding.table if encoding else None)
         # Logits are needed after a sequence's last token and after its draft tokens, unless its prompt goes on; or
-        # after every token, where log-probabilities of the prompt or of a continuation are wanted.
+        # after every token, where log-probabilities of the prompt or of a continuation are wanted. An embedding needs
+        # hidden states instead.
         rows: list[int] = []
+        pooled_rows: list[int] = []
         counts = []
         adapter_rows = []
+        dequantized_rows = []
         for item, chunk, start in zip(scheduled, chunks, starts, strict=True):
             sequence = item.sequence
             end = start + len(chunk.ids)
             count = 1 + len(item.draft_tokens) if item.num_tokens == sequence.num_uncomputed else 0
-            if sequence.wants_prompt_logprobs or sequence.score_targets is not None:
+            if sequence.needs_all_tokens or sequence.score_targets is not None:
                 count = len(chunk.ids)
-            rows += range(end - count, end)
+            (rows if sequence.group.request.pooling is None else pooled_rows).extend(range(end - count, end))
             counts.append(count)
-            adapter_rows.append((start, len(chunk.ids), self.model.adapters.number(sequence.group.request.adapter)))
+            num_dequantized = min(sequence.group.num_dequantized - chunk.first, item.num_tokens)
+            dequantized_rows.append(range(start, start + max(num_dequantized, 0)))
+            adapter_rows.append((start, len(chunk.ids), sequence.group.adapter))
         device = self._runner.cache.device
-        with self.model.adapters.select(adapter_rows, tokens_BT.shape[1], device):
-            source_BS = torch.tensor([encoding.group.encoder_ids], device=device) if encoding else None
+        num_rows = tokens_BT.shape[1]
+        prompt_rows = self.model.prompt_rows
+        select_rows = prompt_rows.select(dequantized_rows, num_rows) if prompt_rows is not None else nullcontext()
+        with self.model.adapters.select(adapter_rows, num_rows, device), select_rows:
+            source_BS = copy_to_device([encoding.group.encoder_ids], device) if encoding else None
             begin = time.perf_counter()
-            logits_NV = self._runner.compute_logits(tokens_BT, positions_BT, rows, source_BS)
+            logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, pooled_rows, source_BS)
             self._stats.forward_seconds += time.perf_counter() - begin
-        return list(logits_NV.split(counts))
+        pooled = [item.sequence.group.request.pooling is not None for item in scheduled]
+        logits = logits_NV.split([0 if pools else count for pools, count in zip(pooled, counts, strict=True)])
+        states = hidden_ND.cpu().split([count if pools else 0 for pools, count in zip(pooled, counts, strict=True)])
+        return [states[index] if pools else logits[index] for index, pools in enumerate(pooled)]
 
-    def _process(self, scheduled: list[ScheduledSequence], logits: list[Tensor]) -> None:
+    def _process(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> None:
         """Advance every sequence by what was computed."""
         beams: dict[SequenceGroup, list[Tensor]] = {}
-        for item, logits_NV in zip(scheduled, logits, strict=True):
+        sampled = self._sample_on_card(scheduled, outputs)
+        for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
             group = sequence.group
             first = sequence.num_computed
@@ -417,8 +485,15 @@ class Engine:
             sequence.num_computed += item.num_tokens
             if sequence.score_targets is not None:
                 sequence.add_scores(logits_NV)
+            elif group.request.pooling is not None:
+                event = sequence.pool(logits_NV, self._score_weight_1D if group.request.pooling == "score" else None)
+                self._events += [event] if event else []
             elif not sequence.num_uncomputed and not group.forks:
-                self._accept(sequence, item.draft_tokens, logits_NV)
+                events = sampled.get(sequence)
+                if events is None:
+                    rows = logits_NV[-1 - len(item.draft_tokens) :]
+                    events = [partial(sequence.sample, logits_V) for logits_V in rows]
+                self._accept(sequence, item.draft_tokens, events)
             if sequence.finish_reason == "error":
                 self._scheduler.discard_content(sequence)
             else:
@@ -434,13 +509,47 @@ class Engine:
         for group, beam_logits in beams.items():
             self._advance_beams(group, torch.stack(beam_logits))
 
-    def _accept(self, sequence: Sequence, draft_tokens: list[int], logits_NV: Tensor) -> None:
+    def _sample_on_card(
+        self, scheduled: list[ScheduledSequence], outputs: list[Tensor]
+    ) -> dict[Sequence, list[NextEvent]]:
+        """Sample all tokens of the step where their logits are, if that is not the host.
+
+        Returns:
+            For each sequence, functions that let it take its tokens, one after another.
+        """
+        rows: list[SamplingRow] = []
+        logits: list[Tensor] = []
+        events: dict[Sequence, list[NextEvent]] = {}
+        takers: list[tuple[Sequence, int]] = []
+        for item, logits_NV in zip(scheduled, outputs, strict=True):
+            sequence = item.sequence
+            is_complete = item.num_tokens == sequence.num_uncomputed
+            is_plain = sequence.group.request.generates and not sequence.group.forks
+            if not is_complete or not is_plain or logits_NV.device.type == "cpu":
+                continue
+            try:
+                own = sequence.sampling_rows(item.draft_tokens)
+            except SamplingError as error:
+                events[sequence] = [partial(sequence.fail, error)]
+                continue
+            first = len(logits_NV) - 1 - len(item.draft_tokens)
+            rows += own
+            logits.append(logits_NV[first : first + len(own)])
+            takers.append((sequence, len(own)))
+        tokens = iter(sample_rows(torch.cat(logits), rows) if rows else ())
+        for sequence, count in takers:
+            events[sequence] = [partial(sequence.take, next(tokens)) for _ in range(count)]
+        return events
+
+    def _accept(self, sequence: Sequence, draft_tokens: list[int], events: list[NextEvent]) -> None:
         """Sample tokens as long as they are the draft tokens, and one more. Logits after a rejected one are void."""
         self._stats.draft_tokens += len(draft_tokens)
-        for draft_token, logits_V in zip([*draft_tokens, None], logits_NV[-1 - len(draft_tokens) :], strict=True):
+        # After a draft token that a grammar has not seen, no event follows, and the draft ends.
+        for draft_token, next_event in zip([*draft_tokens, None][: len(events)], events, strict=True):
             self._stats.generated_tokens += 1
-            self._events.append(sequence.sample(logits_V))
-            if sequence.finish_reason is not None or sequence.token_ids[-1] != draft_token:
+            self._events.append(next_event())
+            is_draft = sequence.token_ids[-1] == draft_token and next_event is not events[-1]
+            if sequence.finish_reason is not None or not is_draft:
                 return
             sequence.num_computed += 1
             self._stats.accepted_tokens += 1
@@ -448,7 +557,7 @@ class Engine:
     def _advance_beams(self, group: SequenceGroup, logits_KV: Tensor) -> None:
         """Replace a group's beams by the best continuations of all of them, or end its search."""
         parents = self._scheduler.running_of(group)
-        survivors = advance_beams(group, parents, logits_KV)
+        survivors = advance_beams(group, parents, logits_KV.cpu())
         if survivors is None:
             for beam in parents:
                 self._scheduler.discard_content(beam)
@@ -490,7 +599,7 @@ class Engine:
         if not first:
             # Nothing predicts the first token.
             tokens.append(Token(group.prompt_ids[0], decode([group.prompt_ids[0]], keep_special_tokens=True)))
-        for token_id, logits_V in zip(group.prompt_ids[first + 1 :], logits_NV, strict=False):
+        for token_id, logits_V in zip(group.prompt_ids[first + 1 :], logits_NV.cpu(), strict=False):
             text = decode([token_id], keep_special_tokens=True)
             tokens.append(Token(token_id, text, *top_logprobs(logits_V, token_id, group.request.logprobs or 0)))
         group.prompt_logprobs = tuple(tokens)

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, can_quantize
 from jingu.model.spec import Experts, QuantizationFormat
 from jingu.parallel.offload import DiskStorage
-from jingu.runtime.device import make_worker_threads, request_huge_pages
+from jingu.runtime.device import device_module, make_worker_threads, request_huge_pages
 
 # A layer, in the order of computation, and an expert of it.
 ExpertKey = tuple[int, int]
@@ -91,7 +92,7 @@ class _Slot:
 
     def __init__(self, weights: dict[str, Tensor | PrepackedQuantizedWeight]) -> None:
         self.weights = weights
-        self.used: torch.cuda.Event | None = None
+        self.used: Any | None = None
         # Bytes of those that can be read into directly.
         self.buffers = {
             part: memoryview(weight.flatten().view(torch.uint8).numpy().data)
@@ -153,7 +154,7 @@ class ExpertOffloader:
         self._ready_LE = np.zeros((num_layers, experts.num_experts), dtype=bool)
         self._predictor = ReuseDistancePredictor(num_layers, experts.num_experts, experts.num_experts_per_token)
         self._readers = make_worker_threads(NUM_READERS, "experts")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None if device.type in ("cpu", "mps") else device_module(device).Stream(device)
         self._blocks: list[tuple[str, Block, MoELayer]] = []
         # Of the block that is being computed: hidden states before its last norm, and the router's choices.
         self._states_BTD = torch.empty(0)
@@ -236,8 +237,7 @@ class ExpertOffloader:
         matmuls = {part: partial(linear, weight=weight) for part, weight in slot.weights.items()}
         y_MD = self._blocks[layer][2].speak(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
         if self._stream is not None:
-            slot.used = torch.cuda.Event()
-            slot.used.record()
+            slot.used = device_module(self._device).current_stream().record_event()
         return y_MD
 
     def _next_ready(self, layer: int, needed: set[int]) -> int | None:
@@ -311,7 +311,8 @@ class ExpertOffloader:
             return
         layer, expert = key
         regions = {}
-        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        stream = nullcontext() if self._stream is None else device_module(self._device).stream(self._stream)
+        with torch.no_grad(), stream:
             if self._stream is not None and slot.used is not None:
                 self._stream.wait_event(slot.used)
             for part, weight in slot.weights.items():

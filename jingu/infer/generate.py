@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError
-from jingu.formats.models import open_model
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.distributed import distributed_engine, inference_ranks
-from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.inference_model import Device, InferenceModel, Precision, load, resolve_device
+from jingu.infer.engine import Engine, EngineSettings, StepEngine
+from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load
+from jingu.infer.kv_cache import block_bytes
 from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import FinishReason, Request, max_new_tokens
-from jingu.infer.sampling import SamplingParams
-from jingu.runtime.device import has_compiler
+from jingu.infer.sampling import SamplingOptions, SamplingParams
+from jingu.runtime.device import find_device_type, has_compiler
 from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import EXIT_INTERRUPTED, defer_interrupt
 
@@ -41,7 +42,7 @@ class InferenceOptions:
     """
 
     precision: Precision = "auto"
-    device: Device = "auto"
+    device: DeviceType = "auto"
     resident_experts: str | None = None
     pipeline: int = 1
     draft_model: Path | None = None
@@ -51,49 +52,70 @@ class InferenceOptions:
     threads: int | None = None
 
     def load(
-        self, model: Path, ranks: RankInfo | None = None, adapters: Mapping[str, Path] | None = None
+        self,
+        model: Path,
+        ranks: RankInfo | None = None,
+        adapters: Mapping[str, Path] | None = None,
+        runtime_adapters: bool = False,
+        allow_rewards: bool = False,
     ) -> InferenceModel:
-        """Load a model; see `jingu.infer.inference_model.load`."""
+        """Load a model; see `jingu.infer.inference_model.load`. Only `allow_rewards` permits a reward model."""
+        # Check options and models first, as loading takes long.
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        place = torch.device(resolve_device(self.device))
+        place = torch.device(find_device_type(self.device))
         for enabled, where in ((self.cuda_graphs, "--cuda-graphs"), (self.compile, "--compile")):
             if enabled and place.type != "cuda":
                 raise JinguError("this option needs a model on CUDA.", where=where, fix="Leave it out.")
         if self.compile and not has_compiler(place):
             what = "there is no compiler here: Triton is needed, and g++ or clang++."
             raise JinguError(what, where="--compile", fix="Install them, or leave it out.")
+        if not allow_rewards:
+            check_language_model(model)
         if self.draft_model is not None:
-            open_model(self.draft_model)  # report its errors before the model is loaded, which takes long
+            check_language_model(self.draft_model)
         inference_model = load(
-            model, self.precision, self.device, adapters, self.resident_experts, ranks, self.pipeline
+            model,
+            self.precision,
+            self.device,
+            adapters,
+            self.resident_experts,
+            ranks,
+            self.pipeline,
+            runtime_adapters,
         )
         return compile_blocks(inference_model) if self.compile else inference_model
 
-    def make_engine(self, model: InferenceModel, max_num_seqs: int = 64) -> Engine:
-        """Return an engine for a model, with the draft model."""
+    def make_engine(self, model: InferenceModel, max_num_seqs: int = 64, kv_cache_tokens: int | None = None) -> Engine:
+        """Return an engine for a model, with the draft model.
+
+        Args:
+            kv_cache_tokens: how many tokens the KV cache has room for; None: see `EngineSettings`.
+        """
         draft_model = None if self.draft_model is None else load(self.draft_model, self.precision, self.device)
         graphs = CudaGraphRunner() if self.cuda_graphs else None
-        settings = EngineSettings(max_num_seqs, num_speculative_tokens=self.num_speculative_tokens)
+        kv_cache_bytes = None
+        if kv_cache_tokens is not None:
+            kv_cache_bytes = kv_cache_tokens * block_bytes(model.spec, 1, model.parameter.itemsize)
+        settings = EngineSettings(
+            max_num_seqs, kv_cache_bytes=kv_cache_bytes, num_speculative_tokens=self.num_speculative_tokens
+        )
         return Engine(model, settings, draft_model, graphs)
 
 
-def split_options(**options: Any) -> tuple[SamplingParams, InferenceOptions]:
-    """Divide the options of a command into both kinds. None is the default of every option."""
-    options = {name: value for name, value in options.items() if value is not None}
-    sampling = {param.name: options.pop(param.name) for param in fields(SamplingParams) if param.name in options}
-    return SamplingParams(**sampling), InferenceOptions(**options)
+# All of them as their defaults.
+DEFAULT_INFERENCE = InferenceOptions()
 
 
 def generate(
     model: Path,
     prompt: str,
-    *,
+    sampling: SamplingOptions,
+    inference: InferenceOptions = DEFAULT_INFERENCE,
     max_tokens: int | None = None,
     stop: Sequence[str] | None = None,
     num_beams: int = 1,
     length_penalty: float = 1.0,
-    **options: Any,
 ) -> int:
     """Print the prompt and its continuation as it is generated (an encoder-decoder's answer only); then, to stderr, the
     speed.
@@ -104,7 +126,6 @@ def generate(
         max_tokens: the most tokens to generate; None: 128, or what the model's context has room for.
         num_beams: beams of a beam search, whose best hypothesis is printed at the end; 1: none.
         length_penalty: a hypothesis's log-probability is divided by its length to this power.
-        options: fields of `SamplingParams` and of `InferenceOptions`.
 
     Returns:
         The exit code; 130 where Ctrl-C ended it.
@@ -112,14 +133,15 @@ def generate(
     Raises:
         JinguError: the model, the prompt or an option cannot be used.
     """
-    sampling, inference = split_options(**options)
     with inference_ranks(inference.device) as ranks:
         inference_model = inference.load(model, ranks)
         ids = inference_model.encode(prompt)
         if max_tokens is None:
             max_tokens = max(1, min(128, max_new_tokens(inference_model.spec, len(ids))))
+        # Beam search does not sample, whatever the model recommends.
+        params = SamplingParams(**sampling) if num_beams > 1 else inference_model.sampling_params(sampling)
         request = Request(
-            ids, sampling, max_tokens, tuple(stop or ()), num_beams=num_beams, length_penalty=length_penalty
+            ids, params, max_tokens, tuple(stop or ()), num_beams=num_beams, length_penalty=length_penalty
         )
         with distributed_engine(inference.make_engine(inference_model), ranks) as engine:
             if engine is None:
@@ -148,9 +170,15 @@ class GenerationResult(NamedTuple):
         return f"{self.tokens} tokens, {self.tokens / self.seconds:.1f} a second"
 
 
-def print_stream(engine: Engine, request: Request, before: str = "") -> GenerationResult:
+def print_stream(
+    engine: StepEngine, request: Request, before: str = "", layout: Callable[[str | None], str] | None = None
+) -> GenerationResult:
     """Print a text, an answer as it is generated, and a new line. Ctrl-C ends it. Raise JinguError where the engine
-    reports an error."""
+    reports an error.
+
+    Args:
+        layout: returns what to print for a piece of the answer, and for None at its end; None: the pieces themselves.
+    """
     text = ""
     tokens = 0
     finish: FinishReason | None = None
@@ -168,9 +196,9 @@ def print_stream(engine: Engine, request: Request, before: str = "") -> Generati
                 if event.token is not None:
                     tokens += 1
                     text += event.token.text
-                    sys.stdout.write(event.token.text)
+                    sys.stdout.write(layout(event.token.text) if layout else event.token.text)
             sys.stdout.flush()
-        print(flush=True)
+        print(layout(None) if layout else "", flush=True)
         if error is not None:
             raise JinguError(f"{error}.", fix="Try --precision fp32; if that is no better, the weights are damaged.")
         return GenerationResult(text, tokens, time.perf_counter() - start, finish)

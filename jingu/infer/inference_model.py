@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from jingu.chat.chat_format import ChatFormat, find_chat_format
-from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.parallel import DeviceType, ParallelSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
 from jingu.formats.stored_model import StoredModel, load_model
 from jingu.infer.expert_offload import ExpertOffloader
-from jingu.infer.multi_lora import LoraAdapters, attach_lora_adapters, read_lora_adapters
+from jingu.infer.multi_lora import LoraAdapters, LoraWeights, read_lora_adapter
 from jingu.infer.prepack import prepack_weights
+from jingu.infer.sampling import SamplingOptions, SamplingParams
 from jingu.model.decoder import Decoder
 from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head
-from jingu.model.spec import ModelSpec, QuantizationFormat
+from jingu.model.quantized_weight import PromptRows
+from jingu.model.spec import Experts, ModelSpec, QuantizationFormat
 from jingu.parallel.layout import Layout
 from jingu.parallel.layout import Precision as Dtypes
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
-from jingu.parallel.pipeline import Model, ParallelModel
-from jingu.runtime.device import DTYPES, has_fast_bf16
+from jingu.parallel.pipeline import Model
+from jingu.runtime.device import DTYPES, check_number_format, find_device_type, has_fast_bf16
 from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
 
 Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
-Device = Literal["auto", "cpu", "cuda"]
 _KINDS: dict[str, QuantizationFormat] = {"int8": "int8", "int4": "int4"}
 
 
@@ -48,6 +50,8 @@ class InferenceModel:
         is_prefix_lm: whether the tokens of a prompt see each other in both directions, as in training.
         expert_offloader: of a mixture of experts, only some of which are in memory.
         adapters: LoRA adapters that requests can use.
+        read_adapter: reads an adapter that is to be loaded beside the model; None: all were loaded with the model.
+        prompt_rows: of its quantized matrices: which rows of a step are tokens of long prompts.
         default_sampling: sampling parameters that its generation_config.json recommends, by name.
         world_size: number of ranks that share the model.
         is_compiled: whether its blocks are compiled for inference.
@@ -62,8 +66,10 @@ class InferenceModel:
     prompt_prefix_ids: tuple[int, ...] = ()
     is_prefix_lm: bool = False
     expert_offloader: ExpertOffloader | None = None
-    adapters: LoraAdapters = field(default_factory=lambda: LoraAdapters(()))
+    adapters: LoraAdapters = field(default_factory=LoraAdapters)
+    read_adapter: Callable[[Path], LoraWeights] | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    prompt_rows: PromptRows | None = None
     world_size: int = 1
     is_compiled: bool = False
 
@@ -78,13 +84,23 @@ class InferenceModel:
         """Any floating-point parameter, for the dtype and the device."""
         return next(parameter for parameter in self.module.parameters() if parameter.is_floating_point())
 
+    def sampling_params(self, options: SamplingOptions, temperature: float = 0.0) -> SamplingParams:
+        """Return sampling parameters: `options`, for the rest `default_sampling`; `temperature` if neither has one."""
+        defaults: dict[str, Any] = {"temperature": temperature, **self.default_sampling}
+        return SamplingParams(**{**defaults, **options})
+
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Return the token ids of a prompt. For an encoder, sentinels written in the text become special tokens."""
         return (*self.prompt_prefix_ids, *encode_prompt(self.spec, self.tokenizer, prompt))
 
 
-def _check_processes(ranks: RankInfo | None, resident_experts: str | None, pipeline: int) -> None:
+def _check_processes(
+    ranks: RankInfo | None, resident_experts: str | None, pipeline: int, runtime_adapters: bool
+) -> None:
     """Raise a JinguError for options that do not fit the number of processes."""
+    if ranks is not None and runtime_adapters:
+        what = "only a model of a single process can load adapters later."
+        raise JinguError(what, where="--runtime-adapters", fix="Name them at the start with --adapter.")
     if ranks is not None and resident_experts is not None:
         raise JinguError(
             "expert offload supports only one process.",
@@ -99,14 +115,32 @@ def _check_processes(ranks: RankInfo | None, resident_experts: str | None, pipel
         )
 
 
+def check_language_model(path: Path) -> None:
+    """Raise JinguError for a reward model."""
+    if open_model(path).spec.score_head:
+        what = "this is a reward model, which gives scores and no text."
+        raise JinguError(what, where=path, fix="`jingu serve` gives its scores.")
+
+
+def _open_supported_model(path: Path, ranks: RankInfo | None) -> StoredModel:
+    """Return a model. Raise JinguError for a reward model that the engine cannot score with."""
+    stored_model = open_model(path)
+    spec = stored_model.spec
+    if spec.score_head and (ranks is not None or spec.num_encoder_layers is not None or any(spec.prompts)):
+        what = "scores support only single-process decoders without prompt tuning."
+        raise JinguError(what, where=path, fix="Leave out --processes, or take another reward model.")
+    return stored_model
+
+
 def load(
     path: Path,
     precision: Precision = "auto",
-    device: Device = "auto",
+    device: DeviceType = "auto",
     adapters: Mapping[str, Path] | None = None,
     resident_experts: str | None = None,
     ranks: RankInfo | None = None,
     pipeline: int = 1,
+    runtime_adapters: bool = False,
 ) -> InferenceModel:
     """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
 
@@ -118,20 +152,21 @@ def load(
             needed from the model's files, or from one that holds them rounded; None: all.
         ranks: this process among those that share the model, each of which calls this; None: it has all of it.
         pipeline: stages that they divide its blocks into.
+        runtime_adapters: whether further adapters can be loaded later.
 
     Raises:
         JinguError: what is wrong with it.
     """
-    _check_processes(ranks, resident_experts, pipeline)
-    stored_model = open_model(path)
-    lora_weights = read_lora_adapters(adapters or {}, stored_model)  # before the model, as loading takes time
+    _check_processes(ranks, resident_experts, pipeline, runtime_adapters)
+    stored_model = _open_supported_model(path, ranks)
+    # Before the model, as loading takes time.
+    lora_weights = {key: read_lora_adapter(folder, stored_model) for key, folder in (adapters or {}).items()}
     tokenizer = Tokenizer.load(stored_model.tokenizer())
-    place = torch.device(resolve_device(device)) if ranks is None else ranks.device
+    place = torch.device(find_device_type(device)) if ranks is None else ranks.device
     kind = _KINDS.get(precision)
     # The CPU kernels for quantized matrices are fast with bf16 activations only, also on CPUs without units for bf16.
     default_precision = "bf16" if kind is not None or has_fast_bf16(place) else "fp32"
-    name = precision if precision in DTYPES else default_precision
-    dtype = DTYPES[name]
+    dtype = check_number_format(DTYPES[precision if precision in DTYPES else default_precision], place)
     offloader: ExpertOffloader | None = None
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
@@ -143,14 +178,14 @@ def load(
             quantize_blocks(model, kind)
             quantize_embedding_and_head(model, dtype)
 
-    model: Model
-    if ranks is None:
-        model = load_model(stored_model, dtype, place, prepare)
-    else:
-        model = _load_shared(stored_model, dtype, ranks, pipeline, prepare)
-    lora_adapters = attach_lora_adapters(model, lora_weights, dtype)
+    model = _load_module(stored_model, dtype, place, ranks, pipeline, prepare)
+    prompt_rows = None if kind is None else _find_prompt_rows(stored_model.spec, kind, place)
+    lora_adapters = LoraAdapters(model, dtype)
+    for adapter_name, weights in lora_weights.items():
+        lora_adapters.attach(adapter_name, weights)
     for stage in model.stages:
-        prepack_weights(stage)
+        # An adapter may be for one of several projections that would be joined.
+        prepack_weights(stage, not runtime_adapters, prompt_rows)
     # Prepend BOS only where both the tokenizer and the model's configuration say so.
     has_bos = tokenizer.prompt_prefix_ids == [stored_model.special_token_ids.get("bos_token_id")]
     start_id = stored_model.decoder_start_token_id
@@ -165,9 +200,18 @@ def load(
         is_prefix_lm=stored_model.is_prefix_lm,
         expert_offloader=offloader,
         adapters=lora_adapters,
+        read_adapter=partial(read_lora_adapter, base=stored_model) if runtime_adapters else None,
         default_sampling=stored_model.default_sampling,
+        prompt_rows=prompt_rows,
         world_size=1 if ranks is None else ranks.world,
     )
+
+
+def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.device) -> PromptRows | None:
+    """Return the selection of rows that a model's quantized matrices share; None if it has no use for one."""
+    # Experts and encoders have rows of their own, and other devices dequantize for every row.
+    is_dense = spec.num_encoder_layers is None and not isinstance(spec.feed_forward, Experts)
+    return PromptRows(kind) if is_dense and device.type == "cpu" else None
 
 
 def load_chat_model(
@@ -199,10 +243,17 @@ def model_name(path: Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.absolute().name
 
 
-def _load_shared(
-    stored: StoredModel, dtype: torch.dtype, ranks: RankInfo, pipeline: int, prepare: Callable[[Decoder], object]
-) -> ParallelModel:
-    """Return this rank's part of a model, divided by the tables that training uses."""
+def _load_module(
+    stored: StoredModel,
+    dtype: torch.dtype,
+    place: torch.device,
+    ranks: RankInfo | None,
+    pipeline: int,
+    prepare: Callable[[Decoder], object],
+) -> Model:
+    """Return a model, or this rank's part of it, divided by the tables that training uses."""
+    if ranks is None:
+        return load_model(stored, dtype, place, prepare)
     # Pipeline stages, and tensor parallelism over the ranks of a stage.
     settings = ParallelSettings(pipeline=pipeline, tensor="auto", zero_stage=0)
     mesh = build_mesh(resolve_axis_sizes(settings, ranks.world, stored.spec), ranks.device)
@@ -213,10 +264,3 @@ def _load_shared(
 def encode_prompt(spec: ModelSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the token ids of a prompt, without BOS."""
     return tokenizer.encode(prompt, parse_special_tokens=spec.num_encoder_layers is not None)
-
-
-def resolve_device(choice: Device) -> str:
-    """Return the device to use. Raise JinguError where it is not available."""
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise JinguError("no CUDA device is to be found.", where="--device", fix="Use auto or cpu.")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice

@@ -18,6 +18,7 @@ from jingu.infer.attention_backend import KV_SPAN, QUERY_ROW_MULTIPLE, Attention
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
 from jingu.model.rotary import RotaryTables, rotary_tables
 from jingu.model.spec import ModelSpec, RotaryPositions
+from jingu.runtime.device import copy_to_device
 
 # Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.
 HEAD_DIM_MULTIPLE = 16
@@ -134,14 +135,14 @@ class PagedKVCache:
                 # The zero block stands where a sequence has no block yet.
                 blocks += own[:num_blocks]
                 blocks += [ZERO_BLOCK] * (num_blocks - len(own))
-            begins = torch.tensor([begin for _, begin in members], device=self.device)
+            begins = copy_to_device([begin for _, begin in members], self.device)
             self.tables.append([chunks[number].table for number, _ in members])
             self.groups.append(
                 AttentionGroup(
                     len(members),
                     num_tokens,
                     slice(first_row, len(ids)),
-                    torch.tensor(blocks, device=self.device),
+                    copy_to_device(blocks, self.device),
                     self._contiguous(chunks, blocks),
                     begins[:, None] + torch.arange(num_tokens, device=self.device),
                     range(0) if num_tokens == 1 else chunks[members[0][0]].bidirectional,
@@ -154,8 +155,8 @@ class PagedKVCache:
             self.slots_slice = slice(neighbours.start, neighbours.stop)
         # Padding rows compute token 0 at position 0, and write to the scratch block.
         padding = -len(ids) % self.row_multiple
-        self.slots_T = torch.tensor(slots + [SCRATCH_BLOCK * self.block_size] * padding, device=self.device)
-        rows = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=self.device)
+        self.slots_T = copy_to_device(slots + [SCRATCH_BLOCK * self.block_size] * padding, self.device)
+        rows = copy_to_device([ids + [0] * padding, positions + [0] * padding], self.device)
         return rows[:1], rows[1:], starts
 
     def _contiguous(self, chunks: Sequence[SequenceChunk], blocks: list[int]) -> slice | None:
@@ -219,7 +220,7 @@ class PagedKVCache:
         """Zero blocks in all layers."""
         for layer in self._layers:
             if layer.store is not None:
-                layer.store[list(blocks)] = 0
+                layer.store.index_fill_(0, copy_to_device(list(blocks), self.device, torch.int64), 0)
 
 
 def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, list[tuple[int, int]]]]:
@@ -256,7 +257,7 @@ class _LayerKVCache:
         head_dim = k_BTGK.shape[3]
         scale = head_dim**-0.5 if scale is None else scale
         if head_dim % HEAD_DIM_MULTIPLE:
-            q_BTHK, k_BTGK, v_BTGK = (_pad_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
+            q_BTHK, k_BTGK, v_BTGK = (pad_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
         if self.store is None:
             # Outside of inference mode, as blocks are also written between forward passes.
             with torch.inference_mode(False):
@@ -281,12 +282,12 @@ class _LayerKVCache:
 
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
         assert self._cache.encoding is not None
-        self._cache.encoding.cross_kv[self._number] = (_pad_heads(k_BSGK), _pad_heads(v_BSGK))
+        self._cache.encoding.cross_kv[self._number] = (pad_heads(k_BSGK), pad_heads(v_BSGK))
 
     def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
         head_dim = q_BTHK.shape[3]
         scale = head_dim**-0.5 if scale is None else scale
-        q_BTHK = _pad_heads(q_BTHK)
+        q_BTHK = pad_heads(q_BTHK)
         y_BTHK = torch.zeros_like(q_BTHK)
         for group, tables in zip(self._cache.groups, self._cache.tables, strict=True):
             # Sources differ in length, so that each sequence is computed by itself.
@@ -298,7 +299,7 @@ class _LayerKVCache:
         return y_BTHK[..., :head_dim]
 
 
-def _pad_heads(x: Tensor) -> Tensor:
+def pad_heads(x: Tensor) -> Tensor:
     """Pad [..., K] to a multiple of HEAD_DIM_MULTIPLE."""
     padding = _padded_size(x.shape[-1]) - x.shape[-1]
     return F.pad(x, (0, padding)) if padding else x

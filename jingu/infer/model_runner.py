@@ -25,7 +25,7 @@ from jingu.model.inputs import Inputs
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PREPACKED_ROWS, PrepackedQuantizedWeight, PrepackedWeight, QuantizedWeight
 from jingu.model.spec import AlibiPositions, Experts, RelativeBias
-from jingu.runtime.device import force_eager
+from jingu.runtime.device import copy_to_device, force_eager
 
 
 class ModelRunner:
@@ -58,28 +58,38 @@ class ModelRunner:
             # A captured step may depend on nothing but the content of its tensors.
             self.cache.use_slices = False
 
-    def compute_logits(
-        self, tokens_BT: Tensor, positions_BT: Tensor, rows: Sequence[int], source_BS: Tensor | None = None
-    ) -> Tensor:
-        """Run the forward pass that the cache has planned. Return the logits [N, V] after some of its rows, in fp32 or
-        fp64, on the CPU.
+    def compute(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        rows: Sequence[int],
+        hidden_rows: Sequence[int] = (),
+        source_BS: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the forward pass that the cache has planned. Return logits [N, V] and final hidden states [N, D] of
+        some rows, in fp32 or fp64, on the model's device.
 
         Args:
             rows: whose logits are needed.
+            hidden_rows: whose hidden states are needed.
             source_BS: what the encoder reads in this step.
         """
         model = self.model
         cache = self.cache
         # Pad the head's rows as the others, so that a row's logits do not depend on how many there are.
-        rows_N = torch.tensor(rows or [0], device=cache.device)
+        rows_N = copy_to_device(rows or [0], cache.device)
         rows_N = F.pad(rows_N, (0, -len(rows_N) % cache.row_multiple))
         source = None if source_BS is None else Inputs(source_BS)
+        hidden_ND = torch.empty(0, 0)
 
         def run_forward(inputs: Sequence[Tensor]) -> Tensor:
             tokens_BT, positions_BT, rows_N, *planned = inputs
             cache.set_graph_inputs(planned)
 
             def compute_head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+                nonlocal hidden_ND
+                if hidden_rows:
+                    hidden_ND = hidden_BTD[0].index_select(0, copy_to_device(list(hidden_rows), cache.device))
                 return linear(hidden_BTD[0, rows_N], weight_VD)
 
             model_inputs = Inputs(tokens_BT, positions_BT, source=source, cache=cache)
@@ -91,11 +101,12 @@ class ModelRunner:
         with no_grad, nullcontext() if model.is_compiled else force_eager():
             inputs = [tokens_BT, positions_BT, rows_N, *cache.graph_inputs]
             shape = cache.graph_shape
-            if self._graphs is None or shape is None:
+            if self._graphs is None or shape is None or hidden_rows:
                 logits_NV = run_forward(inputs)
             else:
                 logits_NV = self._graphs.run((len(rows_N), shape), inputs, run_forward)
-            return logits_NV[: len(rows)].to(torch.promote_types(logits_NV.dtype, torch.float32)).cpu()
+            dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+            return logits_NV[: len(rows)].to(dtype), hidden_ND.to(dtype)
 
 
 def _row_multiple(model: InferenceModel, default: int) -> int:
@@ -122,7 +133,7 @@ def compile_blocks(model: InferenceModel) -> InferenceModel:
     table = BlockTable([SCRATCH_BLOCK + 1])
     for chunk in (SequenceChunk(table, 0, [0] * 9), SequenceChunk(table, 9, [0])):
         tokens_BT, positions_BT, _ = runner.cache.plan([chunk], None)
-        runner.compute_logits(tokens_BT, positions_BT, [0])
+        runner.compute(tokens_BT, positions_BT, [0])
     return model
 
 
@@ -131,7 +142,7 @@ def _check_dense_decoder(model: InferenceModel, option: str) -> None:
     spec = model.spec
     dense = isinstance(model.module, Decoder) and spec.num_encoder_layers is None and not any(spec.prompts)
     dynamic = isinstance(spec.feed_forward, Experts) or isinstance(spec.position, AlibiPositions | RelativeBias)
-    if not dense or dynamic or model.adapters.names or model.world_size > 1:
+    if not dense or dynamic or model.adapters.names or model.read_adapter or model.world_size > 1:
         raise JinguError(
             "supports only single-process dense decoders without adapters, prompt tuning and position biases.",
             where=option,

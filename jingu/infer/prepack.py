@@ -20,24 +20,35 @@ from jingu.model.decoder import Decoder
 from jingu.model.experts import MoELayer
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, RMSNorm
 from jingu.model.matmul_kernels import matmul_dtype
-from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight, QuantizedWeight, can_quantize
+from jingu.model.quantized_weight import (
+    PrepackedQuantizedWeight,
+    PrepackedWeight,
+    PromptRows,
+    QuantizedWeight,
+    can_quantize,
+)
 from jingu.runtime.device import collapse_to_huge_pages
 
 AnyPrepacked = PrepackedWeight | PrepackedQuantizedWeight
 
 
-def prepack_weights(model: Decoder) -> None:
+def prepack_weights(model: Decoder, join: bool = True, prompt_rows: PromptRows | None = None) -> None:
     """Prepack a model, or a rank's part of one, in place. Afterwards it can only be used for inference.
 
     Matrices without a kernel stay as they are, as do routers and the unquantized matrices of experts.
+
+    Args:
+        join: whether projections of the same input become one matrix.
+        prompt_rows: for the quantized matrices of blocks that are multiplied with all rows of a step.
     """
     parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = parameter.dtype
     if parameter.device.type == "cpu" and dtype != torch.float64:
         lacks_units = dtype in (torch.bfloat16, torch.float16) and matmul_dtype(dtype, parameter.device) != dtype
         use_onednn = not lacks_units and bool(torch.backends.mkldnn.is_available())
-        _join_projections(model, dtype, use_onednn)
-        _prepack_quantized(model, dtype)
+        if join:
+            _join_projections(model, dtype, use_onednn, prompt_rows)
+        _prepack_quantized(model, dtype, prompt_rows)
         if use_onednn:
             _prepack_plain(model)
     for module in model.modules():
@@ -47,20 +58,22 @@ def prepack_weights(model: Decoder) -> None:
         call_forward_directly(module)
 
 
-def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool) -> None:
+def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, prompt_rows: PromptRows | None) -> None:
     """Join the matrices of projections that have the same input."""
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             projections = (module.q, module.k, module.v)
             # On a rank of tensor parallelism these are its own heads only.
             sizes = [_num_rows(projection) // module.head_dim for projection in projections]
-            module.qkv = _join(projections, dtype, use_onednn)
+            module.qkv = _join(projections, dtype, use_onednn, prompt_rows)
             module.sizes = sizes
         elif isinstance(module, FeedForwardLayer) and module.gate is not None:
-            module.gate_up = _join((module.gate, module.up), dtype, use_onednn)
+            module.gate_up = _join((module.gate, module.up), dtype, use_onednn, prompt_rows)
 
 
-def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool) -> Linear | None:
+def _join(
+    parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, prompt_rows: PromptRows | None
+) -> Linear | None:
     """Return one layer in place of several, whose weights are freed; None if they differ in kind or have no kernel."""
     if any(type(part) is not Linear for part in parts):
         return None
@@ -69,7 +82,7 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool) -> Line
     if all(_has_kernel(weight) and weight.kind == weights[0].kind for weight in weights):
         values = torch.cat([weight.values for weight in weights])
         scales = torch.cat([weight.scales for weight in weights])
-        joined = PrepackedQuantizedWeight.pack(weights[0].kind, values, scales, dtype)
+        joined = PrepackedQuantizedWeight.pack(weights[0].kind, values, scales, dtype, prompt_rows)
     elif use_onednn and all(isinstance(weight, Tensor) for weight in weights):
         joined = PrepackedWeight.pack(torch.cat([weight.detach() for weight in weights]))
     else:
@@ -83,9 +96,9 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool) -> Line
     return layer
 
 
-def _prepack_quantized(model: Decoder, dtype: torch.dtype) -> None:
+def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRows | None) -> None:
     """Prepack the quantized matrices of linear layers, experts and the head."""
-    head: Any = (model.head or model.embedding) if model.is_last else None
+    head: Any = (model.head or model.embedding) if model.is_last and model.score is None else None
     if head is not None and _has_kernel(head.weight):
         model.prepacked_head = _pack_quantized(head.weight, dtype)
     for module in list(model.modules()):
@@ -95,20 +108,22 @@ def _prepack_quantized(model: Decoder, dtype: torch.dtype) -> None:
         if module is head:
             _free_weight(module)
         elif weight.values.dim() == 2:
-            _set_weight(module, _pack_quantized(weight, dtype))
+            _set_weight(module, _pack_quantized(weight, dtype, prompt_rows))
         else:
             pairs = zip(weight.values, weight.scales, strict=True)
             experts = (PrepackedQuantizedWeight.pack(weight.kind, *pair, dtype) for pair in pairs)
             _set_weight(module, tuple(experts))
 
 
-def _pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PrepackedQuantizedWeight:
-    return PrepackedQuantizedWeight.pack(weight.kind, weight.values, weight.scales, dtype)
+def _pack_quantized(
+    weight: QuantizedWeight, dtype: torch.dtype, prompt_rows: PromptRows | None = None
+) -> PrepackedQuantizedWeight:
+    return PrepackedQuantizedWeight.pack(weight.kind, weight.values, weight.scales, dtype, prompt_rows)
 
 
 def _prepack_plain(model: Decoder) -> None:
     """Prepack the unquantized matrices in oneDNN's layout, on huge pages."""
-    head: Any = (model.head or model.embedding) if model.is_last else None
+    head: Any = (model.head or model.embedding) if model.is_last and model.score is None else None
     if head is not None and isinstance(head.weight, Tensor) and not head.weight.is_meta:
         model.prepacked_head = PrepackedWeight.pack(
             normalize(head.weight) if model.spec.normalize_lm_head else head.weight
@@ -118,7 +133,7 @@ def _prepack_plain(model: Decoder) -> None:
     # Routers multiply in fp32.
     routers = {module.router for module in model.modules() if isinstance(module, MoELayer)}
     for module in model.modules():
-        if type(module) is not Linear or module in routers:
+        if type(module) is not Linear or module in routers or module is model.score:
             continue
         if isinstance(module.weight, Tensor) and not module.weight.is_meta:
             _set_weight(module, PrepackedWeight.pack(module.weight))

@@ -10,6 +10,7 @@ from jingu.errors import JinguError, pluralize, refuse
 from jingu.infer.sampling import SamplingParams
 from jingu.model.spec import ModelSpec
 
+Pooling = Literal["mean", "last", "score"]
 FinishReason = Literal["end", "stop", "length", "cancelled", "error", "refused"]
 
 
@@ -18,17 +19,19 @@ class Constraint:
     """A constraint on the output (structured output).
 
     Attributes:
-        kind: JSON that matches a schema, any JSON object, or text that a regular expression matches as a whole.
-        value: the JSON schema or the regular expression; empty for any JSON object.
+        kind: JSON that matches a schema, any JSON object, or text that a regular expression or a context-free grammar
+            matches as a whole.
+        value: the JSON schema, the regular expression or the grammar (Lark or GBNF); empty for any JSON object.
     """
 
-    kind: Literal["json_schema", "json", "regex"]
+    kind: Literal["json_schema", "json", "regex", "grammar"]
     value: str = ""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue; or with continuations, a context after which these are scored and nothing is generated.
+    """A prompt to continue. With continuations, a context after which these are scored; with pooling, a text to embed:
+    then nothing is generated.
 
     Attributes:
         prompt: token ids; empty to start a new document. An encoder-decoder reads them in its encoder, and the engine
@@ -50,6 +53,10 @@ class Request:
         stop_token_ids: further end tokens, which also count with `ignore_eos`.
         keep_special_tokens: whether the text contains special tokens.
         continuations: token ids to score after the prompt, one event with a `Score` for each.
+        pooling: which hidden states the prompt's embedding is made of: their mean, or the last token's. With score, a
+            reward model's score head reads the last token's, and its score takes the place of the embedding.
+        scaled_logprobs: whether `logprobs` are those after temperature instead: of the distribution that is sampled
+            from, where nothing else changes it.
     """
 
     prompt: tuple[int, ...]
@@ -68,6 +75,8 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     keep_special_tokens: bool = False
     continuations: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling | None = None
+    scaled_logprobs: bool = False
 
     def __post_init__(self) -> None:
         refuse(self.max_tokens < 1, "max_tokens", self.max_tokens, "1 or more")
@@ -79,9 +88,27 @@ class Request:
         refuse(self.logprobs is not None and self.logprobs < 0, "logprobs", self.logprobs, "0 or more")
         refuse(self.n < 1, "n", self.n, "1 or more")
         refuse(self.num_beams < 1, "num_beams", self.num_beams, "1 or more")
+        if self.scaled_logprobs:
+            self._check_scaled_logprobs()
         if self.num_beams > 1:
             refuse(self.num_beams < self.n, "num_beams", self.num_beams, f"at least n, {self.n}")
             self._check_beam_search()
+
+    @property
+    def generates(self) -> bool:
+        """Whether its sequences are continued, rather than scored or embedded."""
+        return not self.continuations and self.pooling is None
+
+    def _check_scaled_logprobs(self) -> None:
+        sampling = self.sampling
+        truncates = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        if not sampling.temperature or truncates or sampling.changes_logits or self.constraint or self.min_tokens:
+            raise JinguError(
+                "log-probabilities after temperature are not those of sampling with top-k, top-p, min-p, penalties, a "
+                "bias, a constraint or a least length, nor of greedy decoding.",
+                where="scaled_logprobs",
+                fix="Leave these out, and set a temperature.",
+            )
 
     def _check_beam_search(self) -> None:
         if self.sampling.temperature > 0:
@@ -143,6 +170,7 @@ class Event:
         prompt_logprobs: on the first event of choice 0, where requested, the prompt's tokens.
         cumulative_logprob: sum over the choice's tokens so far; in beam search, the hypothesis's score.
         score: of a continuation.
+        embedding: of a prompt [D], of length 1; or its score [1].
     """
 
     request_id: int
@@ -156,13 +184,14 @@ class Event:
     prompt_logprobs: tuple[Token, ...] = ()
     cumulative_logprob: float = 0.0
     score: Score | None = None
+    embedding: tuple[float, ...] | None = None
 
 
-def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int, scored: bool = False) -> None:
+def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int, generates: bool = True) -> None:
     """Raise JinguError unless prompt and output (or a continuation to score) fit the model's context and vocabulary."""
     room = max_new_tokens(spec, len(prompt))
-    if scored and spec.num_encoder_layers is None:
-        # The last token of a continuation is a target only, and takes no position.
+    if not generates and spec.num_encoder_layers is None:
+        # The last token of a continuation is a target only, and takes no position; a prompt to embed has none.
         room += 1
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens or shorten the prompt." if room > 0 else "Shorten the prompt."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from jingu.infer.structured_output import Grammar
 
 NON_FINITE_LOGITS = "the model's logits are not finite"
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`. What is left out is as the model recommends, or else the default there."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    repetition_penalty: float
+    seed: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -93,12 +107,34 @@ class Sampler:
         logits_V = apply_penalties(logits_V, prompt, output, self.params)
         if self._grammar is not None:
             logits_V = self._grammar.mask_logits(logits_V)
-            if self._grammar.error is not None:
-                raise SamplingError("refused", f"the output constraint was given up here ({self._grammar.error})")
+            self._check_grammar()
         # NaN and +inf fail this test; so does a row in which every token is forbidden.
         if not logits_V.max().isfinite():
             raise SamplingError("error", NON_FINITE_LOGITS)
         return sample_token(logits_V, self.params, self._generator)
+
+    def random_numbers(self, count: int) -> list[float]:
+        """Return the next uniform numbers, which `skip_random_number` passes over one by one; none if greedy."""
+        if self.params.temperature == 0:
+            return [0.0] * count
+        numbers: list[float] = torch.rand(count, dtype=torch.float64, generator=self.clone_generator()).tolist()
+        return numbers
+
+    def skip_random_number(self) -> None:
+        """Pass over one random number: its token is taken."""
+        torch.rand(1, dtype=torch.float64, generator=self._generator)
+
+    def grammar_bitmask(self) -> Tensor | None:
+        """Return the bits of the tokens that may follow; None without a grammar. Raise SamplingError if it failed."""
+        if self._grammar is None:
+            return None
+        bitmask = self._grammar.next_bitmask()
+        self._check_grammar()
+        return bitmask
+
+    def _check_grammar(self) -> None:
+        if self._grammar is not None and self._grammar.error is not None:
+            raise SamplingError("refused", f"the output constraint was given up here ({self._grammar.error})")
 
     def accept(self, token_id: int) -> bool:
         """Advance the grammar by a token; return whether the output is complete."""

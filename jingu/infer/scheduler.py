@@ -56,16 +56,24 @@ class Scheduler:
             for running in self.running
             for content in running.block_hashes[running.num_computed // block_size :]
         }
+        # Texts to embed take turns with prompts: those that run at a time fill one step.
+        pooled_tokens = sum(running.num_uncomputed for running in self.running if running.group.request.pooling)
         skipped: deque[Sequence] = deque()
         encoding = None
         while self.waiting and encoding is None and self._has_slots(self.waiting[0].group):
             sequence = self.waiting.popleft()
-            # The last token is always computed, as its logits are needed. So are all whose logits are reported.
+            if sequence.group.request.pooling:
+                if pooled_tokens >= self._prefill_chunk_size:
+                    skipped.append(sequence)
+                    continue
+                pooled_tokens += len(sequence.token_ids)
+            # The last token is always computed, as its logits are needed. So are all of which something is reported.
             hashes: list[bytes] = []
-            if sequence.group.shares_blocks and not sequence.wants_prompt_logprobs:
+            if sequence.group.shares_blocks and not sequence.needs_all_tokens:
                 hashes = self._hash_blocks(sequence, len(sequence.token_ids) - 1)
             cached = self._acquire_prefix(hashes)
-            num_new = self._blocks.blocks_for(len(sequence.token_ids) + 1) - len(cached)
+            num_tokens = len(sequence.token_ids) + sequence.group.request.generates
+            num_new = self._blocks.blocks_for(num_tokens) - len(cached)
             full = num_new > self._blocks.num_free
             # Rather wait for a block that another sequence is computing than compute it twice.
             coming = len(cached) < len(hashes) and hashes[len(cached)] in pending
@@ -225,7 +233,11 @@ class Scheduler:
         block_size = self._blocks.block_size
         for first in range(len(hashes) * block_size, tokens // block_size * block_size, block_size):
             # Keys and values depend on the adapter too.
-            previous = hashes[-1] if hashes else (sequence.group.request.adapter or "").encode()
+            adapter = sequence.group.adapter
+            previous = hashes[-1] if hashes else str(adapter and adapter.number).encode()
+            # So does which of its tokens are multiplied by dequantized matrices.
+            num_dequantized = min(max(sequence.group.num_dequantized - first, 0), block_size)
+            previous += str(num_dequantized or "").encode()
             hashes.append(hash_block(previous, sequence.token_ids[first : first + block_size]))
         return hashes
 

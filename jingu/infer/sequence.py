@@ -5,20 +5,26 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
+from collections import abc
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from jingu.infer.card_sampling import SampledToken, SamplingRow
 from jingu.infer.detokenizer import IncrementalDetokenizer
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable
+from jingu.infer.multi_lora import Adapter
 from jingu.infer.request import Event, FinishReason, Request, Score, Token
-from jingu.infer.sampling import Sampler, SamplingError, top_logprobs
+from jingu.infer.sampling import NON_FINITE_LOGITS, Sampler, SamplingError, top_logprobs
 from jingu.infer.structured_output import Grammar
+from jingu.runtime.device import copy_to_device
 
+NON_FINITE_STATES = "the model's hidden states are not finite"
 # Keeps the random numbers of neighbouring seeds and of one request's choices apart.
 _SEED_STRIDE = 0x9E3779B1
 
@@ -31,6 +37,8 @@ class SequenceGroup:
         encoder_ids: what the encoder reads; None: the model has none.
         prompt_ids: what the decoder starts with, virtual tokens included.
         num_prompt_tokens: tokens of the prompt, without virtual ones.
+        adapter: the LoRA adapter that it uses; None: the base model.
+        num_dequantized: tokens from the first that are multiplied by dequantized matrices: a long prompt, or none.
         num_virtual_tokens: of prompt tuning, at the start of `prompt_ids`.
         bidirectional: positions that see each other, in a prefix LM. They are computed in one step, and their blocks
             cannot be shared with other requests.
@@ -45,6 +53,8 @@ class SequenceGroup:
     encoder_ids: tuple[int, ...] | None
     prompt_ids: tuple[int, ...]
     num_prompt_tokens: int
+    adapter: Adapter | None = None
+    num_dequantized: int = 0
     num_virtual_tokens: int = 0
     bidirectional: range = range(0)
     start_time: float = 0.0
@@ -114,6 +124,7 @@ class Sequence:
         score_targets: a continuation to score; None: the sequence generates.
         token_logprobs: of the targets scored so far.
         is_greedy: whether these are the most likely tokens.
+        pooled_D: sum of the hidden states [D] that the embedding is made of so far, in fp64.
     """
 
     def __init__(self, group: SequenceGroup, index: int, model: InferenceModel, grammar: Grammar | None = None) -> None:
@@ -131,6 +142,7 @@ class Sequence:
         self.score_targets: tuple[int, ...] | None = None
         self.token_logprobs: list[float] = []
         self.is_greedy = True
+        self.pooled_D: Tensor | None = None
         self.sampler = Sampler(request.sampling, request.sampling.seed + index * _SEED_STRIDE, grammar)
         # The output of an encoder-decoder contains sentinels, which are special tokens.
         keep = request.keep_special_tokens or group.encoder_ids is not None
@@ -153,6 +165,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def needs_all_tokens(self) -> bool:
+        """Whether something of every token of the prompt is needed, so that none can come from the prefix cache."""
+        return self.wants_prompt_logprobs or self.group.request.pooling == "mean"
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether logits after every token of the prompt are needed."""
         return self.group.request.prompt_logprobs and self.index == 0 and not self.output_ids
@@ -162,20 +179,69 @@ class Sequence:
         request = self.group.request
         try:
             allowed_V = logits_V
-            if len(self.output_ids) < request.min_tokens:
+            if forbidden := self._forbidden(len(self.output_ids)):
                 allowed_V = logits_V.clone()
-                allowed_V[list(self.eos_token_ids)] = -torch.inf
+                allowed_V[list(forbidden)] = -torch.inf
             token_id = self.sampler.sample(allowed_V, self.text_prompt_ids, self.output_ids)
         except SamplingError as error:
-            self.finish_reason = error.reason
-            return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
-        logprob: float | None = None
-        top: tuple[tuple[int, float], ...] = ()
-        if request.logprobs is not None:
-            logprob, top = top_logprobs(logits_V, token_id, request.logprobs or 0)
-            self.cumulative_logprob += logprob
-        text = self.append(token_id)
-        token = Token(token_id, text, logprob, top)
+            return self.fail(error)
+        if request.logprobs is None:
+            return self._continue(SampledToken(token_id, True))
+        logprobs = top_logprobs(logits_V / self._logprob_temperature, token_id, request.logprobs)
+        return self._continue(SampledToken(token_id, True, *logprobs))
+
+    def sampling_rows(self, draft_tokens: abc.Sequence[int]) -> list[SamplingRow]:
+        """Return what decides the tokens after the last one and after each draft token.
+
+        A grammar knows only what follows the last token, as it has not seen the draft tokens.
+
+        Raises:
+            SamplingError: the grammar was given up.
+        """
+        request = self.group.request
+        bitmask = self.sampler.grammar_bitmask()
+        output = self.output_ids
+        numbers = self.sampler.random_numbers(1 if bitmask is not None else 1 + len(draft_tokens))
+        return [
+            SamplingRow(
+                request.sampling,
+                self.text_prompt_ids,
+                [*output, *draft_tokens[:count]],
+                number,
+                self._forbidden(len(output) + count),
+                bitmask,
+                request.logprobs,
+                self._logprob_temperature,
+            )
+            for count, number in enumerate(numbers)
+        ]
+
+    @property
+    def _logprob_temperature(self) -> float:
+        request = self.group.request
+        return request.sampling.temperature if request.scaled_logprobs else 1.0
+
+    def _forbidden(self, num_output: int) -> tuple[int, ...]:
+        """Return the ids that may not follow an output of so many tokens."""
+        return self.eos_token_ids if num_output < self.group.request.min_tokens else ()
+
+    def take(self, sampled: SampledToken) -> Event:
+        """Continue with a token that was sampled on the card, and return its event."""
+        if not sampled.is_finite:
+            return self.fail(SamplingError("error", NON_FINITE_LOGITS))
+        self.sampler.skip_random_number()
+        return self._continue(sampled)
+
+    def fail(self, error: SamplingError) -> Event:
+        """End the sequence, as no token can be sampled, and return its event."""
+        self.finish_reason = error.reason
+        return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
+
+    def _continue(self, sampled: SampledToken) -> Event:
+        if sampled.logprob is not None:
+            self.cumulative_logprob += sampled.logprob
+        text = self.append(sampled.token_id)
+        token = Token(sampled.token_id, text, sampled.logprob, sampled.top)
         return self.group.event(self.index, token, self.finish_reason, self.cumulative_logprob)
 
     def append(self, token_id: int) -> str:
@@ -195,6 +261,32 @@ class Sequence:
             reason = "stop" if self._detokenizer.stopped else reason
         self.finish_reason = reason
         return text
+
+    def pool(self, hidden_ND: Tensor, score_weight_1D: Tensor | None = None) -> Event | None:
+        """Add the hidden states of the last N tokens to the embedding; return its event when it is complete.
+
+        Args:
+            score_weight_1D: the score head's weight, in fp64, where the request wants a score.
+        """
+        if not len(hidden_ND):
+            return None
+        if self.pooled_D is None or self.num_computed == len(hidden_ND):
+            self.pooled_D = hidden_ND.new_zeros(hidden_ND.shape[1], dtype=torch.float64)
+        # Summed one by one, so that the sum does not depend on how the prompt was divided into chunks.
+        self.pooled_D = torch.cat([self.pooled_D[None], hidden_ND]).cumsum(0)[-1]
+        if self.num_uncomputed:
+            return None
+        if not self.pooled_D.isfinite().all():
+            self.finish_reason = "error"
+            return self.group.event(self.index, None, "error", error=NON_FINITE_STATES)
+        self.finish_reason = "end"
+        if score_weight_1D is not None:
+            # A product of its own, so that the score does not depend on the batch.
+            pooled_D = score_weight_1D @ self.pooled_D
+        else:
+            pooled_D = normalize(self.pooled_D, dim=0)
+        embedding = tuple(pooled_D.float().tolist())
+        return replace(self.group.event(self.index, None, "end"), embedding=embedding)
 
     def fork(self, token_id: int, logprob: float) -> Sequence:
         """Return a beam that continues this one with a token. It refers to the same KV blocks."""
@@ -220,6 +312,13 @@ class Sequence:
         """Add the log-probabilities of the next N targets."""
         assert self.score_targets is not None
         first = len(self.token_logprobs)
-        for token_id, logits_V in zip(self.score_targets[first:], logits_NV, strict=False):
-            self.token_logprobs.append(top_logprobs(logits_V, token_id, 0)[0])
-            self.is_greedy = self.is_greedy and int(logits_V.numpy().argmax()) == token_id
+        targets = self.score_targets[first : first + len(logits_NV)]
+        targets_N = copy_to_device(targets, logits_NV.device, torch.int64)
+        # The last token of a chunk may be followed by no target.
+        logits_NV = logits_NV[: len(targets_N)]
+        logprobs_N = logits_NV.log_softmax(1).gather(1, targets_N[:, None])[:, 0]
+        is_best_N = logits_NV.argmax(1) == targets_N
+        # Both in one table, so that the host waits for a card once.
+        logprobs, is_best = torch.stack([logprobs_N, is_best_N.to(logprobs_N.dtype)]).tolist()
+        self.token_logprobs += logprobs
+        self.is_greedy = self.is_greedy and all(is_best)

@@ -165,7 +165,7 @@ class DraftModelSpeculator:
         """Return the logits after each chunk [N, V], -inf for tokens that only the target model has."""
         tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, None)
         rows = [start + len(chunk.ids) - 1 for start, chunk in zip(starts, chunks, strict=True)]
-        logits_NV = self._runner.compute_logits(tokens_BT, positions_BT, rows)
+        logits_NV = self._runner.compute(tokens_BT, positions_BT, rows)[0].cpu()
         return F.pad(logits_NV, (0, self._target_vocab_size - logits_NV.shape[1]), value=-torch.inf)
 
     def _release(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Structured output: JSON, or text that matches a regular expression. Tokens that cannot lead there are masked.
+"""Structured output: JSON, or text that matches a regular expression or a grammar. Other tokens are masked.
 
 llguidance knows which tokens of a tokenizer a grammar allows next.
 
@@ -48,6 +48,8 @@ class GrammarCompiler:
         try:
             if constraint.kind == "regex":
                 rules = LLMatcher.grammar_from_regex(constraint.value)
+            elif constraint.kind == "grammar":
+                rules = LLMatcher.grammar_from_lark(_convert_to_lark(constraint.value))
             else:
                 schema = json.loads(constraint.value) if constraint.kind == "json_schema" else {"type": "object"}
                 # JSON Schema also writes the schema that allows everything as `true`.
@@ -78,13 +80,18 @@ class Grammar:
 
     def mask_logits(self, logits_V: Tensor) -> Tensor:
         """Return logits with -inf for tokens that the grammar does not allow next."""
-        from llguidance.torch import fill_next_token_bitmask
-
         if self._matcher.is_error():
             return logits_V
-        fill_next_token_bitmask(self._matcher, self._bitmask)
-        bits = self._bitmask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+        bits = self.next_bitmask()[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
         return logits_V.masked_fill(bits.flatten()[: len(logits_V)] == 0, -torch.inf)
+
+    def next_bitmask(self) -> Tensor:
+        """Return a bit for each token that may follow [1, V / 32]; the next call overwrites it."""
+        from llguidance.torch import fill_next_token_bitmask
+
+        if not self._matcher.is_error():
+            fill_next_token_bitmask(self._matcher, self._bitmask)
+        return self._bitmask
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; return whether nothing can follow it."""
@@ -95,6 +102,17 @@ class Grammar:
     def error(self) -> str | None:
         """Why llguidance gave the grammar up (it may have grown too large); None: it did not."""
         return _clean_message(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+def _convert_to_lark(grammar: str) -> str:
+    """Return a grammar in Lark, which llguidance reads; llama.cpp's GBNF is converted. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:
+        # The converter has no common class for its errors.
+        raise ValueError(str(error)) from error
 
 
 def _clean_message(error: str) -> str:

@@ -1,30 +1,36 @@
 """Adapters of matrices: LoRA (Hu et al., 2022), DoRA (Liu et al., 2024), IA³ (Liu et al., 2022).
 
-Shapes: R rank, I inputs, O outputs, E experts, M choices.
+Shapes: B rows, T tokens, R rank, I inputs, O outputs, E experts, M choices, V vocabulary, D hidden size, N trained
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from hashlib import sha256
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.errors import JinguError
 from jingu.model.dropout import BlockDropoutSeeds, seeded_dropout
 from jingu.model.experts import GroupedLinear
 from jingu.model.grouped_matmul import grouped_matmul
-from jingu.model.layers import Linear
+from jingu.model.layers import Embedding, Linear
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
-from jingu.model.spec import Adapter, Ia3, Lora, ModelSpec
+from jingu.model.spec import Adapter, Ia3, Lora, LoraInit, ModelSpec
 
-# Names of an adapter's parameters, beside the `weight` of its module: the two small matrices, the lengths of rows,
-# factors of inputs and of outputs.
-ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_m", "ia3_in", "ia3_out")
+# Names of an adapter's parameters, beside the `weight` of its module: the two small matrices, the bias of the second,
+# the lengths of rows, factors of inputs and of outputs, rows of the embedding.
+ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_bias", "lora_m", "ia3_in", "ia3_out", "token_rows")
+# Initializations that move a part of the frozen matrix into the adapter.
+RESIDUAL_INITS = ("pissa", "olora")
 _OWN = frozenset({*ADAPTER_PARAMETERS, "prompt"})
 
 
@@ -53,11 +59,13 @@ class LoraLinear(Linear):
         self.salt = int.from_bytes(sha256(name.encode()).digest()[:6], "little")
         self.lora_a = nn.Parameter(torch.empty(adapter.rank, plain.in_features))
         self.lora_b = nn.Parameter(torch.empty(plain.out_features, adapter.rank))
+        self.lora_bias = nn.Parameter(torch.empty(plain.out_features)) if adapter.lora_bias else None
         self.lora_m = nn.Parameter(torch.empty(plain.out_features)) if adapter.use_dora else None
 
     def forward(self, input: Tensor) -> Tensor:
         dropped = self._drop(input)
-        update = self.scale * linear(linear(dropped, self.lora_a), self.lora_b)
+        bias = None if self.lora_bias is None else self.bias_share * self.lora_bias
+        update = self.scale * linear(linear(dropped, self.lora_a), self.lora_b, bias)
         if self.lora_m is None:
             return super().forward(input) + update
         # DoRA: the lengths of rows are constants in backward (section 4.3 of the paper).
@@ -102,6 +110,54 @@ class LoraGrouped(GroupedLinear):
         return super().one(number, x_MI) + self.scale * linear(x_MR, self.lora_b[number])
 
 
+class AdaptedEmbedding(Embedding):
+    """An embedding with a LoRA adapter, or with trained rows of some tokens.
+
+    Attributes:
+        first_row: the token of the first row here, if a rank has only some of them.
+    """
+
+    first_row = 0
+
+    def __init__(self, plain: Embedding, adapter: Lora) -> None:
+        vocab_size, hidden_size = plain.weight.shape
+        super().__init__(vocab_size, hidden_size)
+        self.weight = plain.weight
+        self.scale = adapter.scale
+        self.token_ids = adapter.trainable_token_indices
+        has_lora = not self.token_ids
+        self.lora_a = nn.Parameter(torch.empty(adapter.rank, hidden_size)) if has_lora else None
+        self.lora_b = nn.Parameter(torch.empty(vocab_size, adapter.rank)) if has_lora else None
+        self.token_rows = None if has_lora else nn.Parameter(torch.empty(len(self.token_ids), hidden_size))
+
+    def forward(self, input: Tensor) -> Tensor:
+        x_BTD = super().forward(input)
+        if self.lora_a is not None and self.lora_b is not None:
+            low_BTR = F.embedding(input, self.lora_b).to(x_BTD.dtype)
+            return x_BTD + self.scale * linear(low_BTR, self.lora_a.t())
+        assert self.token_rows is not None
+        ids_N = _ids_tensor(self.token_ids, input.device) - self.first_row
+        match_BTN = input.unsqueeze(-1) == ids_N
+        rows_BTD = linear(match_BTN.to(x_BTD.dtype), self.token_rows.t())
+        return torch.where(match_BTN.any(-1, keepdim=True), rows_BTD, x_BTD)
+
+    def with_token_rows(self) -> Tensor:
+        """Return the weight [V, D] with the trained rows, for a head that is tied to it. It has nothing of a LoRA."""
+        if self.token_rows is None:
+            return self.weight
+        ids_N = _ids_tensor(self.token_ids, self.weight.device) - self.first_row
+        # Tokens of other ranks fall on a row behind the last.
+        is_here_N = (ids_N >= 0) & (ids_N < self.weight.shape[0])
+        rows_N = ids_N.where(is_here_N, self.weight.shape[0])
+        padded_VD = F.pad(self.weight, (0, 0, 0, 1))
+        return padded_VD.index_copy(0, rows_N, self.token_rows.to(padded_VD.dtype))[:-1]
+
+
+@lru_cache
+def _ids_tensor(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(ids, device=device)
+
+
 class Ia3Linear(Linear):
     """A linear layer with a trained factor for each of its inputs, or of its outputs (IA³)."""
 
@@ -123,6 +179,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
     adapter = spec.adapter
     if isinstance(adapter, Lora | Ia3):
         _add_beside(model, adapter)
+        _add_outside(model, spec, adapter)
     if spec.quantization is not None:
         quantize_blocks(model, spec.quantization)
     for name, parameter in model.named_parameters():
@@ -132,7 +189,12 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
 
 def is_trained(name: str, spec: ModelSpec) -> bool:
     """Return whether a parameter of a model is trained; with adapters, only these are."""
-    return not matches_any(name, spec.frozen_parameters) if spec.adapter is None else is_adapter(name)
+    adapter = spec.adapter
+    if adapter is None:
+        return not matches_any(name, spec.frozen_parameters)
+    saved = adapter.modules_to_save if isinstance(adapter, Lora) else ()
+    # A score head is new, so adapters of any kind are trained together with it.
+    return is_adapter(name) or name == "score.weight" or matches_any(name.rpartition(".")[0], saved)
 
 
 def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
@@ -141,22 +203,53 @@ def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
         seeds = getattr(parent, "dropout_seeds", seeds)  # of the block that it is a part of
         for leaf, child in list(parent.named_children()):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            # Routers and the head are weights that others multiply by.
+            # Routers are weights that others multiply by.
             if "blocks." not in prefix or leaf == "router" or not matches_any(name, adapter.target_modules):
                 continue
             if isinstance(child, Linear | GroupedLinear):
                 setattr(parent, leaf, _adapted(name, child, adapter.of_module(name), seeds))
 
 
+def _add_outside(model: nn.Module, spec: ModelSpec, adapter: Lora | Ia3) -> None:
+    """Add adapters to the embedding and the head, which patterns with wildcards do not mean."""
+    tokens = adapter.trainable_token_indices if isinstance(adapter, Lora) else ()
+    targets = [name for name in ("embedding", "head") if name in adapter.target_modules]
+    if not targets and not tokens:
+        return
+    is_plain = isinstance(adapter, Lora) and not adapter.use_dora and not adapter.lora_bias
+    problem = None
+    if not isinstance(adapter, Lora) or (targets and not is_plain):
+        problem = "embedding and head take LoRA alone, without magnitudes and biases"
+    elif spec.num_encoder_layers is not None:
+        problem = "the embedding of a model with an encoder takes no adapters"
+    elif tokens and ("embedding" in targets or max(tokens) >= spec.vocab_size or len(set(tokens)) < len(tokens)):
+        problem = f"trained tokens are different ids below {spec.vocab_size:,}, of an embedding without LoRA"
+    elif "head" in targets and spec.normalize_lm_head:
+        problem = "a head whose rows are normalized takes no LoRA"
+    elif "head" in targets and spec.tie_word_embeddings:
+        problem = "the head is tied to the embedding and has no matrix of its own"
+    if problem is not None:
+        fix = "Leave them out, or train the modules themselves (tune.modules_to_save)."
+        raise JinguError(f"{problem}.", where="tune.target_modules", fix=fix)
+    assert isinstance(adapter, Lora)
+    own: Any = model
+    # The last stage of a pipeline may have a copy of the embedding for a tied head, which a LoRA does not change.
+    if own.embedding is not None and (tokens or ("embedding" in targets and own.block_range.start == 0)):
+        own.embedding = AdaptedEmbedding(own.embedding, adapter.of_module("embedding"))
+    if own.head is not None and "head" in targets:
+        own.head = LoraLinear(own.head, adapter.of_module("head"), "head", BlockDropoutSeeds())
+
+
 def _adapted(
     name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3, seeds: BlockDropoutSeeds
 ) -> Linear | GroupedLinear:
     if isinstance(child, GroupedLinear):
-        if not isinstance(adapter, Lora) or adapter.use_dora or adapter.dropout:
+        if not isinstance(adapter, Lora) or adapter.use_dora or adapter.dropout or adapter.lora_bias:
             raise JinguError(
-                f"{name} holds the matrices of experts, which take LoRA alone, without dropout and magnitudes.",
+                f"{name} holds the matrices of experts, which take LoRA alone, without dropout, magnitudes and biases.",
                 where="tune.target_modules",
-                fix="Leave it out, or set tune.type=lora, tune.dropout=0 and tune.use_dora=false.",
+                fix="Leave it out, or set tune.type=lora, tune.dropout=0, tune.use_dora=false and "
+                "tune.lora_bias=false.",
             )
         return LoraGrouped(child, adapter)
     if isinstance(adapter, Lora):
@@ -187,6 +280,25 @@ def check_targets(names: Collection[str], adapter: Adapter) -> None:
             )
 
 
+def check_saved_modules(names: Collection[str], adapter: Lora, *, is_quantized: bool) -> None:
+    """Raise JinguError for a pattern of `modules_to_save` that matches no module, or modules that cannot be trained."""
+    adapted = {name.rpartition(".")[0] for name in names if is_adapter(name)}
+    modules = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
+    for pattern in adapter.modules_to_save:
+        matches = {module for module in modules if fnmatchcase(module, pattern)}
+        problem = None if matches else "matches no module of the model"
+        if matches & adapted:
+            problem = "matches modules that have an adapter"
+        elif is_quantized and any("blocks." in module for module in matches):
+            problem = "matches modules of the blocks, which are quantized"
+        if problem is not None:
+            raise JinguError(
+                f"{pattern} {problem}.",
+                where="tune.modules_to_save",
+                fix="Use names such as embedding, head and norm, or Hugging Face's, such as lm_head.",
+            )
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter."""
     return not _OWN.isdisjoint(name.split("."))
@@ -214,7 +326,13 @@ def merge_adapter(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter
     """
     wide = torch.promote_types(value.dtype, torch.float32)
     total, parts = value.to(wide), {kind: part.to(wide) for kind, part in parts.items()}
-    if isinstance(adapter, Lora) and leaf == "weight":
+    if isinstance(adapter, Lora):
+        if leaf == "bias" and "lora_bias" in parts:
+            return total + adapter.scale * parts["lora_bias"]
+        if leaf != "weight":
+            return total
+        if "token_rows" in parts:
+            return total.index_copy(0, torch.tensor(adapter.trainable_token_indices), parts["token_rows"])
         total = total + adapter.scale * (parts["lora_b"] @ parts["lora_a"])
         if "lora_m" in parts:
             total = total * (parts["lora_m"] / total.square().sum(1).sqrt()).unsqueeze(1)
@@ -223,6 +341,25 @@ def merge_adapter(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter
     elif "ia3_in" in parts and leaf == "weight":
         total = total * parts["ia3_in"]
     return total
+
+
+def initial_factors(init: LoraInit | str, weight: Tensor, adapter: Lora) -> tuple[Tensor, Tensor]:
+    """Return the matrices A [..., R, I] and B [..., O, R] that PiSSA or OLoRA take from a weight [..., O, I].
+
+    PiSSA: Meng et al., 2024, arXiv:2404.02948. OLoRA: Büyükakyüz, 2024, arXiv:2406.01775.
+    """
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    rank = adapter.rank
+    if init == "olora":
+        q, r = torch.linalg.qr(weight)
+        a, b = r[..., :rank, :], q[..., :rank]
+    else:
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        roots = (s[..., :rank] / adapter.scale).sqrt()
+        a, b = roots.unsqueeze(-1) * vh[..., :rank, :], u[..., :rank] * roots.unsqueeze(-2)
+    # A matrix may have fewer dims than the rank.
+    missing = rank - a.shape[-2]
+    return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
 
 
 def unmerge_adapter(

@@ -258,7 +258,8 @@ def position_bias(
 ) -> Tensor | None:
     """Return the biases [..., H, T, S] of scores at distances [..., T, S]; None if positions have no biases."""
     if isinstance(spec.position, specs.AlibiPositions):
-        slopes_H = torch.tensor(alibi_slopes(spec.attention.num_heads), dtype=dtype, device=distance.device)
+        slopes_H = torch.tensor(alibi_slopes(spec.attention.num_heads), dtype=dtype)
+        slopes_H = slopes_H.to(distance.device, non_blocking=True)
         return -slopes_H[:, None, None] * distance.abs().unsqueeze(-3)
     if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
         return bias_NH.to(dtype)[relative_buckets(spec.position, distance, causal=causal)].movedim(-1, -3)

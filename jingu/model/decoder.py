@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from jingu.model.adapter_layers import add_adapters
+from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear, add_adapters
 from jingu.model.attention import (
     AttentionMask,
     BlockContext,
@@ -264,13 +264,15 @@ class Decoder(TransformerStack):
         # Encoder and decoder begin with the embedding, wherever their first blocks are. A tied head needs it, too.
         is_last = bool(own_blocks) and own_blocks.stop == spec.num_layers
         is_first = any(part and part.start == 0 for part in (encoder_blocks, own_blocks))
-        has_embedding = is_first or (is_last and spec.tie_word_embeddings)
+        has_embedding = is_first or (is_last and spec.tie_word_embeddings and not spec.score_head)
         super().__init__(
             spec, spec.num_layers, own_blocks, has_embedding=has_embedding, causal=True, cross=encoder_layers > 0
         )
         self.head = None
-        if is_last and not spec.tie_word_embeddings:
+        if is_last and not spec.tie_word_embeddings and not spec.score_head:
             self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        # Of a reward model, in place of the head.
+        self.score = Linear(spec.hidden_size, 1, bias=False) if is_last and spec.score_head else None
         # The head's weight in the order of a CPU kernel, if the model was prepacked for inference.
         self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | None = None
         self.encoder = None
@@ -296,9 +298,9 @@ class Decoder(TransformerStack):
             received: what the stage before this one returned; None in the first stage.
 
         Returns:
-            Hidden states [B, T, D], from which `logits` computes logits; with a `loss`, its result, followed by the
-            auxiliary losses [1 + n] if there are any. From a stage that is not the last, what the next one needs: None
-            from an encoder's stage that has nothing to read.
+            Hidden states [B, T, D], from which `logits` computes logits; with a `loss`, its result (a number, or [m]),
+            followed by the auxiliary losses [m + n] if there are any. From a stage that is not the last, what the next
+            one needs: None from an encoder's stage that has nothing to read.
         """
         inputs = as_inputs(inputs)
         encoder_mask = None
@@ -321,9 +323,9 @@ class Decoder(TransformerStack):
             x_BTD = x_BTD * self.spec.hidden_size**-0.5
         if loss is None:
             return x_BTD
-        total = loss(x_BTD, self.head_weight())
+        total = loss(*self.head_operands(x_BTD))
         if auxiliary is not None and output.routings:
-            return torch.cat([total.view(1), auxiliary(output.routings)])
+            return torch.cat([total.view(-1), auxiliary(output.routings)])
         return total
 
     @property
@@ -333,15 +335,26 @@ class Decoder(TransformerStack):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits [B, T, V] of the next token."""
-        return linear(hidden_BTD, self.head_weight())
+        return linear(*self.head_operands(hidden_BTD))
+
+    def head_operands(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states and the weight whose product are the logits; a LoRA of the head widens both."""
+        weight_VD = self.head_weight()
+        if not isinstance(self.head, LoraLinear):
+            return hidden_BTD, weight_VD
+        low_BTR = self.head.scale * linear(hidden_BTD, self.head.lora_a)
+        lora_b_VR = self.head.lora_b.to(weight_VD.dtype)
+        return torch.cat([hidden_BTD, low_BTR], -1), torch.cat([weight_VD, lora_b_VR], 1)
 
     def head_weight(self) -> Tensor:
-        """Return the weight [V, D] of the head: its own, or the embedding's."""
+        """Return the weight [V, D] of the head: its own, or the embedding's; of a reward model [1, D]."""
+        if self.score is not None:
+            return self.score.weight
         if self.prepacked_head is not None:
             return cast(Tensor, self.prepacked_head)
         module = self.head or self.embedding
         assert module is not None
-        weight = module.weight
+        weight = module.with_token_rows() if isinstance(module, AdaptedEmbedding) else module.weight
         if self.spec.normalize_lm_head and isinstance(weight, Tensor):
             weight = normalize(weight)
         return weight

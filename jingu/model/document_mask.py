@@ -23,6 +23,10 @@ from jingu.model.matmul_kernels import dot_product_attention, use_blockwise_atte
 MIN_HEAD_DIM = 16
 
 
+# Devices for which PyTorch compiles FlexAttention.
+_FLEX_DEVICES = ("cuda", "xpu")
+
+
 class DocumentMask(NamedTuple):
     """Which tokens see each other: those of their own document (up to themselves, where `causal`).
 
@@ -41,7 +45,7 @@ class DocumentMask(NamedTuple):
         kernel = head_size >= MIN_HEAD_DIM and dtype != torch.float64 and find_spec("triton") is not None
         blocks = (
             create_document_block_mask(numbers_BT, causal=causal)
-            if numbers_BT.device.type == "cuda" and kernel
+            if numbers_BT.device.type in _FLEX_DEVICES and kernel
             else None
         )
         return DocumentMask(numbers_BT, causal, blocks)
@@ -75,20 +79,20 @@ class DocumentMask(NamedTuple):
 
 
 def create_document_block_mask(numbers_BT: Tensor, *, causal: bool) -> Any:
-    """Create FlexAttention's block mask of documents; on CUDA it is compiled and allocates nothing of size T²."""
+    """Create FlexAttention's block mask of documents; on cards it is compiled and allocates nothing of size T²."""
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = numbers_BT[row, query] == numbers_BT[row, key]
         return same & (query >= key) if causal else same
 
     rows, tokens = numbers_BT.shape
-    make = _compiled(create_block_mask) if numbers_BT.device.type == "cuda" else create_block_mask
+    make = _compiled(create_block_mask) if numbers_BT.device.type in _FLEX_DEVICES else create_block_mask
     return make(seen, rows, None, tokens, tokens, device=numbers_BT.device)
 
 
 def flex_attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, blocks: Any, scale: float | None) -> Tensor:
     """Run FlexAttention, compiled by itself or as a part of compiled code around it."""
-    alone = q_BHTK.device.type == "cuda" and not torch.compiler.is_compiling()
+    alone = q_BHTK.device.type in _FLEX_DEVICES and not torch.compiler.is_compiling()
     kernel = _compiled(flex_attention) if alone else flex_attention
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
     heads_BHTK: Tensor = kernel(q_BHTK, k_BGTK, v_BGTK, block_mask=blocks, scale=scale, enable_gqa=grouped)

@@ -18,6 +18,7 @@ from jingu.model.quantized_weight import (
     BATCH_INVARIANT_ROWS,
     PrepackedQuantizedWeight,
     PrepackedWeight,
+    PromptRows,
     QuantizedWeight,
     dequantize,
 )
@@ -74,6 +75,8 @@ def linear(
     Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for few rows sum
     in another order than those for more, so rows are padded to a multiple of BATCH_INVARIANT_ROWS.
     """
+    if isinstance(weight, PrepackedQuantizedWeight) and weight.prompt_rows is not None:
+        return _linear_by_row(x, weight, weight.prompt_rows, bias)
     if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight):
         return weight.times(x, bias)
     if isinstance(weight, QuantizedWeight):
@@ -89,6 +92,19 @@ def linear(
         wide: Tensor = _WideLinear.apply(x, weight, bias)
         return wide
     return F.linear(x, weight, bias)
+
+
+def _linear_by_row(x: Tensor, weight: PrepackedQuantizedWeight, rows: PromptRows, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias`, where some rows are multiplied by the dequantized matrix."""
+    if rows.dequantized is None or rows.others is None:
+        return weight.times(x, bias)
+    x_NI = x.reshape(-1, x.shape[-1])
+    whole_OI = weight.dequantize(matmul_dtype(x.dtype, x.device))
+    y_NO = x_NI.new_empty(len(x_NI), len(whole_OI))
+    y_NO[rows.dequantized] = linear(x_NI[rows.dequantized].to(whole_OI.dtype), whole_OI, bias).to(x.dtype)
+    if len(rows.others):
+        y_NO[rows.others] = weight.times(x_NI[rows.others], bias)
+    return y_NO.view(*x.shape[:-1], -1)
 
 
 def use_blockwise_attention(q_BHTK: Tensor) -> bool:
@@ -113,7 +129,7 @@ def dot_product_attention(
         return blocked
     if upcasts_matmul(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
-    if mask is not None and mask.dtype != torch.bool and (mask.is_cuda or torch.is_grad_enabled()):
+    if mask is not None and mask.dtype != torch.bool and (mask.device.type != "cpu" or torch.is_grad_enabled()):
         mask = mask.to(q_BHTK.dtype)
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
     y = F.scaled_dot_product_attention(

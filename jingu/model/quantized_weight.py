@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from jingu.compat.torch import (
     prepack_weight,
     prepacked_linear,
     prepacked_memory,
+    unpack_int4,
 )
 from jingu.errors import JinguError
 from jingu.model.spec import QuantizationFormat
@@ -40,8 +42,8 @@ GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64}
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 
 # On CPUs, the kernels for few rows sum in another order than those for more. In multiples of these numbers, a row's
-# result does not depend on how many rows there are. Plain matrices: MKL has special kernels for up to 8 rows with
-# AVX-512, and for up to 3 with AVX2.
+# result does not depend on how many rows there are. Plain matrices: MKL has special kernels for up to 15 rows with
+# AVX-512, and on AMD's CPUs for up to 3. (On Intel's, `jingu.runtime` asks MKL for one order for any number.)
 BATCH_INVARIANT_ROWS = 16
 # Matrices in oneDNN's order: only a single row is summed differently.
 PREPACKED_ROWS = 2
@@ -86,6 +88,38 @@ class QuantizedWeight(nn.Module):
         return dequantize(self.values[ids], self.scales[ids], self.kind)
 
 
+class PromptRows:
+    """Which rows of a forward pass are tokens of long prompts.
+
+    The kernels for quantized matrices take time for each row, so for many rows it is faster to dequantize the matrix.
+    That rounds differently. So it depends on the row alone, not on how many there are, which of both is done.
+
+    Attributes:
+        min_tokens: of a long prompt. For a shorter one it would take longer to dequantize the matrices.
+        dequantized: indices of the rows that are multiplied by dequantized matrices; None: there are none.
+        others: indices of the others.
+    """
+
+    def __init__(self, kind: QuantizationFormat) -> None:
+        self.min_tokens = 64 if kind == "int8" else 128
+        self.dequantized: Tensor | None = None
+        self.others: Tensor | None = None
+
+    @contextmanager
+    def select(self, ranges: Iterable[range], rows: int) -> Iterator[None]:
+        """Select ranges of the rows of the forward passes inside of this context."""
+        mask_N = torch.zeros(rows, dtype=torch.bool)
+        for selected in ranges:
+            mask_N[selected.start : selected.stop] = True
+        if mask_N.any():
+            self.dequantized = mask_N.nonzero().flatten()
+            self.others = (~mask_N).nonzero().flatten()
+        try:
+            yield
+        finally:
+            self.dequantized = self.others = None
+
+
 @dataclass(frozen=True, eq=False)
 class PrepackedQuantizedWeight:
     """A quantized matrix [O, I] for inference only.
@@ -96,11 +130,13 @@ class PrepackedQuantizedWeight:
     Attributes:
         values: on CPU in the layout of the kernel.
         scales: on CPU in the dtype of the activations; for 4 bits [G, O, 2], with the midpoints.
+        prompt_rows: which rows are multiplied by the dequantized matrix; None: none ever.
     """
 
     kind: QuantizationFormat
     values: Tensor
     scales: Tensor
+    prompt_rows: PromptRows | None = None
 
     @staticmethod
     def quantize(weight_OI: Tensor, kind: QuantizationFormat, dtype: torch.dtype) -> PrepackedQuantizedWeight:
@@ -108,15 +144,22 @@ class PrepackedQuantizedWeight:
         return PrepackedQuantizedWeight.pack(kind, *quantize(weight_OI, kind), dtype)
 
     @staticmethod
-    def pack(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> PrepackedQuantizedWeight:
+    def pack(
+        kind: QuantizationFormat,
+        values: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        prompt_rows: PromptRows | None = None,
+    ) -> PrepackedQuantizedWeight:
         """Prepack the values and scales of a quantized matrix; `dtype` is that of the activations."""
         if values.device.type != "cpu":
             return PrepackedQuantizedWeight(kind, values, scales)
         wide = scales.detach().view(torch.bfloat16).to(dtype)
         if kind == "int8":
-            return PrepackedQuantizedWeight(kind, values.detach(), wide.squeeze(-1))
+            return PrepackedQuantizedWeight(kind, values.detach(), wide.squeeze(-1), prompt_rows)
         ordered = pack_int4(_unpack_nibbles(values).int())
-        return PrepackedQuantizedWeight(kind, ordered, wide.unflatten(-1, (-1, 2)).transpose(0, 1).contiguous())
+        ordered_scales = wide.unflatten(-1, (-1, 2)).transpose(0, 1).contiguous()
+        return PrepackedQuantizedWeight(kind, ordered, ordered_scales, prompt_rows)
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +170,14 @@ class PrepackedQuantizedWeight:
     def memory(self) -> tuple[int, int]:
         """Address and size in bytes of the values."""
         return self.values.data_ptr(), self.values.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix [O, I], on CPU."""
+        if self.kind == "int8":
+            return self.values.to(dtype) * self.scales.to(dtype)[:, None]
+        scale_OG1, midpoint_OG1 = self.scales.to(dtype).transpose(0, 1).unsqueeze(-2).unbind(-1)
+        groups = unpack_int4(self.values).unflatten(-1, (-1, GROUP_SIZES["int4"])).to(dtype)
+        return groups.sub_(8).mul_(scale_OG1).add_(midpoint_OG1).flatten(1)
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ self.T + bias`."""

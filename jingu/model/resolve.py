@@ -80,11 +80,14 @@ def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) 
 
 
 def _preset(settings: ModelSettings) -> ModelSpec | None:
-    if settings.preset is None:
-        return None
+    return None if settings.preset is None else find_preset(settings.preset)
+
+
+def find_preset(name: str) -> ModelSpec:
+    """Return the spec of a published model. Raises JinguError for an unknown name."""
     presets = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
-    _check_known("preset", settings.preset, presets)
-    return presets[settings.preset]
+    _check_known("preset", name, presets)
+    return presets[name]
 
 
 def find_family(name: str) -> Family:

@@ -54,8 +54,8 @@ def _cut(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple[Sharded
     dims = len(shape)
     experts = (ShardedDim("experts", 0),) if dims == 3 else ()  # a matrix for each expert, in one parameter
     inputs = style in ("row", "from_heads")
-    of_outputs = leaf in ("bias", "lora_m", "ia3_out")
-    if style == "tokens" or leaf == ("lora_b" if inputs else "lora_a"):
+    of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out")
+    if style == "tokens" or leaf in ("lora_b" if inputs else "lora_a", "token_rows"):
         return experts  # the small inner dim of an adapter stays whole
     if inputs if of_outputs else leaf == "ia3_in" and not inputs:
         return experts

@@ -19,6 +19,10 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QuantizationFormat = Literal["int8", "int4", "nf4"]
 
 
+# How the matrices of a LoRA begin.
+LoraInit = Literal["default", "pissa", "olora", "eva", "loftq"]
+
+
 class Component(BaseModel):
     """A part of the spec, which rejects unknown keys. Variants are distinguished by their `type`."""
 
@@ -253,6 +257,11 @@ class Lora(Component):
         dropout: dropout probability of the adapter's inputs.
         rank_pattern: pairs of a pattern of modules' names and their rank, if it differs.
         alpha_pattern: likewise, their alpha.
+        lora_bias: whether the second of the two matrices has a bias.
+        init_lora_weights: how the matrices begin. With pissa and olora they begin as a part of the adapted matrix,
+            and the frozen matrix is what remains.
+        modules_to_save: patterns of the names of modules whose own parameters are trained, too.
+        trainable_token_indices: tokens whose rows of the embedding are trained, too.
     """
 
     type: Literal["lora"] = "lora"
@@ -264,6 +273,10 @@ class Lora(Component):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rank_pattern: tuple[tuple[str, PositiveInt], ...] = ()
     alpha_pattern: tuple[tuple[str, PositiveFloat], ...] = ()
+    lora_bias: bool = False
+    init_lora_weights: LoraInit = "default"
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[int, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -340,6 +353,7 @@ class ModelSpec(Component):
         embedding_norm: whether embeddings are normalized before the first block.
         normalize_lm_head: whether each row of the head's weight is divided by its norm.
         scale_lm_head: whether the final states are divided by √hidden_size before the head.
+        score_head: whether the head gives one number, the reward of the text so far, in place of logits.
         initializer_range: standard deviation of the initial weights.
         adapter: adapters, the only parameters that are then trained.
         quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
@@ -360,6 +374,7 @@ class ModelSpec(Component):
     embedding_norm: bool = False
     normalize_lm_head: bool = False
     scale_lm_head: bool = False
+    score_head: bool = False
     initializer_range: PositiveFloat = 0.02
     adapter: Adapter | None = None
     quantization: QuantizationFormat | None = None

@@ -34,7 +34,9 @@ def initial_tensor(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
     depth (Radford et al., 2019). Where scores are not scaled, the queries' matrix is.
     """
     # What begins as zeros and ones.
-    if name.endswith((".bias", ".weight.values", ".weight.scales")):  # packed matrices are read, never drawn
+    if name.endswith(
+        (".bias", ".lora_bias", ".weight.values", ".weight.scales")
+    ):  # packed matrices are read, never drawn
         return torch.zeros(shape)
     if name.endswith(("norm.weight", ".lora_m", ".ia3_in", ".ia3_out")):
         return torch.ones(shape)

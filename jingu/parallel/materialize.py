@@ -45,7 +45,6 @@ def materialize(
     weights: Weights,
     *,
     prepare: Callable[[Decoder], object] = lambda model: None,
-    check: Callable[[ParallelModel], object] = lambda model: None,
     disk: DiskStorage | None = None,
 ) -> ParallelModel:
     """Return this rank's part of a model, with its weights.
@@ -57,11 +56,9 @@ def materialize(
             the model holds quantized is quantized here). None leaves the model on the meta device, which is enough
             to estimate what a rank holds.
         prepare: changes each stage on the meta device before it is divided, for example by quantizing its matrices.
-        check: receives the model on the meta device before any memory is allocated; it may raise an error.
         disk: holds the master weights, if the layout offloads them to disk.
     """
     model = parallelize(spec, mesh, layout, precision, prepare)
-    check(model)
     if weights is None:
         return model
     if mesh is None:

@@ -32,6 +32,7 @@ from jingu.parallel.mesh import expert_size, fsdp_mesh
 from jingu.parallel.sharding import ShardingPlan, local_tensor, plan_sharding
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, check_quantization_groups, rank_of_stage, split_blocks
 from jingu.parallel.zero import prepare_backward
+from jingu.watch.activity import Activity
 
 _CLASS_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
 SCHEDULES = {name: get_schedule_class(_CLASS_NAMES.get(name, name)) for name in ("gpipe", "1f1b", *_CLASS_NAMES)}
@@ -52,6 +53,7 @@ class ParallelModel(nn.Module):
         ranges: the blocks of every stage, an encoder's first.
         owners: the rank of every stage on the axis `pipeline`.
         mesh: None if this process has the whole model and there is no process group.
+        activity: where the rank records what it does.
 
     Args:
         prepare: changes each stage on the meta device before it is divided.
@@ -68,6 +70,7 @@ class ParallelModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.mesh = mesh
+        self.activity = Activity()
         self._device = torch.device("cpu" if mesh is None else mesh.device_type)
         self._settings = layout.parallel
         self._compute = precision.compute
@@ -155,6 +158,7 @@ class ParallelModel(nn.Module):
         (stage,) = self.stages
         total_n = torch.zeros_like(weight_n)
         for number, batch in enumerate(batches, start=1):
+            self.activity.enter("micro-batch", micro_batch=number - 1)
             self._prepare_backward(stage, last=number == len(batches))
             losses_n = loss(self, batch).view(-1)
             (losses_n @ weight_n.to(losses_n.dtype)).backward()
@@ -195,7 +199,7 @@ class ParallelModel(nn.Module):
         return step.total_n
 
     def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, _PipelineStep]:
-        step = _PipelineStep()
+        step = _PipelineStep(self.activity)
         name = self._settings.pipeline_schedule
         # What enters each stage, and at last what leaves the last one: a number.
         boundaries = [self._received_tensors(stage, rows, tokens, source) for stage in range(len(self.ranges))]
@@ -350,6 +354,9 @@ class ParallelModel(nn.Module):
 class _PipelineStep:
     """The micro-batches of one step. A schedule hands only tensors to its stages, so they look up the rest here."""
 
+    def __init__(self, activity: Activity) -> None:
+        self.activity = activity
+
     def begin(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> None:
         self.batches = batches
         self.loss = loss
@@ -403,6 +410,7 @@ class _ScheduledStage(PipelineStage):
         self._prepare_backward = prepare_backward
 
     def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
+        self._step.activity.enter("micro-batch", micro_batch=int(number))
         inputs = _unpack(received, self._receives_encoder_states) if received else None
         result = self._step.loss(_StageModel(self._model, inputs), self._step.batches[int(number)])
         if not isinstance(result, StageOutput):
@@ -420,6 +428,24 @@ class _ScheduledStage(PipelineStage):
         if self._prepare_backward is not None:
             self._prepare_backward(last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._record("receive", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._record("receive", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._record("send", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._record("send", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _record(self, phase: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Record an exchange with another rank, which the schedule is about to begin."""
+        if operations:
+            self._step.activity.enter(phase, micro_batch=number, peer=operations[0].peer)
+        return operations
 
 
 def _pack(output: StageOutput) -> tuple[Tensor, ...]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 
 import torch
 
 from jingu.config.batch_plan import BatchPlan, plan_batch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.policies import RolloutSettings
 from jingu.errors import JinguError, pluralize
 from jingu.model.count import layer_costs
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
@@ -67,7 +69,7 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
             where="parallel.pipeline",
             fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages a rank.",
         )
-    even = balance_stages(layer_costs(spec, parameter_shapes(spec), spec.max_position_embeddings), stages)
+    even = _balanced(spec, stages)
     parts = settings.layers_per_stage or even
     if len(parts) != stages or sum(parts) != layers:
         raise JinguError(
@@ -78,6 +80,12 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
             fix=f"Give {stages} numbers that add up to {layers}, such as {even}, or null.",
         )
     return [range(first, end) for first, end in pairwise([0, *accumulate(parts)])]
+
+
+@lru_cache(maxsize=256)
+def _balanced(spec: ModelSpec, stages: int) -> list[int]:
+    """Return the number of blocks of each stage of a model."""
+    return balance_stages(layer_costs(spec, parameter_shapes(spec), spec.max_position_embeddings), stages)
 
 
 def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
@@ -91,6 +99,7 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     blocks[0] += costs[0]
     blocks[-1] += costs[-1]
     sums = [0.0, *accumulate(blocks)]
+    limit = _smallest_limit(blocks, stages)
 
     @cache
     def best(end: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
@@ -99,13 +108,32 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
             return sums[end], sums[end] ** 2, (end,)
         # Try every number of blocks of the last stage.
         candidates = []
-        for first in range(stages - 1, end):
-            largest, squares, parts = best(first, stages - 1)
+        for first in range(end - 1, stages - 2, -1):
             cost = sums[end] - sums[first]
+            if cost > limit:
+                break
+            if sums[first] > limit * (stages - 1):
+                continue
+            largest, squares, parts = best(first, stages - 1)
             candidates.append((max(largest, cost), squares + cost**2, (*parts, end - first)))
-        return min(candidates)
+        return min(candidates, default=(inf, inf, ()))
 
     return list(best(len(blocks), stages)[2])
+
+
+def _smallest_limit(costs: Sequence[float], stages: int) -> float:
+    """Return, rounded up a little, the smallest cost that no stage needs to exceed: fuller ones need not be tried."""
+    low, high = max(costs), sum(costs)
+    for _ in range(50):
+        middle = (low + high) / 2
+        # Fill one stage after another.
+        needed, load = 1, 0.0
+        for cost in costs:
+            if load + cost > middle:
+                needed, load = needed + 1, 0.0
+            load += cost
+        low, high = (low, middle) if needed <= stages else (middle, high)
+    return high * (1 + 1e-9)
 
 
 def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec, rows_per_group: int = 1) -> tuple[AxisSizes, BatchPlan]:
@@ -116,13 +144,27 @@ def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec, rows_per_group: 
     """
     # The mesh, then the batch over it, then what the parts of the layout require of each other.
     sizes = resolve_axis_sizes(config.parallel, ranks, spec)
-    plan = plan_batch(config.batch, sizes.data, sizes.pipeline, rows_per_group)
+    updates = config.task.updates_per_step if isinstance(config.task, RolloutSettings) else 1
+    plan = plan_batch(config.batch, sizes.data, sizes.pipeline, rows_per_group, updates)
+    check_layout(config.parallel, config.train.activation_checkpointing.type, spec, sizes, plan.accumulation)
+    return sizes, plan
+
+
+def check_layout(
+    settings: ParallelSettings, checkpointing: str, spec: ModelSpec, sizes: AxisSizes, micro_batches: int
+) -> None:
+    """Raise JinguError if parts of a layout do not fit together.
+
+    Args:
+        checkpointing: which activations are recomputed: none, selective or full.
+        micro_batches: forward passes of a rank in a step.
+    """
     if sizes.pipeline > 1:
-        split_blocks(config.parallel, sizes.pipeline, spec)
-        if config.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
-            _check_split_backward(config, spec)
-        _check_micro_batches(config.parallel, sizes.pipeline, plan.accumulation)
-    if sizes.expert > 1 and config.train.activation_checkpointing.type == "selective":
+        split_blocks(settings, sizes.pipeline, spec)
+        if settings.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+            _check_split_backward(settings, checkpointing, spec)
+        _check_micro_batches(settings, sizes.pipeline, micro_batches)
+    if sizes.expert > 1 and checkpointing == "selective":
         raise JinguError(
             "selective activation checkpointing sees every operation of a block, also those that gather a rank's "
             "experts, which are not the same when it computes again.",
@@ -131,7 +173,6 @@ def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec, rows_per_group: 
         )
     if spec.quantization is not None:
         _check_packed(spec, spec.quantization, sizes)
-    return sizes, plan
 
 
 def _check_packed(spec: ModelSpec, kind: QuantizationFormat, sizes: AxisSizes) -> None:
@@ -171,8 +212,8 @@ def check_quantization_groups(model: Decoder, tensor: int) -> None:
             )
 
 
-def _check_split_backward(config: RunConfig, spec: ModelSpec) -> None:
-    schedule = config.parallel.pipeline_schedule
+def _check_split_backward(settings: ParallelSettings, checkpointing: str, spec: ModelSpec) -> None:
+    schedule = settings.pipeline_schedule
     if spec.num_encoder_layers is not None:
         raise JinguError(
             f"the schedule {schedule} divides a backward pass at what a stage has received, and where the decoder "
@@ -180,14 +221,14 @@ def _check_split_backward(config: RunConfig, spec: ModelSpec) -> None:
             where="parallel.pipeline_schedule",
             fix="Set it to 1f1b, interleaved or gpipe.",
         )
-    if config.parallel.zero_stage == 3:
+    if settings.zero_stage == 3:
         raise JinguError(
             f"the schedule {schedule} cannot run with ZeRO 3: between the two halves of a backward pass it needs the "
             "gathered parameters of a stage, which ZeRO 3 lets go.",
             where="parallel.zero_stage",
             fix="Set parallel.zero_stage=2, or parallel.pipeline_schedule to 1f1b or interleaved.",
         )
-    if config.train.activation_checkpointing.type == "selective":
+    if checkpointing == "selective":
         raise JinguError(
             f"the schedule {schedule} passes backward twice, and what selective activation checkpointing keeps can be "
             "taken once only.",

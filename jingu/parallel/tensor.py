@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import all_gather, all_reduce, all_to_all
-from jingu.model.adapter_layers import LoraLinear
+from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear
 from jingu.model.attention import Attention, BlockContext, CrossAttention, SelfAttention
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
 from jingu.model.experts import MoELayer, RoutingStats
@@ -90,7 +90,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = Fals
     module: Any
     for _, module, style in iterate_styles(model):
         if style == "vocabulary" and isinstance(module, Embedding):
-            module.forward = partial(_embed, sharding, vocab, module)  # type: ignore[method-assign]
+            if isinstance(module, AdaptedEmbedding):
+                module.first_row = vocab.start
+            module.forward = partial(_embed, sharding, vocab, module.forward)  # type: ignore[method-assign]
         elif style == "tokens":
             module.forward = compose(sharding.shard_tokens, module.forward)
     # The blocks: every module with a table.
@@ -237,11 +239,13 @@ def _with_all_tokens(
     return sharding.scatter(result)
 
 
-def _embed(sharding: TokenSharding, vocab: VocabShard, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
+def _embed(
+    sharding: TokenSharding, vocab: VocabShard, original: Callable[[Tensor], Tensor], tokens_BT: Tensor
+) -> Tensor:
     """Look tokens up: each rank has some of the vectors, and the others contribute zeros."""
     row_BC = sharding.shard_context(tokens_BT) - vocab.start
     is_here_BC = (row_BC >= 0) & (row_BC < vocab.count)
-    return sharding.scatter(Embedding.forward(embedding, row_BC.where(is_here_BC, 0)) * is_here_BC.unsqueeze(-1))
+    return sharding.scatter(original(row_BC.where(is_here_BC, 0)) * is_here_BC.unsqueeze(-1))
 
 
 def _prompt_of_own_tokens(
@@ -282,10 +286,11 @@ def _compute_experts(
     sent_RE = count.view(group.size(), -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=group)
-    sent, received = sent_RE.sum(1).tolist(), received_RE.sum(1).tolist()  # waits for the device
+    sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()  # waits for the device
     # They come by rank, and then by expert; the experts want them by expert.
     expert_RE = torch.arange(sent_RE.shape[1], device=count.device).expand_as(received_RE)
-    order_N = expert_RE.flatten().repeat_interleave(received_RE.flatten()).argsort(stable=True)
+    expert_N = expert_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(received))
+    order_N = expert_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=count.device))
     x_ND = GatherRows.apply(all_to_all(x_MD, group, received, sent), order_N, place_N, 1)
     y_ND = GatherRows.apply(original(x_ND, received_RE.sum(0)), place_N, order_N, 1)

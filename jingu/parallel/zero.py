@@ -28,7 +28,7 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
     """Shard the parameters of a stage over the mesh, in place."""
     mesh = hsdp_mesh(plan.mesh, fsdp_mesh(plan.mesh))
     offload = settings.offload.type
-    on_card = mesh.device_type == "cuda"
+    on_card = mesh.device_type != "cpu"
     if mesh.size() == 1 and not (offload != "none" and on_card):
         # There is nothing to shard, and FSDP would only copy. Master weights are rounded where they are used.
         for module in model.modules():

@@ -5,17 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from jingu.errors import JinguError
+from jingu.report.evaluations import render_evaluations
 from jingu.report.page import render_page
 from jingu.report.record import read_run
 from jingu.runtime.files import write_text_atomically
 
 
-def write_report(run: Path, to: Path | None = None) -> None:
-    """Write the report of a run as one self-contained HTML file, and print its path.
+def write_report(run: Path, to: Path | None = None, against: Path | None = None) -> None:
+    """Write the report of a run, or of evaluation results, as one self-contained HTML file, and print its path.
+
+    A run with results in `evaluations` gets a page of them there, too.
 
     Args:
-        run: folder of a run; it may still be training.
-        to: file to write; None: `report.html` in the run's folder.
+        run: folder of a run, which may still be training; or one that `jingu evaluate` has written to.
+        to: file to write; None: `report.html` in the folder.
+        against: folder with other evaluation results, to mark the answers that have changed.
 
     Raises:
         JinguError: there is no such run, it has no metrics, or the file cannot be written.
@@ -23,7 +27,16 @@ def write_report(run: Path, to: Path | None = None) -> None:
     target = to if to is not None else run / "report.html"
     if target.is_dir():
         raise JinguError("is a folder, not a file to write.", where=target, fix="Name the file, such as report.html.")
-    text = render_page(read_run(run))
+    text = render_evaluations(run, against)
+    if text is None:
+        evaluations = render_evaluations(run / "evaluations", against)
+        if evaluations is not None:
+            _write(run / "evaluations" / "report.html", evaluations)
+        text = render_page(read_run(run))
+    _write(target, text)
+
+
+def _write(target: Path, text: str) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(target, text)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterable
-from statistics import median
+from collections.abc import Iterable, Sequence
+from statistics import median, stdev
 from typing import TypeVar
 
 from markupsafe import Markup
 
 from jingu import __version__
+from jingu.evaluate.smooth_measures import TASKS_PREFIX, compare_with_chance
 from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
 from jingu.report.record import Row, RunRecord, get_number
@@ -20,6 +21,7 @@ from jingu.report.template import load_template, read_resource
 Item = TypeVar("Item")
 
 MAX_TABLE_ROWS = 20
+NOISE_EVALUATIONS = 5  # evaluations whose spread is shown
 MAX_SAMPLES_PER_PROMPT = 6
 MAX_PROMPTS = 12
 MAX_SAMPLE_CHARS = 4000  # characters
@@ -52,6 +54,7 @@ def render_page(record: RunRecord) -> str:
         resumes=", ".join(f"{step:,}" for step in _spread(record.resumes, 12)),
         charts=Markup("".join(draw_chart(chart, record.resumes, record.stages) for chart in _charts(record))),
         coders=_coders(record),
+        tasks=_tasks(record),
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
         table_steps=_table_steps(record),
@@ -107,6 +110,8 @@ def _charts(record: RunRecord) -> list[Chart]:
         *[Chart("Bits per byte", "validation split", _validation_series(record, "bits_per_byte"), levels=levels)]
         * _counts_bytes(record),
         *_source_charts(record),
+        *_task_charts(record),
+        *_rollout_charts(train),
         Chart("Learning rate", "", one("rate", "lr"), from_zero=True),
         Chart("Gradient norm", "before clipping", one("norm", "grad_norm"), from_zero=True, logarithmic_beyond=10),
         Chart("Throughput", "tokens a second", one("rate", "tokens_per_second"), from_zero=True),
@@ -131,6 +136,54 @@ def _source_charts(record: RunRecord) -> list[Chart]:
         for number, name in enumerate(record.sources)
     ]
     return [Chart("Validation loss by source", "nats a token", series)] if len(series) > 1 else []
+
+
+def _task_charts(record: RunRecord) -> list[Chart]:
+    """Return a chart of the bits per byte of the right answers of all tasks, if there are any."""
+    series = [
+        Series(name, _points(record.evaluations, f"{TASKS_PREFIX}{name}/bits_per_byte"), "dots", number % NUM_COLOURS)
+        for number, name in enumerate(record.tasks)
+    ]
+    return [Chart("Tasks", "bits per byte of the right answer", series)] if series else []
+
+
+def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
+    """Return charts of a run that learns from rewards: rewards, lengths, what goes wrong, and what bounds learning."""
+    last = _last(train)
+    rewards = [name for name in last if name == "reward" or name.startswith("rewards/")]
+    if not rewards:
+        return []
+
+    def chart(title: str, unit: str, keys: Sequence[str]) -> Chart:
+        shown = [key for key in keys if key in last]
+        series = [
+            Series(key.removeprefix("rewards/").replace("_", " "), _points(train, key), colour=number % NUM_COLOURS)
+            for number, key in enumerate(shown)
+        ]
+        return Chart(title, unit, series)
+
+    return [
+        chart("Rewards", "means over the answers of a step", rewards),
+        chart("Length", "tokens of an answer", ("length", "length_better", "length_worse")),
+        chart("Answers and groups", "shares", ("truncated", "dead_groups", "clipped")),
+        chart("Entropy and KL", "nats a token", ("entropy", "kl")),
+        chart("Mismatch of generation and training", "nats a token", ("mismatch_mean", "mismatch_max")),
+    ]
+
+
+def _tasks(record: RunRecord) -> list[tuple[str, dict[str, float], float, str]]:
+    """Return for each task its name, the measures of its last evaluation, the standard deviation of its bits per byte
+    over the last few ones, and in words how its accuracy compares with chance."""
+    rows = []
+    for name in record.tasks:
+        prefix = f"{TASKS_PREFIX}{name}/"
+        steps = [step for step, row in sorted(record.evaluations.items()) if f"{prefix}bits_per_byte" in row]
+        last = record.evaluations[steps[-1]]
+        measures = {key.removeprefix(prefix): get_number(last, key) for key in last if key.startswith(prefix)}
+        values = [get_number(record.evaluations[step], f"{prefix}bits_per_byte") for step in steps[-NOISE_EVALUATIONS:]]
+        noise = stdev(values) if len(values) > 1 else math.nan
+        rows.append((name, measures, noise, compare_with_chance(measures) if "acc" in measures else ""))
+    return rows
 
 
 def _tokens_read(rows: dict[int, Row]) -> str:

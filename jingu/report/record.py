@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError
+from jingu.evaluate.smooth_measures import TASKS_PREFIX
 from jingu.runtime.files import read_error
 
 Row = dict[str, Any]
@@ -56,6 +57,13 @@ class RunRecord:
         """Names of the sources whose validation loss was measured."""
         keys = {key: None for row in self.evaluations.values() for key in row if key.startswith("loss/")}
         return [key.removeprefix("loss/") for key in keys]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the evaluation tasks that were measured."""
+        keys = {key: None for row in self.evaluations.values() for key in row if key.startswith(TASKS_PREFIX)}
+        names = [key.removeprefix(TASKS_PREFIX).rpartition("/")[0] for key in keys if key.endswith("/bits_per_byte")]
+        return list(dict.fromkeys(names))
 
     @property
     def has_diverged(self) -> bool:

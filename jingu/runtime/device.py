@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from jingu.compat.torch import compiler_is_loaded, cpu_has_bf16_units, has_triton
+from jingu.config.sections.parallel import DeviceType
+from jingu.errors import JinguError
 
 T = TypeVar("T")
 
@@ -26,31 +28,77 @@ T = TypeVar("T")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# What a device needs beside PyTorch itself.
+_REQUIREMENTS = {
+    "cuda": "a build of PyTorch for CUDA or ROCm, and their driver",
+    "xpu": "a build of PyTorch for XPU, and Intel's driver",
+    "npu": "the package torch_npu, and CANN",
+    "mps": "macOS on Apple silicon",
+}
+
+
+def find_device_type(choice: DeviceType) -> str:
+    """Return the type of the device to use; auto: the machine's accelerator, or else cpu.
+
+    Raises:
+        JinguError: the machine has no such device, or PyTorch is built without it.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = "cpu" if accelerator is None else accelerator.type
+    if choice == "auto":
+        return available
+    if choice not in ("cpu", available):
+        has = "no accelerator" if available == "cpu" else available
+        raise JinguError(
+            f"no {choice.upper()} device is to be found; PyTorch {torch.__version__} finds {has}.",
+            where="device.type",
+            fix=f"It needs {_REQUIREMENTS[choice]}. Use auto or cpu otherwise.",
+        )
+    return choice
+
+
+def check_number_format(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype. Raises JinguError if the device does not compute in it."""
+    if dtype == torch.float64 and device.type == "mps":
+        raise JinguError("Apple GPUs do not compute in fp64.", where="precision", fix="Choose fp32, or the CPU.")
+    return dtype
+
+
+def device_module(device: torch.device) -> Any:
+    """Return PyTorch's module for a type of device, such as torch.cuda."""
+    return torch.get_device_module(device)
+
+
+def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of values on a device, without waiting until they are there."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def has_fast_bf16(device: torch.device) -> bool:
     """Return whether the device multiplies bf16 matrices in hardware."""
+    if device.type == "cpu":
+        return cpu_has_bf16_units()
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return cpu_has_bf16_units()
+    return device.type == "mps" or bool(device_module(device).is_bf16_supported())
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Return whether `torch.compile` has a C++ compiler, and on CUDA also Triton."""
+    """Return whether `torch.compile` has a C++ compiler, and on accelerators also Triton."""
     compiler = shutil.which("g++") or shutil.which("clang++")
-    if device.type == "cuda":
-        return compiler is not None and has_triton()
-    return compiler is not None
+    return compiler is not None and (device.type == "cpu" or has_triton())
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """Measure the FLOP/s of a large matrix product; return the best of several trials."""
-    size = 4096 if device.type == "cuda" else 1024
+    size = 1024 if device.type == "cpu" else 4096
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best, end = 0.0, time.perf_counter() + seconds
     for trial in range(1000):
         start = time.perf_counter()
         torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            device_module(device).synchronize()
         elapsed = time.perf_counter() - start
         if trial > 0:  # the first one also initializes the library
             best = max(best, 2 * size**3 / elapsed)
@@ -154,8 +202,10 @@ def collapse_to_huge_pages(blocks: Iterable[tuple[int, int]]) -> None:
 
 def total_memory(device: torch.device) -> int:
     """Return the bytes of the GPU's or the machine's memory, used or free: equal on all ranks of equal machines."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    if device.type != "cpu":
+        return int(device_module(device).get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -166,8 +216,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: allocated on the GPU, or resident in host memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    if device.type != "cpu":
+        return int(device_module(device).max_memory_allocated(device))
     with suppress(OSError):
         # `getrusage` would start with the memory of the process that forked this one.
         match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))

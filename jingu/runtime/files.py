@@ -7,11 +7,27 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jingu.errors import JinguError
+
+
+@contextmanager
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Yield an empty folder that is deleted after the block, also if this process is killed.
+
+    Args:
+        parent: None: the system's folder for temporary files.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    # A shell in a session of its own reads until this process, which holds the other end of the pipe, is gone.
+    command = ["sh", "-c", 'read -r line; rm -rf "$0"', str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield folder
 
 
 @contextmanager

@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime.gpus import cuda_visible_devices, num_usable_cores
-from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, LAUNCHER_PIPE, STOP_SIGNALS, handle_signals
+from jingu.runtime.signals import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_STALLED,
+    LAUNCHER_PIPE,
+    STOP_SIGNALS,
+    handle_signals,
+)
 
 # Time for the other ranks to exit by themselves after one has failed.
 GRACE_SECONDS = 10.0
@@ -118,8 +125,10 @@ def _watch(children: list[Child], pending_signals: list[int]) -> list[int | None
 def _combine_exit_codes(codes: Sequence[int | None], advice: str) -> int:
     """Return one exit code for all ranks. None: the rank did not exit after another one's failure, and was killed."""
     # 2: a rank has reported an error that the user can fix. The failures of the others follow from it.
-    if 2 in codes:
-        return 2
+    # The watchdog has named the rank for which all others were ended.
+    for verdict in (2, EXIT_STALLED):
+        if verdict in codes:
+            return verdict
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError
-from jingu.runtime.device import retain_freed_memory
+from jingu.runtime.device import device_module, find_device_type, retain_freed_memory
 from jingu.runtime.gpus import nccl_environment, num_usable_cores
 from jingu.runtime.signals import stop_with_launcher
 
@@ -55,6 +56,28 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def count_ranks(processes: int | None) -> tuple[int, int]:
+    """Return how many ranks a command has, and how many of them are on this machine.
+
+    Args:
+        processes: ranks to start, unless a launcher started them.
+    """
+    if not is_launched():
+        return processes or 1, processes or 1
+    world = _variable("WORLD_SIZE", 1)
+    return world, _variable("LOCAL_WORLD_SIZE", world)
+
+
+def is_first_process() -> bool:
+    """Return whether this process is the first rank, or will be or start it."""
+    return _variable("RANK", 0) == 0
+
+
+def master_address() -> tuple[str, int]:
+    """Return the address and port where the ranks of a launched command have met."""
+    return os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 0)
+
+
 def _variable(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:
@@ -66,32 +89,33 @@ def _variable(name: str, default: int) -> int:
         ) from None
 
 
-def choose_device(kind: str, local_rank: int) -> torch.device:
+def choose_device(kind: DeviceType, local_rank: int) -> torch.device:
     """Return the device of this process.
 
     Args:
-        kind: `device.type`: auto, cpu or cuda.
+        kind: `device.type`.
 
     Raises:
-        JinguError: there is no GPU for this local rank.
+        JinguError: there is no such device, or none for this local rank.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and num_gpus == 0):
+    device_type = find_device_type(kind)
+    if device_type == "cpu":
         return torch.device("cpu")
-    if local_rank >= num_gpus:
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
         raise JinguError(
-            f"local rank {local_rank} needs a GPU of its own, and this machine has {num_gpus}.",
+            f"local rank {local_rank} needs a device of its own, and this machine has {count} ({device_type}).",
             fix="Start fewer processes, or set device.type=cpu.",
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(device_type, local_rank)
 
 
 @contextmanager
-def join_process_group(device_type: str, threads: int | None) -> Iterator[RankInfo]:
+def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator[RankInfo]:
     """Join the process group (of one rank, without a launcher), and leave it after the block.
 
     Args:
-        device_type: auto, cpu or cuda.
+        device_type: `device.type`.
         threads: CPU threads of this process; None: the usable cores divided by the local ranks.
     """
     stop_with_launcher()
@@ -100,12 +124,13 @@ def join_process_group(device_type: str, threads: int | None) -> Iterator[RankIn
     local_rank = _variable("LOCAL_RANK", 0)
     device = choose_device(device_type, local_rank)
     torch.set_num_threads(threads or max(1, num_usable_cores() // _variable("LOCAL_WORLD_SIZE", 1)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
+    backend = "gloo"
+    if device.type == "cpu":
         retain_freed_memory()
+    elif device.type != "mps":  # which has one device, and no collectives
+        device_module(device).set_device(device)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     notes = _prepare_nccl() if device.type == "cuda" else ()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if is_launched():
         # Rank 0 itself has the store, unless its launcher has it.
         if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,17 +20,25 @@ import torch.distributed as dist
 EXIT_INTERRUPTED = 130
 # Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again.
 EXIT_PREEMPTED = 75
+# Exit code of ranks that the watchdog ends, because the run has stood still.
+EXIT_STALLED = 70
+REPEAT_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Environment variable with the descriptor of a pipe whose other end only the launcher of the ranks has.
 LAUNCHER_PIPE = "JINGU_LAUNCHER_PIPE"
 
 
 class StopRequest:
-    """Set by a signal. A second signal of the same kind takes effect at once."""
+    """Set by a signal. A second signal of the same kind takes effect at once.
+
+    Some schedulers send a signal to every process of a job, and torchrun passes it on to its ranks: what comes twice
+    within `REPEAT_SECONDS` counts once.
+    """
 
     def __init__(self, announce: bool = False) -> None:
         self.signal: signal.Signals | None = None
         self._announce = announce
+        self._first_times: dict[int, float] = {}
 
     @property
     def code(self) -> int:
@@ -39,12 +48,18 @@ class StopRequest:
         return EXIT_INTERRUPTED if self.signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number in self._first_times:
+            if now - self._first_times[number] > REPEAT_SECONDS:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self._first_times[number] = now
         self.signal = signal.Signals(number)
         if self._announce:
             # Without Python's buffers: the interrupted code may be in the middle of printing.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nStopping after this step, and saving. Repeat to stop at once.\n")
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def stop_with_launcher() -> None:

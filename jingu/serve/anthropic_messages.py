@@ -14,66 +14,48 @@ from pydantic import Field
 
 from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason
+from jingu.serve import protocol
 from jingu.serve.chat_run import ChatRun, encode_conversation, start_chat
 from jingu.serve.http_errors import bad_request
-from jingu.serve.protocol import (
-    ChatMessage,
-    ChatRequest,
-    Fraction,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionName,
-    MessageToolCall,
-    PositiveInt,
-    RequestBody,
-    StopStrings,
-    StrictRoute,
-    ToolChoice,
-    ToolDefinition,
-)
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
 from jingu.serve.service import ServiceDependency
 
-router = APIRouter(prefix="/v1", tags=["anthropic"], route_class=StrictRoute)
+router = APIRouter(prefix="/v1", tags=["anthropic"], route_class=protocol.StrictRoute)
 
 
-class ContentBlock(RequestBody):
-    """A block of a message: text, a tool call or a tool's result."""
+class ContentBlock(protocol.RequestBody):
+    """A block of a message: text, a tool call or a tool's result. Others are refused by their type."""
+
+    HINTS = frozenset({"cache_control", "citations", "is_error", "signature", "source", "thinking"})
 
     type: str
-    cache_control: Any = None
-    citations: Any = None
     content: str | list[ContentBlock] | None = None
     id: str | None = None
     input: dict[str, Any] | None = None
-    is_error: bool | None = None
     name: str | None = None
-    signature: Any = None
-    source: Any = None
     text: str | None = None
-    thinking: str | None = None
     tool_use_id: str | None = None
 
 
-class AnthropicMessage(RequestBody):
+class AnthropicMessage(protocol.RequestBody):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: str | list[ContentBlock]
 
 
-class AnthropicTool(RequestBody):
+class AnthropicTool(protocol.RequestBody):
     """A tool that the model may call."""
+
+    HINTS = frozenset({"cache_control", "strict"})
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     input_schema: dict[str, Any]
-    cache_control: Any = None
     description: str | None = None
-    strict: bool | None = None
     type: Literal["custom"] | None = None
 
 
-class AnthropicToolChoice(RequestBody):
+class AnthropicToolChoice(protocol.RequestBody):
     """Whether the model must call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -81,13 +63,13 @@ class AnthropicToolChoice(RequestBody):
     name: str | None = None
 
 
-class Thinking(RequestBody):
+class Thinking(protocol.RequestBody):
     """Extended thinking, which is not supported."""
 
     type: Literal["disabled"]
 
 
-class TokenCountRequest(RequestBody):
+class TokenCountRequest(protocol.RequestBody):
     """A conversation whose tokens are counted."""
 
     model: str
@@ -97,23 +79,23 @@ class TokenCountRequest(RequestBody):
     tool_choice: AnthropicToolChoice | None = None
     tools: list[AnthropicTool] | None = None
 
-    def to_chat_request(self, **fields: Any) -> ChatRequest:
+    def to_chat_request(self, **fields: Any) -> protocol.ChatRequest:
         """Return the conversation as a chat completion, with further fields of it."""
         messages = []
         if self.system:
-            messages.append(ChatMessage(role="system", content=_join_text(self.system)))
+            messages.append(protocol.ChatMessage(role="system", content=_join_text(self.system)))
         for message in self.messages:
             messages += _convert_message(message)
         if not messages:
             raise bad_request("`messages` have no content", "messages")
         tools = [
-            FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
+            protocol.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
             for tool in self.tools or []
         ]
-        return ChatRequest(
+        return protocol.ChatRequest(
             model=self.model,
             messages=messages,
-            tools=[ToolDefinition(type="function", function=tool) for tool in tools] or None,
+            tools=[protocol.ToolDefinition(type="function", function=tool) for tool in tools] or None,
             tool_choice=_convert_tool_choice(self.tool_choice),
             parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             **fields,
@@ -123,14 +105,14 @@ class TokenCountRequest(RequestBody):
 class MessagesRequest(TokenCountRequest):
     """A request of Anthropic's Messages API."""
 
-    max_tokens: PositiveInt
-    metadata: Any = None
-    service_tier: str | None = None
-    stop_sequences: StopStrings | None = None
+    HINTS = frozenset({"metadata", "service_tier"})
+
+    max_tokens: protocol.PositiveInt
+    stop_sequences: protocol.StopStrings | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: PositiveInt | None = None
-    top_p: Fraction | None = None
+    top_k: protocol.PositiveInt | None = None
+    top_p: protocol.Fraction | None = None
 
 
 def _join_text(content: str | list[ContentBlock] | None) -> str:
@@ -143,25 +125,27 @@ def _join_text(content: str | list[ContentBlock] | None) -> str:
     return content or ""
 
 
-def _convert_message(message: AnthropicMessage) -> list[ChatMessage]:
+def _convert_message(message: AnthropicMessage) -> list[protocol.ChatMessage]:
     """Return a message as chat completions have it: each tool result is a message of its own."""
     if isinstance(message.content, str):
-        return [ChatMessage(role=message.role, content=message.content)]
+        return [protocol.ChatMessage(role=message.role, content=message.content)]
     converted = []
     texts = []
     calls = []
     for block in message.content:
         if block.type == "tool_use" and block.name is not None:
-            call = FunctionCall(name=block.name, arguments=block.input or {})
-            calls.append(MessageToolCall(id=block.id, function=call))
+            call = protocol.FunctionCall(name=block.name, arguments=block.input or {})
+            calls.append(protocol.MessageToolCall(id=block.id, function=call))
         elif block.type == "tool_result":
             content = _join_text(block.content)
-            converted.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
+            converted.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
         elif block.type != "thinking":
             texts.append(block)
     if texts or calls:
         text = _join_text(texts)
-        converted.append(ChatMessage(role=message.role, content=text if texts else None, tool_calls=calls or None))
+        converted.append(
+            protocol.ChatMessage(role=message.role, content=text if texts else None, tool_calls=calls or None)
+        )
     return converted
 
 
@@ -169,7 +153,7 @@ def _convert_tool_choice(choice: AnthropicToolChoice | None) -> Any:
     if choice is None:
         return None
     if choice.type == "tool":
-        return ToolChoice(function=FunctionName(name=choice.name or ""))
+        return protocol.ToolChoice(function=protocol.FunctionName(name=choice.name or ""))
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 

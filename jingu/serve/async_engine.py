@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine
+from jingu.infer.engine import StepEngine
 from jingu.infer.request import Event, FinishReason, Request, Token
 from jingu.serve.http_errors import ApiError
 
@@ -73,6 +72,7 @@ class Completion:
     prompt_logprobs: tuple[Token, ...] = ()
     finish_reason: FinishReason = "length"
     cumulative_logprob: float = 0.0
+    embedding: tuple[float, ...] | None = None
 
     def add(self, event: Event) -> None:
         """Add the next event."""
@@ -81,6 +81,7 @@ class Completion:
             self.tokens.append(event.token)
         self.finish_reason = event.finish_reason or self.finish_reason
         self.cumulative_logprob = event.cumulative_logprob
+        self.embedding = event.embedding
 
     @property
     def text(self) -> str:
@@ -93,16 +94,23 @@ def best_first(completions: list[Completion]) -> list[Completion]:
     return sorted(completions, key=lambda each: each.cumulative_logprob / max(len(each.tokens), 1), reverse=True)
 
 
+def count_requests(requests: Sequence[Request]) -> int:
+    """Return as how many requests of the server's limit some count: texts to embed, which are quick, as one."""
+    return len(requests) if requests[0].pooling is None else 1
+
+
 class RequestHandle:
     """Engine requests that one client submitted together, and their events as they arrive.
 
     Attributes:
+        size: how many requests they count as; see `count_requests`.
         unfinished: index of request and number of sequence, of all sequences that have not ended.
         is_closed: whether all have ended, or the request was ended.
     """
 
     def __init__(self, engine: AsyncEngine, requests: Sequence[Request], arrival_time: float) -> None:
         self.requests = tuple(requests)
+        self.size = count_requests(requests)
         self.stats = RequestStats(arrival_time)
         self.unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
         self.is_closed = False
@@ -203,7 +211,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, engine: Engine, max_requests: int, timeout: float, on_end: Callable[[RequestHandle], None]
+        self, engine: StepEngine, max_requests: int, timeout: float, on_end: Callable[[RequestHandle], None]
     ) -> None:
         self.engine = engine
         self.max_requests = max_requests
@@ -234,10 +242,10 @@ class AsyncEngine:
             ApiError: the server is full, stopping or broken.
             JinguError: one of the requests can never be served.
         """
-        self.check_available(len(requests))
+        self.check_available(count_requests(requests))
         handle = RequestHandle(self, requests, arrival_time)
         self._handles.add(handle)
-        self.num_requests += len(requests)
+        self.num_requests += handle.size
         failure = ApiError(500, ENGINE_FAILED, kind="generation")
         # Whatever goes wrong, the handle must be closed, or its requests would count forever.
         try:
@@ -297,23 +305,6 @@ class AsyncEngine:
         self._commands.put(command)
         return await asyncio.wrap_future(result)
 
-    @asynccontextmanager
-    async def occupy(self) -> AsyncIterator[None]:
-        """Count the work inside as a request in progress, although it has no handle.
-
-        Raises:
-            ApiError: the server is full, stopping or broken, or the work takes too long.
-        """
-        self.check_available(1)
-        self.num_requests += 1
-        try:
-            async with asyncio.timeout(self.timeout):
-                yield
-        except TimeoutError:
-            raise self.timeout_error() from None
-        finally:
-            self.num_requests -= 1
-
     def timeout_error(self) -> ApiError:
         """Return the error of a request that takes too long."""
         return ApiError(504, f"the request took more than {self.timeout:g} seconds", kind="incomplete_generation")
@@ -324,7 +315,7 @@ class AsyncEngine:
             # Before the count goes down: whoever sees the lower count may rely on the command being queued.
             self._commands.put(lambda: self._forget(handle))
         self._handles.remove(handle)
-        self.num_requests -= len(handle.requests)
+        self.num_requests -= handle.size
         self._on_end(handle)
 
     def abort_all(self, error: ApiError) -> None:

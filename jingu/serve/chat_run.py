@@ -278,8 +278,10 @@ def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
 
 def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) -> Constraint:
     """Return a constraint to what another one allows or to a call of one of the functions."""
-    if constraint.kind == "regex":
-        raise bad_request("a regular expression and `tools` cannot be combined", "response_format")
+    if constraint.kind in ("regex", "grammar"):
+        raise bad_request(
+            "`tools` can only be combined with JSON, not with an expression or grammar", "response_format"
+        )
     schema = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
     calls = _call_schemas(functions)
     answer = _relocate(schema, f"#/anyOf/{len(calls)}")

@@ -6,30 +6,69 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jingu.errors import JinguError
 from jingu.infer.distributed import distributed_engine, inference_ranks
-from jingu.infer.generate import InferenceOptions
+from jingu.infer.generate import DEFAULT_INFERENCE, InferenceOptions
 from jingu.infer.inference_model import load_chat_model, model_name
 from jingu.runtime.device import run_in_thread
+from jingu.serve.settings import ServeSettings
 
-# Options that are fields of `ServeSettings` under the same name.
-_SETTINGS = ("host", "port", "max_concurrent_requests", "timeout", "grace", "pooling", "log_prompts")
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Who may use the server.
+
+    Attributes:
+        api_key: keys, of which a client must send one.
+        api_key_file: a file with a key on each line.
+        allow_host: further host names to which the server answers.
+        cors: web origins whose pages may call the server.
+    """
+
+    api_key: Sequence[str] = ()
+    api_key_file: Path | None = None
+    allow_host: Sequence[str] = ()
+    cors: Sequence[str] = ()
+
+    def apply(self, settings: ServeSettings) -> ServeSettings:
+        """Return settings with keys, host names and origins. Raises JinguError."""
+        host = settings.host
+        if not host:
+            raise JinguError("the address is empty.", where="--host", fix="0.0.0.0 listens on all of this machine's.")
+        is_loopback = _is_loopback(host)
+        if self.allow_host and not is_loopback:
+            raise JinguError(
+                f"on {host} the server answers to every host name.",
+                where="--allow-host",
+                fix="Leave it out, or listen on a loopback address behind a proxy.",
+            )
+        fix = "Write it without port and path, such as example.com."
+        _check_all(self.allow_host, r"[^:/\s]+|\[[^/\s]+\]", "a host name", "--allow-host", fix)
+        fix = "Write it as browsers do, such as https://example.com."
+        _check_all(self.cors, r"\*|https?://[^/\s]+", "an origin", "--cors", fix)
+        # Otherwise a web page could reach the server through a name that resolves to this machine (DNS rebinding).
+        hosts = ("localhost", "127.0.0.1", "[::1]", host, *self.allow_host) if is_loopback else ()
+        keys = _api_keys(self.api_key, self.api_key_file)
+        return replace(settings, keys=keys, origins=tuple(self.cors), hosts=hosts)
+
+
+# All of them as their defaults.
+_DEFAULT_SETTINGS = ServeSettings()
+_DEFAULT_ACCESS = AccessOptions()
 
 
 def serve(
     model: Path,
-    *,
+    settings: ServeSettings = _DEFAULT_SETTINGS,
+    access: AccessOptions = _DEFAULT_ACCESS,
+    inference: InferenceOptions = DEFAULT_INFERENCE,
     name: str | None = None,
     adapter: Sequence[str] | None = None,
     template: str | None = None,
-    api_key: Sequence[str] | None = None,
-    api_key_file: Path | None = None,
-    allow_host: Sequence[str] | None = None,
-    cors: Sequence[str] | None = None,
-    **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
@@ -38,60 +77,32 @@ def serve(
         name: the name by which clients ask for the model; its own by default.
         adapter: NAME=PATH of adapters that share the model, which clients ask for by name.
         template: name or file of the chat template; the model's own by default.
-        api_key_file: a file with an API key on each line.
-        allow_host: further host names to which the server answers.
-        cors: web origins whose pages may call the server.
-        options: fields of `ServeSettings` (host, port, max_concurrent_requests, timeout, grace, pooling, log_prompts),
-            the most sequences that run at a time (max_num_seqs), and fields of
-            `jingu.infer.generate.InferenceOptions`.
 
     Raises:
         JinguError: the model or the settings cannot be used.
     """
     try:
         from jingu.serve.server import bind_socket, run_server
-        from jingu.serve.service import PLACEHOLDER_MODELS, ServeSettings
+        from jingu.serve.service import PLACEHOLDER_MODELS
     except ImportError as error:
         raise JinguError(
             f"the server needs a package that is missing ({error.name}).",
             fix="Install it: `pip install 'jingu[serve]'`.",
         ) from error
-    # What remains of `options` are those of inference.
-    settings = {key: options.pop(key) for key in _SETTINGS if key in options}
-    max_num_seqs = options.pop("max_num_seqs", 64)
-    inference = InferenceOptions(**options)
-    host = settings.setdefault("host", ServeSettings.host)
-    if not host:
-        raise JinguError("the address is empty.", where="--host", fix="0.0.0.0 listens on all of this machine's.")
-    is_loopback = _is_loopback(host)
-    if allow_host and not is_loopback:
-        raise JinguError(
-            f"on {host} the server answers to every host name.",
-            where="--allow-host",
-            fix="Leave it out, or listen on a loopback address behind a proxy.",
-        )
-    fix = "Write it without port and path, such as example.com."
-    names = _check_all(allow_host, r"[^:/\s]+|\[[^/\s]+\]", "a host name", "--allow-host", fix)
-    # Otherwise a web page could reach the server through a name that resolves to this machine (DNS rebinding).
-    hosts = ("localhost", "127.0.0.1", "[::1]", host, *names) if is_loopback else ()
-    fix = "Write it as browsers do, such as https://example.com."
-    origins = _check_all(cors, r"\*|https?://[^/\s]+", "an origin", "--cors", fix)
-    keys = _api_keys(api_key or (), api_key_file)
-    serve_settings = ServeSettings(keys=keys, origins=origins, hosts=hosts, **settings)
+    settings = access.apply(settings)
     name = name or model_name(model)
     adapters = _adapters(adapter or (), {name, *PLACEHOLDER_MODELS})
     with inference_ranks(inference.device) as ranks, ExitStack() as stack:
-        # Bind first: loading the model takes long.
-        listener = (
-            stack.enter_context(bind_socket(host, serve_settings.port)) if ranks is None or ranks.is_first else None
-        )
-        chat_model, chat_format = run_in_thread(
-            lambda: load_chat_model(lambda: inference.load(model, ranks, adapters), model, template)
-        )
-        own_engine = run_in_thread(lambda: inference.make_engine(chat_model, max_num_seqs))
+        listener = None
+        if ranks is None or ranks.is_first:
+            # Bind first: loading the model takes long.
+            listener = stack.enter_context(bind_socket(settings.host, settings.port))
+        load = partial(inference.load, model, ranks, adapters, settings.runtime_adapters, allow_rewards=True)
+        chat_model, chat_format = run_in_thread(lambda: load_chat_model(load, model, template))
+        own_engine = run_in_thread(lambda: inference.make_engine(chat_model, settings.max_num_seqs))
         with distributed_engine(own_engine, ranks) as engine:
             if engine is not None and listener is not None:
-                run_server(engine, serve_settings, name, chat_format, listener)
+                run_server(engine, settings, name, chat_format, listener)
 
 
 def _is_loopback(host: str) -> bool:
@@ -101,12 +112,11 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_all(values: Sequence[str] | None, pattern: str, kind: str, where: str, fix: str) -> tuple[str, ...]:
-    """Return the values if all match the pattern. Raises JinguError."""
-    for value in values or ():
+def _check_all(values: Sequence[str], pattern: str, kind: str, where: str, fix: str) -> None:
+    """Raise JinguError unless all values match the pattern."""
+    for value in values:
         if not re.fullmatch(pattern, value):
             raise JinguError(f"{value} is not {kind}.", where=where, fix=fix)
-    return tuple(values or ())
 
 
 def _api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:

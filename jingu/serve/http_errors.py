@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from jingu.errors import JinguError
@@ -12,12 +13,16 @@ _FIELD_NAMES = {
     "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format"},
     "/v1/completions": {"prompt_logprobs": "echo"},
     "/v1/embeddings": {"prompt": "input"},
+    "/v1/score": {"prompt": "text_1"},
+    "/v1/rerank": {"prompt": "query"},
     "/v1/responses": {"prompt": "input", "constraint": "text"},
     "/v1/messages": {"prompt": "messages", "constraint": "tools"},
     "/api/chat": {"prompt": "messages", "constraint": "format"},
     "/api/generate": {"constraint": "format"},
 }
 _TGI_FIELD_NAMES = {"prompt": "inputs", "constraint": "grammar", "prompt_logprobs": "decoder_input_details"}
+_VLLM_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_VLLM_TYPES = {400: "InvalidUserInput", 404: "NotFoundError"}
 _OPENAI_CODES = {401: "invalid_api_key", 404: "not_found"}
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -74,6 +79,9 @@ def error_body(error: ApiError, path: str) -> tuple[int, dict[str, Any]]:
     if not path.startswith("/v1/"):
         status = 422 if error.status == 400 and error.kind == "validation" else error.status
         return status, {"error": error.message, "error_type": error.kind}
+    if path in _VLLM_PATHS:
+        kind = _VLLM_TYPES.get(error.status, HTTPStatus(error.status).phrase)
+        return error.status, {"error": {"message": error.message, "type": kind, "param": None, "code": error.status}}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _OPENAI_TYPES.get(error.status, fallback)
     if path.startswith("/v1/messages"):

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jingu.serve.async_engine import RequestHandle
 from jingu.serve.http_errors import ApiError
 from jingu.serve.responses import error_response
-from jingu.serve.service import ServeSettings
+from jingu.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("jingu.serve")
 # Most bytes of a request's headers.

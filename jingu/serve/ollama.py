@@ -15,59 +15,49 @@ from pydantic import Field
 
 from jingu import __version__
 from jingu.infer.request import FinishReason
+from jingu.serve import protocol
 from jingu.serve.async_engine import RequestHandle
 from jingu.serve.chat_run import ChatAnswer, ChatDelta, start_chat
 from jingu.serve.http_errors import bad_request
 from jingu.serve.openai import FINISH_REASONS, build_engine_request
-from jingu.serve.protocol import (
-    ChatMessage,
-    ChatRequest,
-    Fraction,
-    FunctionCall,
-    JsonSchema,
-    MessageToolCall,
-    Penalty,
-    RepetitionPenalty,
-    RequestBody,
-    ResponseFormat,
-    StopStrings,
-    StrictRoute,
-    Temperature,
-    ToolDefinition,
-)
 from jingu.serve.responses import EventStream, JsonResponse, dump_json, respond_once
 from jingu.serve.service import ServiceDependency
 
-router = APIRouter(prefix="/api", tags=["ollama"], route_class=StrictRoute)
+router = APIRouter(prefix="/api", tags=["ollama"], route_class=protocol.StrictRoute)
 _LINES = "application/x-ndjson"
 _STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "one JSON value, or one in each line", "content": {_LINES: {}}}
 }
 
 
-class OllamaOptions(RequestBody):
+class OllamaOptions(protocol.RequestBody):
     """Sampling parameters. Options of the machine, such as `num_thread`, are accepted and ignored."""
 
-    frequency_penalty: Penalty | None = None
+    HINTS = frozenset(
+        [
+            "low_vram",
+            "main_gpu",
+            "num_batch",
+            "num_ctx",
+            "num_gpu",
+            "num_keep",
+            "num_thread",
+            "numa",
+            "use_mlock",
+            "use_mmap",
+        ]
+    )
+
+    frequency_penalty: protocol.Penalty | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     num_predict: Annotated[int, Field(lt=2**31)] | None = None
-    presence_penalty: Penalty | None = None
-    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: protocol.Penalty | None = None
+    repeat_penalty: protocol.RepetitionPenalty | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: StopStrings | None = None
-    temperature: Temperature | None = None
+    stop: protocol.StopStrings | None = None
+    temperature: protocol.Temperature | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    top_p: Fraction | None = None
-    low_vram: Any = None
-    main_gpu: Any = None
-    num_batch: Any = None
-    num_ctx: Any = None
-    num_gpu: Any = None
-    num_keep: Any = None
-    num_thread: Any = None
-    numa: Any = None
-    use_mlock: Any = None
-    use_mmap: Any = None
+    top_p: protocol.Fraction | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of a chat completion that mean the same."""
@@ -79,14 +69,14 @@ class OllamaOptions(RequestBody):
         return fields
 
 
-class OllamaCall(RequestBody):
+class OllamaCall(protocol.RequestBody):
     """A tool call of the assistant in an earlier turn."""
 
     id: str | None = None
-    function: FunctionCall
+    function: protocol.FunctionCall
 
 
-class OllamaMessage(RequestBody):
+class OllamaMessage(protocol.RequestBody):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -98,33 +88,38 @@ class OllamaMessage(RequestBody):
     tool_name: str | None = None
 
 
-class OllamaRequest(RequestBody):
+class OllamaRequest(protocol.RequestBody):
     """The fields that chat and generate share."""
+
+    HINTS = frozenset({"keep_alive"})
 
     model: str
     format: Literal["", "json"] | dict[str, Any] | None = None
-    keep_alive: Any = None
     options: OllamaOptions | None = None
     stream: bool | None = None
     think: Literal[False] | None = None
 
-    def to_chat_request(self, messages: list[ChatMessage], tools: list[ToolDefinition] | None = None) -> ChatRequest:
+    def to_chat_request(
+        self, messages: list[protocol.ChatMessage], tools: list[protocol.ToolDefinition] | None = None
+    ) -> protocol.ChatRequest:
         """Return a chat completion with the format and the options of this request."""
         response_format = None
         if self.format == "json":
-            response_format = ResponseFormat(type="json_object")
+            response_format = protocol.ResponseFormat(type="json_object")
         elif isinstance(self.format, dict):
-            schema = JsonSchema.model_validate({"schema": self.format})
-            response_format = ResponseFormat(type="json_schema", json_schema=schema)
+            schema = protocol.JsonSchema.model_validate({"schema": self.format})
+            response_format = protocol.ResponseFormat(type="json_schema", json_schema=schema)
         fields = (self.options or OllamaOptions()).chat_fields()
-        return ChatRequest(model=self.model, messages=messages, tools=tools, response_format=response_format, **fields)
+        return protocol.ChatRequest(
+            model=self.model, messages=messages, tools=tools, response_format=response_format, **fields
+        )
 
 
 class OllamaChatRequest(OllamaRequest):
     """A conversation to answer."""
 
     messages: Annotated[list[OllamaMessage], Field(min_length=1)]
-    tools: list[ToolDefinition] | None = None
+    tools: list[protocol.ToolDefinition] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -160,9 +155,9 @@ async def chat(body: OllamaChatRequest, request: HttpRequest, service: ServiceDe
     """Answer a conversation."""
     messages = []
     for message in body.messages:
-        calls = [MessageToolCall(id=call.id, function=call.function) for call in message.tool_calls or []]
+        calls = [protocol.MessageToolCall(id=call.id, function=call.function) for call in message.tool_calls or []]
         messages.append(
-            ChatMessage(
+            protocol.ChatMessage(
                 role=message.role,
                 content=message.content,
                 name=message.tool_name,
@@ -202,8 +197,8 @@ async def chat(body: OllamaChatRequest, request: HttpRequest, service: ServiceDe
 @router.post("/generate", responses=_STREAMING_RESPONSES)
 async def generate(body: OllamaGenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Answer a prompt with the chat template; with `raw`, or without a template, continue it."""
-    messages = [ChatMessage(role="system", content=body.system)] if body.system else []
-    chat_request = body.to_chat_request([*messages, ChatMessage(role="user", content=body.prompt)])
+    messages = [protocol.ChatMessage(role="system", content=body.system)] if body.system else []
+    chat_request = body.to_chat_request([*messages, protocol.ChatMessage(role="user", content=body.prompt)])
     if body.raw or service.chat_format is None:
         if body.system:
             raise bad_request("`system` requires a chat template", "system")

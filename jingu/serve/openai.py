@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 
 from jingu import __version__
 from jingu.infer.request import Event, FinishReason, Request, Token
+from jingu.infer.sampling import SamplingParams
+from jingu.runtime.device import run_in_thread
+from jingu.serve import protocol
 from jingu.serve.async_engine import Completion, RequestHandle, RequestStats, best_first
 from jingu.serve.http_errors import ApiError, bad_request
-from jingu.serve.protocol import CompletionRequest, EmbeddingRequest, Prompts, SamplingFields, StrictRoute
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
-from jingu.serve.service import Service, ServiceDependency
+from jingu.serve.service import PLACEHOLDER_MODELS, Service, ServiceDependency
 
-router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
+router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRoute)
 SYSTEM_FINGERPRINT = f"jingu-{__version__}"
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
-# Prompts in one request; each of them is an engine request.
+_NO_RUNTIME_ADAPTERS = "the adapters of this server are fixed; start it with --runtime-adapters to load others"
+# protocol.Prompts in one request; each of them is an engine request.
 _MAX_PROMPTS = 256
 
 
@@ -42,8 +47,45 @@ async def get_model(model: str, service: ServiceDependency) -> Response:
     return JsonResponse(_format_model(service.find_adapter(model) or service.name, service))
 
 
+@router.post("/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(body: protocol.LoadAdapterRequest, service: ServiceDependency) -> Response:
+    """Load an adapter beside the model, as vLLM does."""
+    read = service.model.read_adapter
+    if read is None:
+        raise ApiError(403, _NO_RUNTIME_ADAPTERS)
+    name = body.lora_name
+    if not name or not body.lora_path:
+        raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+    if name in (service.name, *PLACEHOLDER_MODELS, *service.adapters):
+        raise bad_request(f"The lora adapter '{name}' has already been loaded.", "lora_name")
+    try:
+        path = Path(body.lora_path)
+        if not path.exists():
+            raise ApiError(404, f"No adapter found for {body.lora_path}", field="lora_path")
+        # Reading takes longer than a step, so another thread does it.
+        weights = await asyncio.to_thread(run_in_thread, partial(read, path))
+    except OSError as error:
+        raise bad_request(f"{body.lora_path} cannot be read ({error.strerror})", "lora_path") from error
+    await service.engine.call(partial(service.model.adapters.attach, name, weights))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+@router.post("/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(body: protocol.UnloadAdapterRequest, service: ServiceDependency) -> Response:
+    """Unload an adapter, as vLLM does. Requests in progress finish with it."""
+    name = body.lora_name
+    if service.model.read_adapter is None:
+        raise ApiError(403, _NO_RUNTIME_ADAPTERS)
+    if not name:
+        raise bad_request("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+    if name not in service.adapters:
+        raise ApiError(404, f"The lora adapter '{name}' cannot be found.", field="lora_name")
+    await service.engine.call(partial(service.model.adapters.detach, name))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
 @router.post("/completions", responses=STREAMING_RESPONSES)
-async def completions(body: CompletionRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+async def completions(body: protocol.CompletionRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Continue prompts."""
     if body.suffix:
         raise bad_request("`suffix` is not supported", "suffix")
@@ -103,44 +145,38 @@ async def completions(body: CompletionRequest, request: HttpRequest, service: Se
 
 
 @router.post("/embeddings")
-async def embeddings(body: EmbeddingRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+async def embeddings(body: protocol.EmbeddingRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Embed texts: pooled hidden states of the last layer, normalized to length 1."""
-    spec = service.model.spec
-    if spec.num_encoder_layers is not None:
-        raise bad_request("embeddings are not supported for encoder-decoder models", "model")
-    if service.model.world_size > 1:
-        raise bad_request("embeddings are not supported when several processes share the model", "model")
-    if service.find_adapter(body.model) is not None or any(spec.prompts):
-        raise bad_request("embeddings are not supported for adapters and prompt tuning", "model")
-    if body.dimensions not in (None, spec.hidden_size):
-        raise bad_request(f"`dimensions` can only be the model's hidden size, {spec.hidden_size}", "dimensions")
+    hidden_size = service.model.spec.hidden_size
+    if body.dimensions not in (None, hidden_size):
+        raise bad_request(f"`dimensions` can only be the model's hidden size, {hidden_size}", "dimensions")
     prompts = await _encode_prompts(body.input, service, "input")
-    for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= spec.max_position_embeddings or max(prompt) >= spec.vocab_size:
-            raise bad_request(
-                f"input {index} has {len(prompt)} tokens; 1 to {spec.max_position_embeddings} are possible, with ids "
-                f"below {spec.vocab_size}",
-                "input",
-            )
+    adapter = service.find_adapter(body.model)
+    pooling = service.settings.pooling
+    requests = [Request(prompt, SamplingParams(), 1, adapter=adapter, pooling=pooling) for prompt in prompts]
+    handle = await service.submit(request, requests)
 
     async def collect() -> Any:
         data: list[dict[str, Any]] = []
-        async with service.engine.occupy():
-            # One text between two steps of the engine, so that other requests continue.
-            for index, prompt in enumerate(prompts):
-                vector: Any = await service.engine.call(partial(_embed, prompt, service))
-                if body.encoding_format == "base64":
-                    vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-                data.append({"object": "embedding", "index": index, "embedding": vector})
-        tokens = sum(map(len, prompts))
+        for index, (completion,) in enumerate(await handle.collect()):
+            vector: Any = completion.embedding
+            if body.encoding_format == "base64":
+                vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            data.append({"object": "embedding", "index": index, "embedding": vector})
+        tokens = handle.stats.prompt_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
-    return await respond_once(request, None, collect())
+    return await respond_once(request, handle, collect())
 
 
 def build_engine_request(
-    body: SamplingFields, prompt: tuple[int, ...], service: Service, *, stop: tuple[str, ...] = (), **fields: Any
+    body: protocol.SamplingFields,
+    prompt: tuple[int, ...],
+    service: Service,
+    *,
+    stop: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Request:
     """Return the engine's request for a prompt.
 
@@ -151,7 +187,7 @@ def build_engine_request(
     stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         prompt,
-        body.sampling_params(service.model.spec.vocab_size, service.model.default_sampling),
+        body.sampling_params(service.model),
         stop=(*stop_strings, *stop),
         adapter=service.find_adapter(body.model),
         ignore_eos=bool(body.ignore_eos),
@@ -184,7 +220,7 @@ def _format_model(name: str, service: Service) -> dict[str, Any]:
     }
 
 
-async def _encode_prompts(prompts: Prompts, service: Service, field: str) -> list[tuple[int, ...]]:
+async def _encode_prompts(prompts: protocol.Prompts, service: Service, field: str) -> list[tuple[int, ...]]:
     """Return the token ids of a text, of ids, or of a list of either."""
     if isinstance(prompts, str):
         return [await service.encode(prompts)]
@@ -224,7 +260,7 @@ def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0)
 
 
 async def _stream(
-    handle: RequestHandle, body: CompletionRequest, echoes: Sequence[str], service: Service
+    handle: RequestHandle, body: protocol.CompletionRequest, echoes: Sequence[str], service: Service
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Yield the choices of the chunks of each engine step."""
     n = body.n or 1
@@ -255,7 +291,10 @@ async def _stream(
 
 
 async def stream_chunks(
-    handle: RequestHandle, body: SamplingFields, head: dict[str, Any], batches: AsyncIterator[list[dict[str, Any]]]
+    handle: RequestHandle,
+    body: protocol.SamplingFields,
+    head: dict[str, Any],
+    batches: AsyncIterator[list[dict[str, Any]]],
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events with one choice each, and at the end the usage if it is requested.
 
@@ -272,11 +311,3 @@ async def stream_chunks(
     if include_usage:
         yield format_event({**head, "choices": [], "usage": format_usage(handle.stats)})
     yield b"data: [DONE]\n\n"
-
-
-def _embed(prompt: Sequence[int], service: Service) -> list[float]:
-    """Return the embedding of one text. Runs on the engine's thread."""
-    vector = service.engine.engine.embed(prompt, service.settings.pooling)
-    if not all(abs(value) <= 1.001 for value in vector):
-        raise ApiError(500, "the model's hidden states are not finite", kind="generation")
-    return vector

@@ -14,37 +14,19 @@ from pydantic import BaseModel, ConfigDict
 
 from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason
+from jingu.serve import protocol
 from jingu.serve.chat_run import ChatRun, start_chat
 from jingu.serve.http_errors import bad_request
-from jingu.serve.protocol import (
-    ChatMessage,
-    ChatRequest,
-    ContentPart,
-    Fraction,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionName,
-    JsonSchema,
-    MessageToolCall,
-    PositiveInt,
-    RequestBody,
-    ResponseFormat,
-    StrictRoute,
-    Temperature,
-    ToolChoice,
-    ToolDefinition,
-)
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, format_event, respond_once
 from jingu.serve.service import ServiceDependency
 
-router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
+router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRoute)
 
 
-class InputPart(ContentPart):
+class InputPart(protocol.ContentPart):
     """A part of a message in the input, which may be a part of an earlier output."""
 
-    annotations: Any = None
-    logprobs: Any = None
+    HINTS = frozenset({"annotations", "logprobs"})
 
 
 class InputItem(BaseModel):
@@ -61,94 +43,92 @@ class InputItem(BaseModel):
     output: str | list[InputPart] | None = None
 
 
-class FunctionTool(FunctionDefinition):
+class FunctionTool(protocol.FunctionDefinition):
     """A function that the model may call."""
 
     type: Literal["function"]
 
 
-class FunctionChoice(FunctionName):
+class FunctionChoice(protocol.FunctionName):
     """The function that the model must call."""
 
     type: Literal["function"]
 
 
-class TextFormat(JsonSchema):
+class TextFormat(protocol.JsonSchema):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
 
 
-class TextOptions(RequestBody):
+class TextOptions(protocol.RequestBody):
     """Options of the answer's text."""
 
+    HINTS = frozenset({"verbosity"})
+
     format: TextFormat | None = None
-    verbosity: Any = None
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(protocol.RequestBody):
     """A request of OpenAI's Responses API."""
+
+    HINTS = frozenset(
+        {"include", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "store", "stream_options"}
+        | {"user"}
+    )
 
     model: str
     input: str | list[InputItem]
     background: Literal[False] | None = None
-    include: Any = None
     instructions: str | None = None
-    max_output_tokens: PositiveInt | None = None
+    max_output_tokens: protocol.PositiveInt | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: None = None
-    prompt_cache_key: str | None = None
-    reasoning: Any = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
     stream: bool | None = None
-    stream_options: Any = None
-    temperature: Temperature | None = None
+    temperature: protocol.Temperature | None = None
     text: TextOptions | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     tools: list[FunctionTool] | None = None
-    top_p: Fraction | None = None
+    top_p: protocol.Fraction | None = None
     truncation: Literal["disabled"] | None = None
-    user: str | None = None
 
-    def to_chat_request(self) -> ChatRequest:
+    def to_chat_request(self) -> protocol.ChatRequest:
         """Return the conversation as a chat completion."""
         choice = self.tool_choice
         response_format = None
         if self.text is not None and self.text.format is not None:
-            response_format = ResponseFormat(type=self.text.format.type, json_schema=self.text.format)
-        return ChatRequest(
+            response_format = protocol.ResponseFormat(type=self.text.format.type, json_schema=self.text.format)
+        return protocol.ChatRequest(
             model=self.model,
             messages=self._messages(),
             max_tokens=self.max_output_tokens,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=response_format,
             temperature=self.temperature,
-            tool_choice=ToolChoice(function=choice) if isinstance(choice, FunctionChoice) else choice,
-            tools=[ToolDefinition(type="function", function=tool) for tool in self.tools or []] or None,
+            tool_choice=protocol.ToolChoice(function=choice) if isinstance(choice, FunctionChoice) else choice,
+            tools=[protocol.ToolDefinition(type="function", function=tool) for tool in self.tools or []] or None,
             top_p=self.top_p,
         )
 
-    def _messages(self) -> list[ChatMessage]:
+    def _messages(self) -> list[protocol.ChatMessage]:
         """Return the input as messages; calls that follow each other or a text of the assistant join one message."""
-        messages = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        messages = [protocol.ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
-            return [*messages, ChatMessage(role="user", content=self.input)]
+            return [*messages, protocol.ChatMessage(role="user", content=self.input)]
         for index, item in enumerate(self.input):
             if item.type == "message" and item.role is not None:
-                messages.append(ChatMessage(role=item.role, content=_plain_parts(item.content)))
+                messages.append(protocol.ChatMessage(role=item.role, content=_plain_parts(item.content)))
             elif item.type == "function_call" and item.name is not None:
-                call = MessageToolCall(
-                    id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments or "{}")
+                call = protocol.MessageToolCall(
+                    id=item.call_id, function=protocol.FunctionCall(name=item.name, arguments=item.arguments or "{}")
                 )
                 if not messages or messages[-1].role != "assistant":
-                    messages.append(ChatMessage(role="assistant"))
+                    messages.append(protocol.ChatMessage(role="assistant"))
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
             elif item.type == "function_call_output":
                 content = _plain_parts(item.output)
-                messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
+                messages.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
             elif item.type != "reasoning":
                 raise bad_request(f"`input[{index}]` is of type {item.type[:40]!r}, which is not supported", "input")
         if not messages:
@@ -156,12 +136,12 @@ class ResponsesRequest(RequestBody):
         return messages
 
 
-def _plain_parts(content: str | list[InputPart] | None) -> str | list[ContentPart] | None:
+def _plain_parts(content: str | list[InputPart] | None) -> str | list[protocol.ContentPart] | None:
     """Return content whose text parts have the type that chat completions use."""
     if not isinstance(content, list):
         return content
     types = {"input_text": "text", "output_text": "text"}
-    return [ContentPart(type=types.get(part.type, part.type), text=part.text) for part in content]
+    return [protocol.ContentPart(type=types.get(part.type, part.type), text=part.text) for part in content]
 
 
 @router.post("/responses", responses=STREAMING_RESPONSES)

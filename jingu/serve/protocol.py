@@ -10,7 +10,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -18,6 +19,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
+from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint
 from jingu.infer.sampling import SamplingParams
 from jingu.serve.http_errors import bad_request
@@ -25,7 +27,7 @@ from jingu.serve.http_errors import bad_request
 # Lower temperatures choose the likeliest token anyway, but could overflow the logits.
 _MIN_TEMPERATURE = 1e-4
 # Sampling parameters that both protocols, and the engine, call the same.
-_SHARED_PARAMS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SHARED_PARAMS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 
 
 class StrictRoute(APIRoute):
@@ -53,15 +55,18 @@ class RequestBody(BaseModel):
     """A JSON object in a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # Names of fields that are accepted and ignored, since they cannot change the answer.
+    HINTS: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unknown_nulls(cls, value: Any) -> Any:
-        """Leave out unknown fields that are null, since clients also send fields that they do not set."""
+    def _drop_hints(cls, value: Any) -> Any:
+        """Leave out hints, and unknown fields that are null, since clients also send fields that they do not set."""
         if not isinstance(value, dict):
             return value
-        field_names = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: item for name, item in value.items() if item is not None or name in field_names}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        hints = frozenset().union(*(base.HINTS for base in cls.__mro__ if issubclass(base, RequestBody)))
+        return {key: item for key, item in value.items() if key in names or not (item is None or key in hints)}
 
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -72,17 +77,30 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=256)]
+# Longer ones would keep the engine from its other requests while they are compiled.
+GrammarText = Annotated[str, Field(max_length=65_536)]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
+Texts = Annotated[list[str], Field(min_length=1, max_length=256)]
 
 
-def _build_sampling_params(body: RequestBody, temperature: float, seed: int | None, **params: Any) -> SamplingParams:
-    """Return sampling parameters: those that both protocols share, in place of `params`. A request without seed gets
-    one."""
-    shared = {name: getattr(body, name, None) for name in _SHARED_PARAMS}
-    params |= {name: value for name, value in shared.items() if value is not None}
-    if seed is None:
-        seed = secrets.randbits(31)
-    return SamplingParams(temperature if temperature >= _MIN_TEMPERATURE else 0.0, seed=seed, **params)
+def _build_sampling_params(
+    body: RequestBody, model: InferenceModel, options: Mapping[str, Any], temperature: float
+) -> SamplingParams:
+    """Return sampling parameters: `options`, and those that both protocols share.
+
+    Where these are None the model's own apply, and a random seed.
+
+    Args:
+        temperature: if neither the body nor the model has one.
+    """
+    values = {**options, **{name: getattr(body, name, None) for name in _SHARED_PARAMS}}
+    params: Any = {"seed": secrets.randbits(31)} | {name: value for name, value in values.items() if value is not None}
+    if params.get("top_k", 1) < 1:
+        # OpenAI's clients write -1 or 0 for no limit.
+        params["top_k"] = None
+    sampling = model.sampling_params(params, temperature)
+    return sampling if sampling.temperature >= _MIN_TEMPERATURE else replace(sampling, temperature=0.0)
 
 
 def _build_constraint(kind: str, value: Any, field: str) -> Constraint:
@@ -135,16 +153,16 @@ class GenerateParameters(RequestBody):
     typical_p: Fraction | None = None
     watermark: bool | None = None
 
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are sampled. As in text-generation-inference, sampling parameters imply `do_sample`."""
+    def sampling_params(self, model: InferenceModel) -> SamplingParams:
+        """Return the engine's sampling parameters. As in text-generation-inference, some of them imply `do_sample`; if
+        the request leaves it out, the model's recommended temperature decides."""
         has_top_p = self.top_p is not None and self.top_p < 1
-        return bool(self.do_sample) or self.temperature not in (None, 1.0) or self.top_k is not None or has_top_p
-
-    def sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return _build_sampling_params(self, temperature if self.samples else 0.0, self.seed, top_k=self.top_k)
+        samples = self.do_sample or self.temperature not in (None, 1.0) or self.top_k is not None or has_top_p
+        temperature = self.temperature if samples else None
+        if not samples and self.do_sample is False:
+            temperature = 0.0
+        options = {"temperature": temperature, "top_k": self.top_k}
+        return _build_sampling_params(self, model, options, temperature=1.0 if samples else 0.0)
 
 
 class GenerateRequest(RequestBody):
@@ -164,8 +182,9 @@ class TokenizeRequest(GenerateRequest):
 class DetokenizeRequest(RequestBody):
     """Token ids to decode, as for vLLM."""
 
+    HINTS = frozenset({"model"})
+
     tokens: list[TokenId]
-    model: str | None = None
 
 
 # OpenAI
@@ -174,17 +193,50 @@ class DetokenizeRequest(RequestBody):
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
+    HINTS = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's constraints of the answer, of which a request has one. JSON never has optional whitespace."""
+
+    HINTS = frozenset({"disable_any_whitespace", "disable_fallback"})
+
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Return the engine's constraint; None: there is none. Raises ApiError if there are several."""
+        constraints = []
+        if self.choice is not None:
+            constraints.append(Constraint("regex", "|".join(map(re.escape, self.choice))))
+        if self.grammar is not None:
+            constraints.append(Constraint("grammar", self.grammar))
+        if self.json_ is not None:
+            constraints.append(_build_constraint("json_schema", self.json_, "structured_outputs"))
+        if self.json_object is not None:
+            constraints.append(Constraint("json"))
+        if self.regex is not None:
+            constraints.append(Constraint("regex", self.regex))
+        if len(constraints) > 1:
+            raise bad_request("the answer can only have one constraint", "structured_outputs")
+        return constraints[0] if constraints else None
 
 
 class SamplingFields(RequestBody):
     """The fields that completions and chat completions share."""
 
+    HINTS = frozenset({"prediction", "prompt_cache_key", "safety_identifier", "user"})
+
     model: str
     frequency_penalty: Penalty | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     ignore_eos: bool | None = None
@@ -201,14 +253,10 @@ class SamplingFields(RequestBody):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
     temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Fraction | None = None
-    # Hints that cannot change the answer.
-    prediction: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    user: str | None = None
 
     @field_validator("stop")
     @classmethod
@@ -217,24 +265,18 @@ class SamplingFields(RequestBody):
             raise ValueError("a stop string is empty")
         return stop
 
-    def sampling_params(self, vocab_size: int, defaults: Mapping[str, float]) -> SamplingParams:
-        """Return the engine's sampling parameters for a model with a vocabulary of this size, and with defaults."""
-        params: dict[str, Any] = {"temperature": 1.0, **defaults}
-        if self.temperature is not None:
-            params["temperature"] = self.temperature
-        if self.top_k is not None:
-            # OpenAI's clients write -1 or 0 for no limit.
-            params["top_k"] = self.top_k if self.top_k > 0 else None
-        bias = _parse_logit_bias(self.logit_bias or {}, vocab_size)
-        return _build_sampling_params(self, params.pop("temperature"), self.seed, logit_bias=bias, **params)
+    def sampling_params(self, model: InferenceModel) -> SamplingParams:
+        """Return the engine's sampling parameters."""
+        bias = _parse_logit_bias(self.logit_bias or {}, model.spec.vocab_size)
+        options = {"temperature": self.temperature, "top_k": self.top_k, "logit_bias": bias}
+        return _build_sampling_params(self, model, options, temperature=1.0)
 
     def guided_constraint(self) -> Constraint | None:
         """Return the constraint of vLLM's fields; None: there is none."""
-        if self.guided_json is not None:
-            return _build_constraint("json_schema", self.guided_json, "guided_json")
-        if self.guided_choice is not None:
-            return Constraint("regex", "|".join(map(re.escape, self.guided_choice)))
-        return None if self.guided_regex is None else Constraint("regex", self.guided_regex)
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint()
+        guided = {name: getattr(self, f"guided_{name}") for name in ("choice", "grammar", "json", "regex")}
+        return StructuredOutputs.model_validate(guided).constraint()
 
 
 def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -261,41 +303,41 @@ class CompletionRequest(SamplingFields):
 class FunctionCall(RequestBody):
     """The function and arguments of an earlier tool call."""
 
+    HINTS = frozenset({"description"})
+
     name: str
     arguments: str | dict[str, Any]
-    description: Any = None
 
 
 class MessageToolCall(RequestBody):
     """A tool call of the assistant in an earlier turn."""
 
+    HINTS = frozenset({"index"})
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
 
 class ContentPart(RequestBody):
-    """A part of a message, of which only text is supported."""
+    """A part of a message, of which only text is supported. The others are refused by their type."""
+
+    HINTS = frozenset({"image_url", "input_audio", "file", "refusal"})
 
     type: str
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    refusal: Any = None
 
 
 class ChatMessage(RequestBody):
     """A message of a conversation."""
+
+    HINTS = frozenset({"annotations", "refusal"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: Any = None
-    annotations: Any = None
     reasoning_content: str | None = None
 
 
@@ -346,10 +388,9 @@ class AllowedToolsChoice(RequestBody):
 class JsonSchema(RequestBody):
     """A JSON schema that the answer must satisfy."""
 
-    name: str | None = None
-    description: str | None = None
+    HINTS = frozenset({"description", "name", "strict"})
+
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class ResponseFormat(RequestBody):
@@ -374,31 +415,69 @@ class ResponseFormat(RequestBody):
 class ChatRequest(SamplingFields):
     """OpenAI's chat completions."""
 
+    HINTS = frozenset({"metadata", "service_tier", "store", "verbosity"})
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     max_completion_tokens: PositiveInt | None = None
-    metadata: Any = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     response_format: ResponseFormat | None = None
-    service_tier: Any = None
-    store: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     tool_prompt: str | None = None
     tools: list[ToolDefinition] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    verbosity: Any = None
+
+
+class LoadAdapterRequest(RequestBody):
+    """An adapter to load, as for vLLM."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterRequest(RequestBody):
+    """An adapter to unload, as for vLLM, which ignores its number as well."""
+
+    HINTS = frozenset({"lora_int_id"})
+
+    lora_name: str
 
 
 class EmbeddingRequest(RequestBody):
     """OpenAI's embeddings."""
 
+    HINTS = frozenset({"user"})
+
     input: Prompts
     model: str
     dimensions: PositiveInt | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    user: str | None = None
+
+
+class ScoringRequest(RequestBody):
+    """What both requests for scores share. Scores are logits: vLLM's with `use_activation` false."""
+
+    HINTS = frozenset({"priority", "user"})
+
+    model: str
+    use_activation: Literal[False] | None = None
+
+
+class ScoreRequest(ScoringRequest):
+    """vLLM's scores. A list of messages is one prompt."""
+
+    text_1: str | Texts | Annotated[list[ChatMessage], Field(min_length=1)]
+    text_2: str | Texts
+
+
+class RerankRequest(ScoringRequest):
+    """Jina's and Cohere's reranking, as vLLM has it."""
+
+    query: str | Annotated[list[ChatMessage], Field(min_length=1)]
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from jingu.chat.chat_format import ChatFormat
 from jingu.compat.uvicorn import HttpProtocol, bound_address, open_connections
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine
+from jingu.infer.engine import StepEngine
 from jingu.runtime.signals import handle_signals
 from jingu.serve.app import create_app
 from jingu.serve.async_engine import AsyncEngine
@@ -28,7 +28,8 @@ from jingu.serve.http_errors import ApiError
 from jingu.serve.middleware import MAX_HEADER_BYTES, configure_logging
 from jingu.serve.prometheus import ServerMetrics
 from jingu.serve.responses import dump_json
-from jingu.serve.service import ServeSettings, Service
+from jingu.serve.service import Service
+from jingu.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("jingu.serve")
 # Seconds for a client to read its last response before the connection is closed; five times as long if nobody asked
@@ -210,7 +211,7 @@ class Server(uvicorn.Server):
 
 
 def build_server(
-    engine: Engine,
+    engine: StepEngine,
     settings: ServeSettings,
     name: str,
     chat_format: ChatFormat | None,
@@ -224,7 +225,7 @@ def build_server(
 
 
 def run_server(
-    engine: Engine, settings: ServeSettings, name: str, chat_format: ChatFormat | None, listener: socket.socket
+    engine: StepEngine, settings: ServeSettings, name: str, chat_format: ChatFormat | None, listener: socket.socket
 ) -> None:
     """Serve until a signal asks to stop. Raises RuntimeError if the engine fails and cannot continue."""
 

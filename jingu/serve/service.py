@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -18,45 +18,13 @@ from jingu.serve.async_engine import AsyncEngine, RequestHandle
 from jingu.serve.http_errors import ApiError
 from jingu.serve.prometheus import ServerMetrics
 from jingu.serve.responses import cancel_on_disconnect
+from jingu.serve.settings import ServeSettings
 
 T = TypeVar("T")
 # Model names that clients of text-generation-inference send, whose server has only one model. They mean the base.
 PLACEHOLDER_MODELS = frozenset({"", "dummy", "tgi"})
 # Texts of more characters are tokenized on another thread, so that they do not block the event loop.
 _LONG_TEXT = 4_000
-
-
-@dataclass(frozen=True)
-class ServeSettings:
-    """How a model is served.
-
-    Attributes:
-        host: address to listen on.
-        port: port to listen on; 0 picks a free one.
-        max_concurrent_requests: most unfinished requests.
-        timeout: seconds that a request may take.
-        grace: seconds that requests in progress may take once the server is asked to stop.
-        patience: seconds to wait for a client that does not send or does not read.
-        body_bytes: most bytes of a request's body.
-        keys: API keys, of which a client must send one; empty: no key is required.
-        origins: web origins whose pages may call the server (CORS).
-        hosts: host names to which the server answers; empty: any.
-        log_prompts: whether the log contains the text of prompts.
-        pooling: which hidden states an embedding is made of: their mean, or the last token's.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_concurrent_requests: int = 128
-    timeout: float = 600.0
-    grace: float = 30.0
-    patience: float = 60.0
-    body_bytes: int = 2_000_000
-    keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    log_prompts: bool = False
-    pooling: Literal["mean", "last"] = "mean"
 
 
 @dataclass(frozen=True)

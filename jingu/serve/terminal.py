@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
@@ -17,10 +19,10 @@ from jingu.chat.chat_format import ChatFormat
 from jingu.chat.messages import ConversationError, Message
 from jingu.errors import JinguError, pluralize
 from jingu.infer.engine import Engine
-from jingu.infer.generate import print_stream, split_options
+from jingu.infer.generate import InferenceOptions, print_stream
 from jingu.infer.inference_model import load_chat_model
 from jingu.infer.request import Request, max_new_tokens
-from jingu.infer.sampling import SamplingParams
+from jingu.infer.sampling import SamplingOptions, SamplingParams
 from jingu.runtime.files import read_error, write_error, write_text_atomically
 from jingu.runtime.signals import handle_signals
 
@@ -28,15 +30,17 @@ _INTEGER_SETTINGS = ("max_tokens", "top_k", "seed")
 _SETTINGS = ("max_tokens", *(param.name for param in fields(SamplingParams) if param.name != "logit_bias"))
 _COMMANDS = ("help", "system", "reset", "undo", "retry", "set", "save", "load", "quit")
 _QUOTES = '"""'
+# Narrower terminals break lines themselves.
+_MIN_COLUMNS = 20
 
 
 def chat(
     model: Path,
-    *,
+    sampling: SamplingOptions,
+    inference: InferenceOptions,
     system: str | None = None,
     template: str | None = None,
     max_tokens: int = 1024,
-    **options: Any,
 ) -> None:
     """Chat with a model. A model without chat template continues the text.
 
@@ -47,14 +51,13 @@ def chat(
         system: the system prompt.
         template: name or file of a chat template; None: the model's own.
         max_tokens: most tokens of an answer.
-        options: fields of `SamplingParams` and of `jingu.infer.generate.InferenceOptions`.
 
     Raises:
         JinguError: the model, the settings or, unless at a terminal, a message cannot be used.
     """
-    sampling, inference = split_options(**{"temperature": 0.7, **options})
     chat_model, chat_format = load_chat_model(lambda: inference.load(model), model, template)
-    session = ChatSession(inference.make_engine(chat_model, 1), chat_format, sampling, max_tokens)
+    params = chat_model.sampling_params(sampling, temperature=0.7)
+    session = ChatSession(inference.make_engine(chat_model, 1), chat_format, params, max_tokens)
     if system:
         session.system(system)
     at_terminal = sys.stdin.isatty()
@@ -124,6 +127,66 @@ def _read_line(prompt: str | None) -> str | None:
         return None
 
 
+class WordWrapper:
+    """Breaks streamed text at spaces into lines of a terminal. Blocks of code stay as they are.
+
+    Args:
+        columns: width of the terminal.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._column = 0
+        self._spaces = ""
+        # The present word is held back until its end, which decides whether it fits the line.
+        self._word = ""
+        self._in_code = False
+
+    def push(self, text: str | None) -> str:
+        """Return what to print after a piece of text; None ends the text."""
+        if text is None:
+            return self._end_word()
+        parts = []
+        for character in text:
+            if character == "\n":
+                parts += [self._end_word(), self._spaces, "\n"]
+                self._column = 0
+                self._spaces = ""
+            elif character == " ":
+                parts.append(self._end_word())
+                self._spaces += character
+            else:
+                self._word += character
+                # Chinese and Japanese need no spaces to break; a word as long as a line breaks anyway.
+                if _is_wide(character) or len(self._word) >= self._columns:
+                    parts.append(self._end_word())
+        return "".join(parts)
+
+    def _end_word(self) -> str:
+        """Return the word that is held back, on this line or the next one."""
+        word = self._word
+        if not word:
+            return ""
+        before = self._spaces
+        if self._column == 0 and word.startswith("```"):
+            self._in_code = not self._in_code
+        width = sum(2 if _is_wide(character) else 1 for character in word)
+        if not self._in_code and self._column > 0 and self._column + len(before) + width > self._columns:
+            before = "\n"
+            self._column = 0
+        else:
+            self._column += len(before)
+        self._column += width
+        self._spaces = ""
+        self._word = ""
+        return before + word
+
+
+def _is_wide(character: str) -> bool:
+    """Return whether a terminal shows a character in two columns."""
+    return unicodedata.east_asian_width(character) in ("W", "F")
+
+
 class ChatSession:
     """A conversation with a model, and the settings with which it answers.
 
@@ -148,7 +211,11 @@ class ChatSession:
         """Send a message, and print the answer while it is generated."""
         message = Message("user", text)
         # The messages are kept only after an answer, so that an error leaves the conversation as it was.
-        answer = print_stream(self._engine, self._build_request([*self.messages, message]))
+        request = self._build_request([*self.messages, message])
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+        # Some terminals do not tell their width.
+        layout = WordWrapper(columns).push if columns >= _MIN_COLUMNS else None
+        answer = print_stream(self._engine, request, layout=layout)
         self._num_answers += 1
         self.messages += [message, Message("assistant", answer.text)]
         notes = []

@@ -144,7 +144,8 @@ async def _build_request(inputs: str, parameters: GenerateParameters, service: S
     if parameters.typical_p is not None and parameters.typical_p < 1:
         raise bad_request("`typical_p` below 1 is not supported; use `top_p`", "typical_p")
     best_of = parameters.best_of or 1
-    if best_of > 1 and not parameters.samples:
+    sampling = parameters.sampling_params(service.model)
+    if best_of > 1 and sampling.temperature == 0:
         raise bad_request("you must use sampling when `best_of` is > 1: set `do_sample`", "best_of")
     if best_of > 1 and stream:
         raise bad_request("`best_of` is not supported for streams", "best_of")
@@ -163,7 +164,7 @@ async def _build_request(inputs: str, parameters: GenerateParameters, service: S
         max_tokens = service.max_new_tokens(prompt)
     return Request(
         prompt,
-        parameters.sampling_params(),
+        sampling,
         max_tokens,
         stop=tuple(parameters.stop or ()),
         logprobs=parameters.top_n_tokens or 0,

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import tokenizers
@@ -17,6 +16,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from jingu.errors import JinguError
+from jingu.runtime.files import temporary_folder
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import BYTE_TO_LETTER, SPLIT_PATTERN, build_byte_level_bpe
@@ -88,8 +88,8 @@ def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
         for word, _ in inner.pre_tokenizer.pre_tokenize_str(text):
             words.update(word[start : start + _MAX_WORD_CHARS] for start in range(0, len(word), _MAX_WORD_CHARS))
     special = options["special_tokens"]
-    with TemporaryDirectory() as folder:
-        corpus = Path(folder, "words.tsv")
+    with temporary_folder("jingu-unigram-") as folder:
+        corpus = folder / "words.tsv"
         corpus.write_text("".join(f"{word}\t{count}\n" for word, count in words.items()), encoding="utf-8")
         unseen = set(_ALPHABET).difference(*words)
         # One more entry for sentencepiece's unknown piece, which is left out.
@@ -120,6 +120,9 @@ def _run_sentencepiece(corpus: Path, vocab_size: int) -> dict[str, float]:
         **dict.fromkeys(("split_by_whitespace", "split_by_unicode_script", "split_by_number"), False),
     }
     code = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.loads(sys.argv[1]))"
+    if sys.platform == "linux":
+        # If this process is killed, the system kills that one (PR_SET_PDEATHSIG).
+        code = f"import ctypes; ctypes.CDLL(None).prctl(1, 9); {code}"
     line = ""
     with Popen([sys.executable, "-c", code, json.dumps(options)], stderr=PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None

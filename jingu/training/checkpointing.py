@@ -25,12 +25,13 @@ from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.memory_copies import MemoryCopies, run_id
 from jingu.checkpoint.remote import CheckpointPath, RemotePath
 from jingu.checkpoint.resume import all_steps, complete_steps, copies_url, step_folder
-from jingu.checkpoint.retention import Retention, after_save, delete_leftovers
+from jingu.checkpoint.retention import Retention, after_save, cost_of, delete_leftovers
 from jingu.checkpoint.save_folder import read_state
 from jingu.checkpoint.store import MismatchError, load, run_on_all_ranks, save
+from jingu.config.schema import RunConfig
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
 from jingu.errors import JinguError
-from jingu.model.adapter_layers import is_adapter
+from jingu.model.adapter_layers import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.log import log_info, log_warning
@@ -67,6 +68,8 @@ class Progress:
         lr_scale: factor on the learning rate, which every rollback halves.
         mean_loss: moving average of the logged losses.
         lowest_loss: the lowest value of that average.
+        lowest_cost: of all evaluations, the best `checkpoint.best_metric`, as `cost_of` returns it.
+        evaluations_since_best: number of evaluations since then.
     """
 
     step: int = 0
@@ -83,6 +86,22 @@ class Progress:
     lr_scale: float = 1.0
     mean_loss: float | None = None
     lowest_loss: float | None = None
+    lowest_cost: float | None = None
+    evaluations_since_best: int = 0
+
+    def add_evaluation(self, metrics: dict[str, float | None], best_metric: str) -> None:
+        """Take the metrics of an evaluation, and count how many there were since the best one."""
+        self.evaluation = metrics
+        cost = cost_of(best_metric, metrics)
+        self.evaluations_since_best += 1
+        if cost is not None and (self.lowest_cost is None or cost < self.lowest_cost):
+            self.lowest_cost = cost
+            self.evaluations_since_best = 0
+
+    def is_complete(self, config: RunConfig) -> bool:
+        """Return whether the run has taken all its steps, or its evaluations have stopped improving."""
+        patience = config.evaluation.patience
+        return self.step >= config.train.steps or 0 < patience <= self.evaluations_since_best
 
     def add_loss(self, loss: float) -> bool:
         """Add a logged loss to the moving average. Returns whether the average has just risen far above its past."""
@@ -100,15 +119,15 @@ class Progress:
 def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, TensorBlock]:
     """Return all tensors of a checkpoint, by logical name.
 
-    Of a model with adapters, these are the adapters and their optimizer state; of a pipeline, what the stages of this
+    Of a model with adapters, these are what is trained and its optimizer state; of a pipeline, what the stages of this
     rank hold.
     """
     plan = model.sharding
-    adapters_only = model.spec.adapter is not None
+    is_whole = model.spec.adapter is None
     tensors = {
         f"model/{name}": plan.block(name, parameter)
         for name, parameter in model.named_parameters()
-        if is_adapter(name) or not adapters_only
+        if is_whole or is_trained(name, model.spec)
     }
     for key, tensor in named_optimizer_state(optimizer, model):
         slot, _, name = key.partition("/")
@@ -326,7 +345,7 @@ def resume(
     # Checkpoints of adapters do not hold the weights beside them: these always come from the initial model.
     initial_model = run.config.initialize.from_
     if initial_model is not None and (state is None or model.spec.adapter is not None):
-        load_initial_weights(model, run.config, run.tokenizer, adapters=state is None)
+        load_initial_weights(model, run, adapters=state is None)
     if state is None:
         if initial_model is not None:
             log_info(f"Starting from the weights of {initial_model}.")

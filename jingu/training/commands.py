@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from jingu.config.introspect import all_keys
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError, pluralize
+from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.gpus import select_gpus
 from jingu.runtime.launcher import launch_local_ranks
@@ -31,12 +32,14 @@ from jingu.runtime.ranks import (
     join_process_group,
 )
 from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
+from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
 from jingu.training.run import ResumeOptions, Run, lock_run, open_run, write_run_files
 from jingu.training.session import train_run
 from jingu.training.task import TaskFactory
 from jingu.training.trace import Trace
+from jingu.watch.activity import watch_rank
 
 # Settings that may differ from node to node: where things are, and how fast they are read.
 NODE_KEYS = frozenset(
@@ -47,6 +50,10 @@ NODE_KEYS = frozenset(
 )
 
 
+TASK_FACTORIES = {"pretraining": PRETRAINING}
+"""Tasks that this room knows, by `task.type`."""
+
+
 def train(
     config: RunConfig,
     processes: int | None = None,
@@ -54,7 +61,8 @@ def train(
     devices: str | None = None,
     allow: Sequence[str] | None = None,
     fresh_optimizer: bool = False,
-    weights_only_from: str | None = None,
+    auto_layout: bool = False,
+    task_factories: Mapping[str, TaskFactory] = TASK_FACTORIES,
 ) -> int:
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
 
@@ -63,7 +71,8 @@ def train(
         devices: CUDA devices to start ranks on, as `select_gpus` reads them.
         allow: keys and sections of the configuration that may have changed since the run began.
         fresh_optimizer: resume with the weights of the checkpoint and a new optimizer.
-        weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
+        auto_layout: whether to replace the layout by the fastest one that fits, or by that of the run if it resumes.
+        task_factories: by `task.type`.
 
     Returns:
         The exit code: 0 if the run is complete; 130 if a person stopped it, and 75 if a scheduler did, both with the
@@ -72,9 +81,6 @@ def train(
     Raises:
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to resume.
     """
-    if weights_only_from is not None:
-        initialize = config.initialize.model_copy(update={"from_": weights_only_from})
-        config = config.model_copy(update={"initialize": initialize})
     keys = list(all_keys())
     for key in allow or ():
         if key not in keys:
@@ -82,18 +88,21 @@ def train(
             fix = f"Did you mean {match}?" if match else None
             raise JinguError(f"{key} is not a setting.", where="--allow", fix=fix)
     options = ResumeOptions(tuple(allow or ()), fresh_optimizer)
+    task_factory = task_factories[config.task.type]
     gpus = None
     if devices is not None:
         gpus = _select_gpus(config, devices, processes)
         processes = len(gpus)
+    if auto_layout:
+        config = choose_layout(config, processes, task_factory.rows_per_group(config))
     if processes is not None and (processes > 1 or gpus) and not is_launched():
-        return _launch_ranks(config, processes, trace, options, gpus)
+        return _launch_ranks(config, processes, trace, options, gpus, task_factory)
     threads = None if config.device.threads == "auto" else config.device.threads
     with (
         join_process_group(config.device.type, threads) as ranks,
         catch_stop_signals(announce=ranks.is_first) as request,
     ):
-        return train_on_rank(config, ranks, request, trace, options)
+        return train_on_rank(config, ranks, request, trace, options, task_factory)
 
 
 def train_on_rank(
@@ -131,11 +140,17 @@ def train_on_rank(
             log_info(note)
         if run.changes:
             log_info(f"Changed since the run was last started: {'; '.join(run.changes)}.")
-        on_model = None
+        activity = stack.enter_context(watch_rank(run.folder / "log", ranks, config.train.hang_timeout))
+        tracer = None
         if trace is not None:
             tracer = Trace(trace, ranks.rank, plan.rows_per_rank)
             stack.callback(tracer.write)
-            on_model = tracer.attach
+
+        def on_model(model: ParallelModel) -> None:
+            model.activity = activity
+            if tracer is not None:
+                tracer.attach(model)
+
         is_complete = train_run(run, plan, ranks, stop, task_factory, on_model)
         return 0 if is_complete else stop.code
 
@@ -163,6 +178,7 @@ def open_run_with_plan(
         JinguError: ranks, model and batch do not fit together.
     """
     run = open_run(config, resume_options)
+    task_factory.check(run)
     _, plan = plan_layout(config, world, run.spec, task_factory.rows_per_group(config))
     return run, plan
 
@@ -183,10 +199,15 @@ def _select_gpus(config: RunConfig, devices: str, processes: int | None) -> list
 
 
 def _launch_ranks(
-    config: RunConfig, processes: int, trace: Path | None, resume_options: ResumeOptions, gpus: list[int] | None
+    config: RunConfig,
+    processes: int,
+    trace: Path | None,
+    resume_options: ResumeOptions,
+    gpus: list[int] | None,
+    task_factory: TaskFactory,
 ) -> int:
     """Start the ranks, after all that can be checked once was checked here."""
-    open_run_with_plan(config, processes, resume_options)
+    open_run_with_plan(config, processes, resume_options, task_factory)
     arguments = ["--trace", str(trace)] if trace else []
     for key in resume_options.allow:
         arguments += ["--allow", key]

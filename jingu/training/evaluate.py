@@ -11,6 +11,8 @@ import torch
 
 from jingu.config.sections.data import PrefixLmSettings
 from jingu.data.objective import SpanCorruption
+from jingu.evaluate.scoring import AnswerCache, Scorer
+from jingu.evaluate.smooth_measures import measure_smoothly
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
@@ -100,11 +102,25 @@ def _weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) ->
     return sum(weights[name] * value for name, value in values.items()) / sum(weights[name] for name in values)
 
 
+def _build_engine(run: Run, model: ParallelModel) -> Engine:
+    prefix_lm = isinstance(run.config.data.objective, PrefixLmSettings)
+    return Engine(InferenceModel(model, model.spec, run.tokenizer, is_prefix_lm=prefix_lm))
+
+
+def measure_tasks(run: Run, model: ParallelModel) -> dict[str, dict[str, float]]:
+    """Return smooth measures on the evaluation tasks of a run, by task. Every rank must call it, since it gathers
+    parameters; all ranks compute the same."""
+    if not run.tasks:
+        return {}
+    scorer = Scorer(_build_engine(run, model), AnswerCache(None))
+    with eval_mode(model):
+        return {task.settings.task: measure_smoothly(task, scorer) for task in run.tasks}
+
+
 def generate_samples(run: Run, model: ParallelModel) -> list[tuple[str, str]]:
     """Return (prompt, continuation) for each sample prompt. Every rank must call it, since it gathers parameters."""
     settings = run.config.evaluation
-    prefix_lm = isinstance(run.config.data.objective, PrefixLmSettings)
-    engine = Engine(InferenceModel(model, model.spec, run.tokenizer, is_prefix_lm=prefix_lm))
+    engine = _build_engine(run, model)
     requests = [
         Request(
             engine.model.encode(prompt), SamplingParams(temperature=0.7, top_p=0.9, seed=seed), settings.max_new_tokens

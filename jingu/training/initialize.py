@@ -2,53 +2,127 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-from jingu.config.schema import RunConfig
 from jingu.config.sections.tune import FullSettings, SoftPromptBase
+from jingu.data.objective import batch_function
 from jingu.errors import JinguError
 from jingu.formats.models import load_matching_adapters, open_model
-from jingu.formats.stored_model import fake_quantize
-from jingu.model.adapter_layers import is_adapter
+from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, residual_base
+from jingu.model.adapter_layers import initial_factors, is_adapter, is_trained
+from jingu.model.decoder import parameter_shapes
+from jingu.model.layers import Linear
 from jingu.model.quantized_weight import quantizing_reader
+from jingu.model.spec import Lora
 from jingu.model.weight_init import generator_for_name
 from jingu.parallel.pipeline import ParallelModel
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.batch_transforms import model_inputs
+from jingu.training.run import Run
+
+# Rows of training data whose activations EVA looks at.
+_EVA_ROWS = 8
 
 
-def load_initial_weights(model: ParallelModel, config: RunConfig, tokenizer: Tokenizer, *, adapters: bool) -> None:
+def load_initial_weights(model: ParallelModel, run: Run, *, adapters: bool) -> None:
     """Fill the parameters, in any layout, with those of the initial model; one whole tensor is in memory at a time.
 
     Args:
-        adapters: whether to fill also the adapters whose initial values depend on the model or on `tune`.
+        adapters: whether to fill also what adapters train and whose initial values depend on the model or on `tune`.
     """
+    config, spec = run.config, model.spec
     assert config.initialize.from_ is not None
     initial = open_model(Path(config.initialize.from_))
     plan = model.sharding
-    plan.fill(model, quantizing_reader(model.stages, initial.read), lambda name: not is_adapter(name))
+    frozen = quantizing_reader(model.stages, residual_base(initial, spec).read)
+
+    def is_stored(name: str) -> bool:
+        # A score head is new, unless the initial model is a reward model: it starts from the seed.
+        return not is_adapter(name) and (name != "score.weight" or initial.spec.score_head)
+
+    plan.fill(model, frozen, lambda name: is_stored(name) and (adapters or not is_trained(name, spec)))
     if not adapters or isinstance(config.tune, FullSettings):
         return
     if config.tune.initial_adapter is not None:
         # Adapters of an earlier run.
-        stored = load_matching_adapters(Path(config.tune.initial_adapter), initial, model.spec)
-        plan.fill(model, stored.read, is_adapter)
+        stored = load_matching_adapters(Path(config.tune.initial_adapter), initial, spec)
+        plan.fill(model, stored.read, lambda name: is_trained(name, spec))
         return
+    if isinstance(spec.adapter, Lora):
+        _fill_lora(model, spec.adapter, initial, run)
+    # Prompt tuning: virtual tokens start as embeddings of the vocabulary (Lester et al., 2021, section 3.2).
+    if isinstance(config.tune, SoftPromptBase):
+        ids = _initial_prompt_ids(config.tune, run.tokenizer, config.seed)
+        names = ("prompt.embedding.weight", "encoder.prompt.embedding.weight")
+        plan.fill(model, lambda _: initial.read("embedding.weight")[ids], names.__contains__)
 
-    # DoRA: magnitudes start as the row norms of the weights that they scale, which may be quantized.
+
+def _fill_lora(model: ParallelModel, adapter: Lora, initial: StoredModel, run: Run) -> None:
+    """Fill what begins with values of the initial model or of the data."""
+    plan = model.sharding
+    # The weights as they are quantized, which every rank reads whole.
     base = fake_quantize(initial, model.spec)
 
     def row_norms(name: str) -> Tensor:
         return base.read(name.replace(".lora_m", ".weight")).double().square().sum(1).sqrt()
 
+    @lru_cache(maxsize=1)
+    def factors(module: str) -> dict[str, Tensor]:
+        weight = initial.read(f"{module}.weight")
+        if adapter.init_lora_weights == "loftq":
+            # What quantization loses (Li et al., 2023, arXiv:2310.08659, with one iteration).
+            weight = weight.float() - base.read(f"{module}.weight").float()
+        a, b = initial_factors(adapter.init_lora_weights, weight, adapter.of_module(module))
+        return {"lora_a": a, "lora_b": b}
+
+    def factor(name: str) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        return factors(module)[leaf]
+
+    # DoRA: magnitudes start as the row norms of the weights that they scale, which may be quantized.
     plan.fill(model, row_norms, lambda name: name.endswith(".lora_m"))
-    # Prompt tuning: virtual tokens start as embeddings of the vocabulary (Lester et al., 2021, section 3.2).
-    if isinstance(config.tune, SoftPromptBase):
-        ids = _initial_prompt_ids(config.tune, tokenizer, config.seed)
-        names = ("prompt.embedding.weight", "encoder.prompt.embedding.weight")
-        plan.fill(model, lambda _: initial.read("embedding.weight")[ids], names.__contains__)
+    ids = list(adapter.trainable_token_indices)
+    plan.fill(model, lambda _: initial.read("embedding.weight")[ids], lambda name: name.endswith(".token_rows"))
+    if adapter.init_lora_weights == "eva":
+        directions = _principal_inputs(initial, adapter, run)
+        plan.fill(model, lambda name: directions[name], directions.__contains__)
+    elif adapter.init_lora_weights != "default":
+        plan.fill(model, factor, lambda name: name.endswith((".lora_a", ".lora_b")))
+
+
+@torch.no_grad()
+def _principal_inputs(initial: StoredModel, adapter: Lora, run: Run) -> dict[str, Tensor]:
+    """Return A [R, I] of each adapted layer: the principal directions of its inputs in the first rows of the data.
+
+    EVA: Paischer et al., 2024, arXiv:2410.07170; here without centering, and with the same rank everywhere. Every rank
+    computes all of it on the CPU, so that no layout changes the result.
+    """
+    whole = load_model(initial, torch.float32)
+    directions: dict[str, Tensor] = {}
+
+    def observe(name: str, rank: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        # An incremental SVD: what is known of the rows so far, followed by new rows, and of these the main directions.
+        rows_NI = inputs[0].flatten(0, -2).float()
+        rows_NI = torch.cat([directions[name], rows_NI]) if name in directions else rows_NI
+        _, values, right = torch.linalg.svd(rows_NI, full_matrices=False)
+        directions[name] = (values.unsqueeze(1) * right)[: 4 * rank]
+
+    for module_name, module in whole.named_modules():
+        name = f"{module_name}.lora_a"
+        if isinstance(module, Linear) and "blocks." in name and name in parameter_shapes(run.spec):
+            module.register_forward_pre_hook(partial(observe, name, adapter.of_module(module_name).rank))
+    read_batch = batch_function(run.source, run.objective)
+    for row in range(min(_EVA_ROWS, run.config.batch.global_batch_size)):
+        whole(model_inputs(read_batch(0, row, 1)))
+    return {
+        name: normalize(rows[: adapter.of_module(name.removesuffix(".lora_a")).rank])
+        for name, rows in directions.items()
+    }
 
 
 def _initial_prompt_ids(settings: SoftPromptBase, tokenizer: Tokenizer, seed: int) -> Tensor:

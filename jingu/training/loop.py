@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from jingu.checkpoint.resume import step_folder
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.train import FP16Settings
 from jingu.errors import JinguError, pluralize
+from jingu.evaluate.smooth_measures import TASKS_PREFIX, describe
 from jingu.formatting import format_duration, format_rounded
 from jingu.parallel.pipeline import ParallelModel
 from jingu.runtime.device import peak_memory
@@ -20,7 +22,9 @@ from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import CollectiveStop
 from jingu.training.checkpointing import Checkpointer, Progress
+from jingu.training.evaluate import measure_tasks
 from jingu.training.optimizer import set_learning_rate
+from jingu.training.profile import profile_steps
 from jingu.training.run import Run
 from jingu.training.schedule import learning_rate
 from jingu.training.step import StepResult, train_step
@@ -74,25 +78,24 @@ def train_loop(
         DivergenceError: the loss is not finite, and `train.on_divergence` is not `continue`.
     """
     config = trainer.run.config
-    steps = config.train.steps
     # Losses are summed on the device, so that most steps never wait for it.
     loss_sum = torch.tensor(progress.loss_sum, dtype=torch.float64, device=trainer.ranks.device)
     nonfinite_steps = torch.tensor(progress.nonfinite_steps, device=trainer.ranks.device)
-    if progress.evaluation_due:
-        # The run was stopped right before this evaluation.
+    if progress.evaluation_due:  # the run was stopped right before this evaluation
         _evaluate(trainer, progress, write)
     trainer.meter.start(progress)
-    with _progress_bar(trainer, progress) as bar:
-        while progress.step < steps:
+    with _profiler(trainer, progress) as profile_step, _progress_bar(trainer, progress) as bar:
+        while not progress.is_complete(config):
             # 1. Take one optimizer step.
             result = _run_step(trainer, progress)
+            profile_step()
             loss_sum += result.loss
             nonfinite_steps = (nonfinite_steps + 1) * ~result.is_finite
             bar.update()
 
             # 2. Decide, equally on all ranks, what follows the step.
             shared = stop.ask(*checkpointer.status())
-            is_last = progress.step == steps
+            is_last = progress.step == config.train.steps
             is_stopped = bool(shared.stop) and not is_last
             logs = is_last or _is_due(progress.step, config.train.log_every)
             saves = is_last or is_stopped or checkpointer.should_save(progress.step, shared)
@@ -112,12 +115,13 @@ def train_loop(
             if logs:
                 _log(trainer, progress, result, write, bar)
                 loss_sum.zero_()
+            trainer.model.activity.enter("save")
             is_valid = _check_divergence(trainer.run, progress, int(nonfinite_steps.item()))
 
             # 5. Evaluate and save.
             if evaluates:
                 _evaluate(trainer, progress, write)
-            if is_last:
+            if progress.is_complete(config):
                 checkpointer.save_final(progress)
             elif is_stopped and is_valid:
                 checkpointer.save_final(progress, config.checkpoint.grace_seconds, shared.stop)
@@ -126,14 +130,20 @@ def train_loop(
             if copies and is_valid:
                 checkpointer.copy(progress)
             if is_stopped:
-                _log_stop(progress, steps, is_valid)
+                _log_stop(progress, config.train.steps, is_valid)
                 break
             # 6. Leave evaluation and saving out of the training time.
             trainer.meter.skip()
     stop.settle()
-    if progress.step == steps:
+    if progress.is_complete(config):
         _log_completion(trainer, progress)
-    return progress.step >= steps
+    return progress.is_complete(config)
+
+
+def _profiler(trainer: Trainer, progress: Progress) -> AbstractContextManager[Callable[[], None]]:
+    folder = trainer.run.folder / "profile"
+    steps = trainer.run.config.train.profile.steps
+    return profile_steps(folder, steps, trainer.ranks.rank, progress.step, trainer.model.activity)
 
 
 def _progress_bar(trainer: Trainer, progress: Progress) -> tqdm:
@@ -151,7 +161,12 @@ def _log_stop(progress: Progress, steps: int, is_saved: bool) -> None:
 
 def _log_completion(trainer: Trainer, progress: Progress) -> None:
     warning = "the loss is not finite" if progress.nonfinite_steps else ""
-    results = ", ".join(filter(None, [pluralize(progress.step, "step"), _format_validation(progress), warning]))
+    validation = _format_validation(progress.evaluation or {})
+    patience = ""
+    if progress.step < trainer.run.config.train.steps:
+        metric = trainer.run.config.checkpoint.best_metric
+        patience = f"no better {metric} in {pluralize(progress.evaluations_since_best, 'evaluation')}"
+    results = ", ".join(filter(None, [pluralize(progress.step, "step"), patience, validation, warning]))
     log_info(f"Complete: {results}. The checkpoint is {step_folder(trainer.run.checkpoints, progress.step)}.")
 
 
@@ -199,15 +214,16 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
     set_learning_rate(trainer.optimizer, lr * progress.lr_scale)
     precision = config.precision
     is_fp16 = isinstance(precision, FP16Settings)
-    result = train_step(
-        trainer.model,
-        trainer.optimizer,
-        trainer.task,
-        trainer.plan,
-        step=progress.step,
-        max_grad_norm=config.train.max_grad_norm,
-        loss_scale=progress.loss_scale.value if is_fp16 else None,
-    )
+    for update in range(trainer.plan.updates):
+        result = train_step(
+            trainer.model,
+            trainer.optimizer,
+            trainer.task,
+            trainer.plan,
+            step=progress.step * trainer.plan.updates + update,
+            max_grad_norm=config.train.max_grad_norm,
+            loss_scale=progress.loss_scale.value if is_fp16 else None,
+        )
     if isinstance(precision, FP16Settings):
         progress.loss_scale.update(precision, finite=not result.skipped)
     if result.skipped:
@@ -218,6 +234,7 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
     progress.step += 1
     progress.loss_steps += 1
     progress.tokens += trainer.plan.tokens_per_step
+    trainer.model.activity.enter("between steps")
     return result
 
 
@@ -237,7 +254,7 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
         seconds_left = tokens_left / max(trainer.meter.average_tokens_per_second(), 1e-9)
         time_left = f", {format_duration(seconds_left)} left" if seconds_left else ""
         log_info(f"step {progress.step} of {steps}: {message}{time_left}")
-    metrics = {name: float(value.item()) for name, value in result.metrics.items()}
+    metrics = {name: float(value) for name, value in result.metrics.items()}
     if trainer.run.config.precision.type == "fp16":
         metrics["loss_scale"] = progress.loss_scale.value
         metrics["skipped"] = progress.loss_scale.skipped
@@ -268,20 +285,29 @@ def _evaluate(trainer: Trainer, progress: Progress, write: WriteMetrics) -> None
     config = trainer.run.config
     if not config.evaluation.every:
         return
+    trainer.model.activity.enter("evaluate")
     start_time = time.perf_counter()
     final = progress.step == config.train.steps
     evaluation = trainer.task.evaluate(trainer.model, trainer.plan.micro_batch_size, final=final)
-    if evaluation.metrics:
-        progress.evaluation = evaluation.metrics
-        log_info(f"step {progress.step}: {_format_validation(progress)}")
-        write("evaluation", progress.step, **evaluation.metrics, seconds=time.perf_counter() - start_time)
+    metrics = dict(evaluation.metrics)
+    if metrics:
+        log_info(f"step {progress.step}: {_format_validation(metrics)}")
+    for name, measures in measure_tasks(trainer.run, trainer.model).items():
+        log_info(f"step {progress.step}: {name} {describe(measures)}")
+        metrics |= {f"{TASKS_PREFIX}{name}/{measure}": value for measure, value in measures.items()}
+    if metrics:
+        progress.add_evaluation(metrics, config.checkpoint.best_metric)
+        write("evaluation", progress.step, **metrics, seconds=time.perf_counter() - start_time)
     for prompt, text in evaluation.samples:
         write("sample", progress.step, prompt=prompt, text=text)
 
 
-def _format_validation(progress: Progress) -> str:
-    """Return the metrics of the last evaluation, such as `validation loss 2.1234, bits per byte 0.9876`; counts are
-    left out."""
-    metrics = progress.evaluation or {}
-    values = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if isinstance(value, float)]
+def _format_validation(metrics: Mapping[str, float | None]) -> str:
+    """Return metrics of the validation split, such as `validation loss 2.1234, bits per byte 0.9876`; counts and tasks
+    are left out."""
+    values = [
+        f"{name.replace('_', ' ')} {value:.4f}"
+        for name, value in metrics.items()
+        if isinstance(value, float) and not name.startswith(TASKS_PREFIX)
+    ]
     return f"validation {', '.join(values)}" if values else ""

@@ -6,6 +6,7 @@ Shapes: N tokens (rows × sequence), D hidden size, V vocab, C tokens of a chunk
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from jingu.parallel.tensor import VocabShard
 
 # Elements of one chunk of logits. On CPU a chunk should stay near the caches (16 MB in fp32); on a card it should
 # be large enough to fill it.
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+CHUNK_ELEMENTS = 2**22
+CHUNK_ELEMENTS_ON_CARD = 2**27
 # Tokens of a chunk, however large the vocab: products of fewer rows are slow.
 MIN_CHUNK_TOKENS = 256
 
@@ -75,6 +77,49 @@ def chunk_loss(
     return losses_C, gradient_CV.to(logits_CV.dtype)
 
 
+@dataclass(frozen=True)
+class ChunkedHead:
+    """Losses of tokens and gradients of their factored sum, with the logits of one chunk at a time in memory.
+
+    Attributes:
+        rows: tokens of a chunk (C).
+        chunk: computes the losses of a chunk.
+    """
+
+    rows: int
+    chunk: ChunkLoss
+
+    def compute(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        factors_N: Tensor,
+        needs_hidden: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the loss of each token [N], and the gradients of Σ factor · loss by hidden states and weight.
+
+        Losses and the weight's gradient are in fp32 (fp64 for fp64 states). What is not needed is None.
+        """
+        weight_VD = weight_VD.to(hidden_ND.dtype)
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        losses_N = torch.empty(len(labels_N), dtype=wide, device=hidden_ND.device)
+        hidden_gradient_ND = torch.empty_like(hidden_ND) if needs_hidden else None
+        # Chunks are summed in at least fp32: bf16 would lose the share of small ones.
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        for start in range(0, hidden_ND.shape[0], self.rows):
+            part = slice(start, start + self.rows)
+            losses_N[part], gradient_CV = self.chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
+            # The factors are applied to the narrow side of each product.
+            factors_C1 = factors_N[part].unsqueeze(1)
+            if hidden_gradient_ND is not None:
+                torch.mul(matmul(gradient_CV, weight_VD), factors_C1, out=hidden_gradient_ND[part])
+            if weight_gradient_VD is not None:
+                matmul_accumulate(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * factors_C1)
+        return losses_N, hidden_gradient_ND, weight_gradient_VD
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and cross-entropy together. Gradients are computed in forward, while a chunk's logits are at hand."""
 
@@ -85,32 +130,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         labels_N: Tensor,
         factors_N: Tensor | None,
-        rows: int,
-        chunk: ChunkLoss,
+        head: ChunkedHead,
         grads: bool,
     ) -> Tensor:
         # A frozen head, as beside adapters, saves a third of the work.
         needs_hidden = grads and hidden_ND.requires_grad
         needs_weight = grads and weight_VD.requires_grad
         ctx.dtype = weight_VD.dtype
-        weight_VD = weight_VD.to(hidden_ND.dtype)
-        total = torch.zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32), device=hidden_ND.device)
-        hidden_gradient_ND = torch.empty_like(hidden_ND) if needs_hidden else None
-        # Chunks are summed in at least fp32: bf16 would lose the share of small ones.
-        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=total.dtype) if needs_weight else None
         has_label_N = labels_N >= 0
         factors_N = has_label_N if factors_N is None else (factors_N * has_label_N).to(hidden_ND.dtype)
-        for start in range(0, hidden_ND.shape[0], rows):
-            part = slice(start, start + rows)
-            losses_C, gradient_CV = chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
-            total += (losses_C * factors_N[part]).sum()
-            # The factors are applied to the narrow side of each product.
-            factors_C1 = factors_N[part].unsqueeze(1)
-            if hidden_gradient_ND is not None:
-                torch.mul(matmul(gradient_CV, weight_VD), factors_C1, out=hidden_gradient_ND[part])
-            if weight_gradient_VD is not None:
-                matmul_accumulate(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * factors_C1)
-        ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
+        losses_N, *gradients = head.compute(hidden_ND, weight_VD, labels_N, factors_N, needs_hidden, needs_weight)
+        ctx.save_for_backward(*gradients)
+        total = torch.zeros((), dtype=losses_N.dtype, device=losses_N.device)
+        # Chunk by chunk: a sum of sums has the smaller rounding error.
+        for losses_C in (losses_N * factors_N).split(head.rows):
+            total += losses_C.sum()
         return total
 
     @staticmethod
@@ -120,7 +154,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not in place: schedules that split the backward pass ask twice.
         hidden = None if hidden_gradient_ND is None else hidden_gradient_ND * scale.to(hidden_gradient_ND.dtype)
         weight = None if weight_gradient_VD is None else (weight_gradient_VD * scale).to(ctx.dtype)
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, None, None, None, None
+
+
+def chunked_head(hidden_BTD: Tensor, columns: int, chunk: ChunkLoss) -> ChunkedHead:
+    """Return how the head is computed in chunks on the device of the hidden states.
+
+    Args:
+        columns: the largest vocab shard of any rank, so that all cut the same chunks.
+    """
+    elements = CHUNK_ELEMENTS if hidden_BTD.device.type == "cpu" else CHUNK_ELEMENTS_ON_CARD
+    rows = max(MIN_CHUNK_TOKENS, elements // columns)
+    return ChunkedHead(rows, chunk)
 
 
 def linear_cross_entropy(
@@ -141,8 +186,7 @@ def linear_cross_entropy(
         max_columns: the largest vocab shard of any rank, so that all cut the same chunks; None: the columns here.
         factors_BT: factor on the loss of each token; None: 1.
     """
-    columns = max_columns or weight_VD.shape[0]
-    rows = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS.get(hidden_BTD.device.type, 2**22) // columns)
+    head = chunked_head(hidden_BTD, max_columns or weight_VD.shape[0], chunk)
     hidden_ND = hidden_BTD.flatten(0, -2)
     labels_N = labels_BT.flatten()
     factors_N = None if factors_BT is None else factors_BT.flatten()
@@ -154,5 +198,5 @@ def linear_cross_entropy(
             labels_N = labels_N[index]
             factors_N = None if factors_N is None else factors_N[index]
     grads = torch.is_grad_enabled()
-    total: Tensor = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, factors_N, rows, chunk, grads)
+    total: Tensor = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, factors_N, head, grads)
     return total

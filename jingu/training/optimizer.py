@@ -21,7 +21,15 @@ from torch.optim.adamw import adamw
 
 from jingu.compat.torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from jingu.config.schema import RunConfig
-from jingu.config.sections.train import AdafactorSettings, AdamWSettings, LionSettings, MuonSettings, Optimizer
+from jingu.config.sections.train import (
+    AdafactorSettings,
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    Optimizer,
+    ParamGroupSettings,
+)
+from jingu.config.sections.tune import LoraSettings
 from jingu.errors import JinguError
 from jingu.model.matmul_kernels import matmul_dtype
 from jingu.model.quantized_weight import import_bitsandbytes, require_bitsandbytes
@@ -361,6 +369,16 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"adamw": AdamW, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
+
+
+def optimizer_settings(config: RunConfig) -> Optimizer:
+    """Return the settings of a run's optimizer. LoRA+ is a learning rate of the adapters' second matrices."""
+    ratio = config.tune.lora_plus_ratio if isinstance(config.tune, LoraSettings) else 1.0
+    if ratio == 1.0:
+        return config.optimizer
+    # The user's own groups come later, and decide.
+    group = ParamGroupSettings(match="*.lora_b*", lr_multiplier=ratio)
+    return config.optimizer.model_copy(update={"param_groups": [group, *config.optimizer.param_groups]})
 
 
 def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | None = None) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ import torch
 from jingu.config.sections.train import FP16Settings
 from jingu.config.sections.train import Precision as PrecisionSettings
 from jingu.parallel.layout import Precision
-from jingu.runtime.device import DTYPES, has_fast_bf16
+from jingu.runtime.device import DTYPES, check_number_format, has_fast_bf16
 
 
 def choose_precision(settings: PrecisionSettings, device: torch.device) -> Precision:
@@ -17,6 +17,7 @@ def choose_precision(settings: PrecisionSettings, device: torch.device) -> Preci
     name: str = settings.type
     if name == "auto":
         name = "bf16" if has_fast_bf16(device) else "fp32"
+    check_number_format(DTYPES[name], device)
     masters = torch.float64 if name == "fp64" else torch.float32
     reduce = masters if settings.reduce == "auto" else DTYPES[settings.reduce]
     return Precision(name, DTYPES[name], masters, reduce)

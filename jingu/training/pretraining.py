@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
@@ -49,8 +50,8 @@ class Pretraining:
         compile: bool = False,
     ) -> None:
         self._source = source
-        self._spec = spec
-        self._config = config
+        self.spec = spec
+        self.config = config
         self._run = run
         self._tokens = TokenSharding(mesh)
         self._vocab = VocabShard.of(mesh, spec.vocab_size)
@@ -68,21 +69,24 @@ class Pretraining:
     @classmethod
     def from_run(cls, run: Run, mesh: DeviceMesh, compile: bool) -> Pretraining:
         """Create the task of a run. Its batches depend on the step alone, so they are prefetched."""
-        source = BatchPrefetcher(batch_function(run.source, run.objective), pin_memory=mesh.device_type == "cuda")
+        source = BatchPrefetcher(batch_function(run.source, run.objective), mesh.device_type)
         return cls(source, run.spec, mesh, run.config, run, compile=compile)
 
+    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
+        """Do nothing: the batches depend on the step alone."""
+
     def batch(self, step: int, first: int, count: int) -> Batch:
-        config = self._config
+        config = self.config
         batch = self._source.batch(step, first, count)
         first_row = step * config.batch.global_batch_size + first
-        if isinstance(self._spec.adapter, Lora) and self._spec.adapter.dropout > 0:
+        if isinstance(self.spec.adapter, Lora) and self.spec.adapter.dropout > 0:
             batch = add_dropout_seeds(batch, config.seed, first_row)
         if config.train.neftune_alpha:
             batch = add_embedding_noise(batch, config.seed, first_row, config.train.neftune_alpha)
         if config.data.has_single_row_sequences:
             # One document a row, and padding only after it, without labels: plain causal attention is enough.
             batch = replace(batch, documents=None)
-        return prepend_virtual_tokens(batch, self._spec)
+        return prepend_virtual_tokens(batch, self.spec)
 
     def denominator(self, batch: Batch) -> float:
         return float((batch.labels >= 0).sum())
@@ -107,6 +111,10 @@ class Pretraining:
 
         total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
         return total
+
+    def end_step(self) -> dict[str, float]:
+        """Return nothing: the loss terms say it all."""
+        return {}
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Measure the loss on the validation split of each source, and let the model continue the sample prompts.

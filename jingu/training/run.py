@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import xxhash
+
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
@@ -19,15 +21,21 @@ from jingu.config.compare import breaking_changes, changed_settings
 from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
-from jingu.config.sections.data import ENCODER_OBJECTIVES
+from jingu.config.sections.data import ENCODER_OBJECTIVES, PreferenceSettings
+from jingu.config.sections.policies import RolloutSettings
+from jingu.config.sections.tasks import RewardSettings
 from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective, build_objective
 from jingu.data.open_sources import open_sources
-from jingu.errors import JinguError
+from jingu.errors import JinguError, join_words
+from jingu.evaluate.evaluation import PreparedTask, prepare_task
+from jingu.evaluate.smooth_measures import check_answers_fit
+from jingu.evaluate.task_file import TaskIndex
 from jingu.formats.models import open_model
+from jingu.formats.provenance import Record, extend_provenance
 from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
-from jingu.model.adapter_layers import check_targets, matches_any
+from jingu.model.adapter_layers import check_saved_modules, check_targets, matches_any
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import expand_targets, spec_from_settings
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, flatten_fields
@@ -65,6 +73,7 @@ class Run:
         validation: validation rows of each source; empty without evaluation.
         objective: how rows of text become inputs and labels; None: every token predicts the next one.
         changes: settings that have changed since the last start of the run.
+        tasks: evaluation tasks to measure during training.
     """
 
     config: RunConfig
@@ -76,6 +85,7 @@ class Run:
     objective: Objective | None
     resume_options: ResumeOptions
     changes: list[str] = field(default_factory=list)
+    tasks: tuple[PreparedTask, ...] = ()
 
     @property
     def checkpoints(self) -> CheckpointPath:
@@ -83,9 +93,27 @@ class Run:
 
     @property
     def data_checksums(self) -> list[str]:
-        """Checksums of the shards of the training data, source by source."""
+        """Checksums of the shards of the training data, source by source, or of the prompts."""
+        if isinstance(self.config.task, RolloutSettings):
+            return [xxhash.xxh3_64_hexdigest(Path(self.config.task.prompts).read_bytes())]
         splits = [source.dataset.manifest.train for source in self.source.sources]
         return [shard.bin_xxh3 for split in splits for shard in (*split.shards, *split.sidecars)]
+
+    @property
+    def data_records(self) -> list[Record]:
+        """What the training data are, source by source, for the record of the model."""
+        records = [
+            {
+                "path": str(dataset.path.absolute()),
+                "checksums": [shard.bin_xxh3 for shard in dataset.manifest.train.shards],
+                "mixture": dataset.manifest.settings.get("mixture"),
+            }
+            for dataset in (source.dataset for source in self.source.sources)
+        ]
+        if self.config.task.type != "pretraining":
+            # Preferences and rewards have data of their own, of which nothing is proved.
+            records.append({"path": f"data of {self.config.task.type}", "checksums": [], "mixture": None})
+        return records
 
 
 def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> Run:
@@ -109,7 +137,8 @@ def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> 
     _check_sample_prompts(config, spec, tokenizer)
     objective = _build_objective(config, spec, source, tokenizer)
     validation = open_validation(config, spec, source, objective)
-    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes)
+    tasks = _prepare_tasks(config, spec, tokenizer)
+    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes, tasks)
     _check_checkpoints(run)
     return run
 
@@ -159,6 +188,12 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
 
 
 def _check_train_settings(config: RunConfig, spec: ModelSpec) -> None:
+    if isinstance(config.data.objective, PreferenceSettings) and config.task.type == "pretraining":
+        raise JinguError(
+            "preference data has rejected answers, which pretraining would imitate too.",
+            where="task.type",
+            fix="Set it to dpo, or to another task that compares answers.",
+        )
     if config.train.neftune_alpha and spec.num_encoder_layers is not None:
         raise JinguError(
             f"embedding noise supports only decoders, and {spec.family} has an encoder.",
@@ -185,6 +220,23 @@ def _check_sample_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokeniz
                 where=f"evaluation.sample_prompts[{number}]",
                 fix="Shorten the prompt, lower evaluation.max_new_tokens, or raise model.max_position_embeddings.",
             )
+
+
+def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> tuple[PreparedTask, ...]:
+    """Return the evaluation tasks of a run. Raise JinguError if one of them, or `checkpoint.best_metric`, is wrong."""
+    settings = config.evaluation
+    index = TaskIndex()
+    limit = None if settings.task_documents == "all" else settings.task_documents
+    names = dict.fromkeys(name for task in settings.tasks if settings.every for name in index.load(task))
+    metric = config.checkpoint.best_metric
+    if metric.startswith("tasks/") and metric.split("/", 1)[1].rpartition("/")[0] not in names:
+        what = f"{metric} is a measure of a task that evaluations do not include."
+        fix = f"Name a task of evaluation.tasks: {join_words([*names])}." if names else "Add it to evaluation.tasks."
+        raise JinguError(what, where="checkpoint.best_metric", fix=fix)
+    tasks = tuple(prepare_task(index.tasks[name], limit=limit) for name in names)
+    for task in tasks:
+        check_answers_fit(task, tokenizer, spec)
+    return tasks
 
 
 def _check_checkpoints(run: Run) -> None:
@@ -248,6 +300,8 @@ def write_run_files(run: Run) -> None:
     try:
         write_text_atomically(run.folder / "config.yaml", dump_yaml(run.config))
         write_text_atomically(run.folder / "model.json", run.spec.to_json())
+        initial = run.config.initialize.from_
+        extend_provenance(run.folder, run.data_records, None if initial is None else Path(initial))
         _copy_tokenizer(run)
     except OSError as error:
         raise run_write_error(error, run.folder) from error
@@ -277,7 +331,7 @@ def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> Mod
             with another tokenizer.
     """
     settings = config.model
-    length = config.batch.sequence_length
+    length = config.document_length
     if config.initialize.from_ is None:
         return spec_from_settings(settings, tokenizer.vocab_size, length)
     stored_spec = folder / "model.json"
@@ -328,12 +382,20 @@ def _check_tokenizers(tokenizer: Tokenizer, initial: Tokenizer, config: RunConfi
 
 
 def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """Add to the spec what `tune` trains: a part of the weights, or adapters.
+    """Add to the spec what `task` and `tune` train: a score head; a part of the weights, or adapters.
 
     Raises:
         JinguError: the model or the configuration does not allow it.
     """
     settings = config.tune
+    has_score_head = isinstance(config.task, RewardSettings)
+    if spec.score_head and not has_score_head:
+        raise JinguError(
+            f"the initial model is a reward model, which gives no logits for the task {config.task.type}.",
+            where="initialize.from",
+            fix="Start from the model that it was trained from.",
+        )
+    spec = spec.model_copy(update={"score_head": has_score_head})
     if isinstance(settings, tune.FullSettings):
         return _freeze(spec, settings)
     if config.initialize.from_ is None:
@@ -351,6 +413,14 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     adapter = _build_adapter(settings, spec)
     tuned = spec.model_copy(update={"adapter": adapter, "quantization": settings.quantization})
     check_targets(list(parameter_shapes(tuned)), adapter)
+    if isinstance(adapter, Lora):
+        check_saved_modules(list(parameter_shapes(tuned)), adapter, is_quantized=settings.quantization is not None)
+        if adapter.init_lora_weights == "loftq" and settings.quantization is None:
+            raise JinguError(
+                "LoftQ begins with what quantization loses, and nothing is quantized.",
+                where="tune.init_lora_weights",
+                fix="Set tune.quantization, or choose another initialization.",
+            )
     # Virtual tokens take positions of their own.
     length = config.batch.sequence_length
     virtual_tokens = max(tuned.prompts)
@@ -367,10 +437,12 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
     if isinstance(settings, tune.LoraSettings):
-        fields = settings.model_dump(include={"rank", "alpha", "use_rslora", "dropout", "use_dora"})
+        fields = settings.model_dump(include=Lora.model_fields.keys() - {"type"})
         for name, values in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
             fields[name] = [(own, value) for key, value in values.items() for own in expand_targets([key], spec)]
-        return Lora(**fields, target_modules=expand_targets(settings.target_modules, spec))
+        for name in ("target_modules", "modules_to_save"):
+            fields[name] = expand_targets(fields[name], spec)
+        return Lora.model_validate(fields)
     if isinstance(settings, tune.Ia3Settings):
         return Ia3(target_modules=expand_targets(settings.target_modules, spec))
     if isinstance(settings, tune.SoftPromptBase):

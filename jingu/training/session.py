@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
 from jingu.compat.torch import raised_by_compiler
+from jingu.compat.torch_distributed import set_group_timeouts
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import DiskOffloadSettings
@@ -33,17 +34,17 @@ from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, data_rank, resolve_axis_sizes
 from jingu.parallel.offload import DiskStorage
 from jingu.parallel.pipeline import ParallelModel
-from jingu.parallel.sharding import local_tensor
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+from jingu.plan.forecast import estimate_memory, require_memory
 from jingu.runtime.device import has_compiler, is_out_of_memory, measure_peak_flops, total_memory
 from jingu.runtime.log import log_info, log_warning
-from jingu.runtime.ranks import RankInfo, all_ranks_agree
+from jingu.runtime.ranks import COLLECTIVE_TIMEOUT, RankInfo, all_ranks_agree
 from jingu.runtime.signals import CollectiveStop
 from jingu.training.batch_transforms import to_device
 from jingu.training.checkpointing import Checkpointer, Progress, checkpoint_tensors, open_memory_copies, resume
 from jingu.training.loop import DivergenceError, Trainer, WriteMetrics, train_loop
 from jingu.training.metrics import MetricsFile
-from jingu.training.optimizer import build_optimizer
+from jingu.training.optimizer import build_optimizer, optimizer_settings
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
 from jingu.training.task import TaskFactory
@@ -117,7 +118,7 @@ def train_run(
         "stages": [stage.start_step for stage in config.data.stages],
     }
     log_info(_summarize(run, start))
-    if progress.step >= config.train.steps:
+    if progress.is_complete(config):
         log_info(f"The run is complete already, with {pluralize(progress.step, 'step')}.")
         return True
 
@@ -185,7 +186,7 @@ def _summarize(run: Run, start: dict[str, Any]) -> str:
         f"{pluralize(start['ranks'], 'rank')} on {start['device']} in {start['precision']}"
         f"{', compiled' if start['compile'] else ''}; {pluralize(steps, 'step')} of "
         f"{pluralize(tokens_per_step, 'token')}, {format_rounded(steps * tokens_per_step)} in all "
-        f"({', '.join(epoch_texts)})."
+        f"({', '.join(epoch_texts) or 'which the model generates'})."
     )
 
 
@@ -202,9 +203,16 @@ def build_trainer(
 ) -> Trainer:
     """Build model, optimizer and task, and try them once on a real micro-batch. If the compiler fails, build them again
     without it."""
+    if run.config.parallel.offload.type == "none":
+        # Before the system kills a process for it.
+        sizes = resolve_axis_sizes(run.config.parallel, ranks.world, run.spec)
+        memory = estimate_memory(run.config, run.spec, sizes, plan, precision)
+        owner = "this machine" if ranks.device.type == "cpu" else "the card"
+        require_memory(memory, total_memory(ranks.device), owner)
     task = task_factory.create(run, mesh, compile)
     model, optimizer = build_model_and_optimizer(run, mesh, precision, compile=compile)
     trainer = Trainer(run, plan, ranks, task, model, optimizer, meter, compile)
+    set_group_timeouts(COLLECTIVE_TIMEOUT)
     if compile:
         log_info("Compiling; the first step takes a while.")
     try:
@@ -230,49 +238,14 @@ def build_model_and_optimizer(
     if isinstance(offload, DiskOffloadSettings):
         disk = DiskStorage(Path(offload.path or run.folder / "offload"))
 
-    def check(model: ParallelModel) -> None:
-        if offload.type == "none":
-            _check_memory(model, config, torch.device(mesh.device_type))
-
     layout = training_layout(config, compile=compile)
-    model = materialize(run.spec, mesh, layout, precision, config.seed, check=check, disk=disk)
-    return model, build_optimizer(config.optimizer, model, disk)
+    model = materialize(run.spec, mesh, layout, precision, config.seed, disk=disk)
+    return model, build_optimizer(optimizer_settings(config), model, disk)
 
 
 def training_layout(config: RunConfig, *, compile: bool) -> Layout:
     """Return the layout that the settings of a run describe."""
     return Layout(config.parallel, config.train.activation_checkpointing, compile)
-
-
-def train_state_bytes(model: ParallelModel, config: RunConfig) -> dict[str, int]:
-    """Return the bytes of what a rank trains, by purpose.
-
-    Args:
-        model: the rank's part; on the meta device, nothing is allocated.
-    """
-    optimizer = build_optimizer(config.optimizer, model)
-    parameters = [parameter for stage in model.stages for parameter in stage.parameters()]
-    tensors = {
-        "weights": parameters,
-        "gradients": [parameter for parameter in parameters if parameter.requires_grad],
-        "optimizer state": [tensor for state in optimizer.state.values() for tensor in state.values()],
-    }
-    return {purpose: sum(local_tensor(tensor).nbytes for tensor in group) for purpose, group in tensors.items()}
-
-
-def _check_memory(model: ParallelModel, config: RunConfig, device: torch.device) -> None:
-    """Raise JinguError if the device cannot hold what this rank trains, before the system kills the process for it."""
-    needed = sum(train_state_bytes(model, config).values())
-    available = total_memory(device)
-    if needed > available:
-        owner = "the card" if device.type == "cuda" else "this machine"
-        raise JinguError(
-            f"weights, gradients and optimizer state of one rank take {needed / 2**30:,.1f} GiB, and {owner} has "
-            f"{available / 2**30:,.1f} GiB of memory.",
-            where="model",
-            fix="Choose a smaller model, share it among more ranks, or set parallel.offload; `jingu config show FILE "
-            "--processes N` reports what a rank takes.",
-        )
 
 
 def _dry_run(trainer: Trainer, mesh: DeviceMesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from jingu.config.batch_plan import BatchPlan
 from jingu.parallel.mesh import data_rank, num_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import local_tensor
+from jingu.runtime.device import copy_to_device
 from jingu.training.batch_transforms import to_device
 from jingu.training.task import Task
 
@@ -25,13 +27,13 @@ class StepResult:
     Attributes:
         loss: mean loss over the units of the global batch, fp64.
         grad_norm: global norm of the gradient before clipping.
-        metrics: means of the other loss terms, by name.
+        metrics: means of the other loss terms, and what the task has measured, by name.
         skipped: whether the gradient overflowed and the weights stayed as they were (with a loss scale only).
     """
 
     loss: Tensor
     grad_norm: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor | float]
     skipped: bool
 
     @property
@@ -65,6 +67,9 @@ def train_step(
     device = torch.device(mesh.device_type)
 
     # 1. Get this rank's rows of the global batch, one micro-batch after another.
+    model.activity.enter("rollout", step)
+    task.begin_step(model, plan, step)
+    model.activity.enter("data")
     first = data_rank(mesh) * plan.rows_per_rank
     batches = [
         task.batch(step, first + start, plan.micro_batch_size)
@@ -72,7 +77,8 @@ def train_step(
     ]
 
     # 2. Sum the denominators over all ranks. Ranks that share a row count it once each.
-    units = torch.tensor(float(sum(task.denominator(batch) for batch in batches)), dtype=torch.float64, device=device)
+    model.activity.enter("gradients")
+    units = copy_to_device(float(sum(task.denominator(batch) for batch in batches)), device, torch.float64)
     units = (sum_over_ranks(units) / num_row_replicas(mesh)).clamp_min(1.0)
     scale = torch.ones_like(units)
     if loss_scale is not None:
@@ -82,14 +88,16 @@ def train_step(
 
     # 3. Forward and backward: gradients of the summed loss accumulate in the parameters.
     terms = task.loss_terms(model)
-    weight_n = torch.tensor(list(terms.values()), dtype=torch.float64, device=device)
+    weight_n = copy_to_device(list(terms.values()), device, torch.float64)
     batches = [to_device(batch, device) for batch in batches]
     total_n = model.train_micro_batches(batches, task.loss, weight_n * scale)
 
     # 4. Divide the gradient by the denominator and the loss scale, and clip it.
+    model.activity.enter("gradients")
     norm = scale_gradients(model, 1.0 / (units * scale), max_grad_norm)
 
     # 5. Update the weights, unless an fp16 gradient has overflowed.
+    model.activity.enter("optimizer")
     skipped = loss_scale is not None and not bool(norm.isfinite())
     if not skipped:
         optimizer.step()
@@ -98,7 +106,9 @@ def train_step(
 
     # 6. Average the loss terms over the global batch.
     means = dict(zip(terms, sum_losses(total_n, mesh) / units, strict=True))
-    return StepResult(means.pop("loss"), norm, means, skipped)
+    loss = means.pop("loss")
+    # 7. Add what the task has measured.
+    return StepResult(loss, norm, {**means, **task.end_step()}, skipped)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

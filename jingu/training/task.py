@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
 from jingu.parallel.pipeline import ParallelModel
@@ -31,6 +32,13 @@ class Evaluation:
 class Task(Protocol):
     """Batches, their loss, and an evaluation. Every rank has one and calls its methods in the same order."""
 
+    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
+        """Do what a step needs the model for before its batches are read: generate answers, or check a reference.
+
+        Args:
+            plan: how the global batch is divided.
+        """
+
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Return rows [first, first + count) of the global batch of a step, on the CPU.
 
@@ -51,6 +59,9 @@ class Task(Protocol):
             model: the whole model, or one stage of a pipeline, which is called in the same way.
         """
 
+    def end_step(self) -> dict[str, float]:
+        """Return what the step has measured, by name, equal on all ranks. Called after the weights have changed."""
+
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Evaluate the model.
 
@@ -67,7 +78,9 @@ class TaskFactory:
     Attributes:
         create: from the run, the mesh that its model is laid out over, and whether to compile the loss.
         rows_per_group: neighboring rows that must be in one micro-batch, such as the two answers of a preference pair.
+        check: raises JinguError, before a model is built, if the task cannot start.
     """
 
     create: Callable[[Run, DeviceMesh, bool], Task]
     rows_per_group: Callable[[RunConfig], int] = lambda config: 1
+    check: Callable[[Run], object] = lambda run: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jingu.config.schema import RunConfig
-from jingu.config.sections.data import SupervisedSettings
+from jingu.config.sections.data import RowSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.mixture import MixtureDataset
@@ -74,6 +74,8 @@ def open_validation(
     Raises:
         JinguError: a data set has no validation split, or no split fills a row of an encoder.
     """
+    if not source.sources:
+        return ()
     data, length = config.data, config.batch.sequence_length
     validation = []
     for settings, part, (name, share, _) in zip(
@@ -84,7 +86,7 @@ def open_validation(
         path = part.dataset.path
         dataset = open_dataset(path, "validation")
         supervised = None
-        if isinstance(data.objective, SupervisedSettings):
+        if isinstance(data.objective, RowSettings):
             supervised = open_supervised(path, "validation", data.objective, config.batch, config.seed)
         rows = ValidationRows(name, share, dataset, length, data.separates_documents, supervised, spec, objective)
         if len(rows):

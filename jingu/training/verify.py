@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,6 +27,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.parallel.stages import plan_layout
+from jingu.runtime.files import temporary_folder
 from jingu.runtime.launcher import launch_local_ranks
 from jingu.training.run import open_run
 from jingu.training.trace import max_difference, read_traces
@@ -114,8 +114,8 @@ def verify(
         JinguError: the model, the data or the machine do not allow a layout.
     """
     Path(config.runs_dir).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".verify-", dir=config.runs_dir) as folder:
-        runner = LayoutRunner(Path(folder), config, steps)
+    with temporary_folder(".verify-", Path(config.runs_dir)) as folder:
+        runner = LayoutRunner(folder, config, steps)
         single = runner.layout(["parallel={zero_stage: 0}"], 1)
         if all_of is not None:
             return _verify_all(runner, single, all_of, precision)
@@ -304,7 +304,9 @@ def compare_runs(first: Path, second: Path, steps: int) -> Iterator[Comparison]:
         a = first_metrics[step - 1]
         b = second_metrics[step - 1]
         for name in a.keys() - {"grad_norm"}:
-            yield Comparison("loss", step, name, _relative_difference(a[name], b[name]))
+            # What is 0 but for rounding has no size, such as a reward before the first update.
+            floor = SIZE_FLOOR * abs(a["loss"])
+            yield Comparison("loss", step, name, _relative_difference(a[name], b[name], floor))
         # 3. The gradients: after the first step the optimizer's first moment is the gradient, up to a factor. Backward
         # begins at the module that ran last, or at what belongs to no module, such as the weight of the head.
         folders = [step_folder(run / "checkpoints", step) for run in (first, second)]
@@ -325,10 +327,10 @@ def _read_metrics(run: Path) -> list[dict[str, float]]:
     ]
 
 
-def _relative_difference(a: float, b: float) -> float:
+def _relative_difference(a: float, b: float, floor: float = 0.0) -> float:
     if a == b:
         return 0.0
-    difference = abs(a - b) / max(abs(a), 1e-300)
+    difference = abs(a - b) / max(abs(a), floor, 1e-300)
     return difference if math.isfinite(difference) else math.inf
 
 

@@ -13,7 +13,7 @@ from jingu.formats.models import load_adapters, open_adapter_run, open_model
 from jingu.formats.peft import ADAPTER_CONFIG, read_adapters
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.stored_model import apply_adapters
-from jingu.model.adapter_layers import ADAPTER_PARAMETERS, unmerge_adapter
+from jingu.model.adapter_layers import ADAPTER_PARAMETERS, RESIDUAL_INITS, is_trained, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import Ia3, Lora
 from jingu.runtime.device import DTYPES
@@ -67,6 +67,12 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
     adapter_model = load_adapters(adapters, merged)
     adapter = adapter_model.spec.adapter
     assert adapter is not None
+    if isinstance(adapter, Lora) and (adapter.lora_bias or adapter.init_lora_weights in RESIDUAL_INITS):
+        raise JinguError(
+            "adapters with biases, and those that began as a part of the matrices, cannot be unmerged.",
+            where=adapters,
+            fix="Use the base model itself.",
+        )
     base_dtype = DTYPES.get(dtype, merged.dtype)
     adapter_names = parameter_shapes(adapter_model.spec)
 
@@ -78,11 +84,16 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
             for part in ADAPTER_PARAMETERS
             if f"{module}.{part}" in adapter_names
         }
+        if is_trained(name, adapter_model.spec):
+            raise JinguError(
+                f"{name} was trained whole, and cannot be restored.", where=model, fix="Use the base model itself."
+            )
         if not parts or not isinstance(adapter, Lora | Ia3):
             return value
-        # DoRA's magnitudes replace the norms of the base, which no sum preserves.
+        # DoRA's magnitudes replace the norms of the base, and trained rows those of the embedding.
         own = adapter.of_module(module)
-        restored = None if "lora_m" in parts else unmerge_adapter(value, leaf, parts, own, base_dtype)
+        is_lost = "lora_m" in parts or "token_rows" in parts
+        restored = None if is_lost else unmerge_adapter(value, leaf, parts, own, base_dtype)
         if restored is None:
             raise JinguError(
                 f"{name} cannot be restored: merging has rounded it too much.",

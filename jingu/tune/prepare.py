@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,16 +15,18 @@ from jingu.chat.messages import ConversationError, Row
 from jingu.chat.templates import ChatTemplate, load_template
 from jingu.chat.tokenization import TokenizedRow, tokenize_row
 from jingu.config.schema import RunConfig
-from jingu.config.sections.data import DataSettings, SupervisedSettings
+from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
 from jingu.data import build
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder
 from jingu.data.supervised import content_settings, open_supervised
 from jingu.errors import JinguError, pluralize
+from jingu.evaluate.task_mixture import TaskMixture
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
 from jingu.text.document_reader import ReadCounts, Span
 from jingu.text.tokenizer import Tokenizer
+from jingu.tune.row_formats import parse_row
 from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows
 
 Unit = tuple[Span, ...]
@@ -48,13 +51,15 @@ class RowTokenizer:
 
     Attributes:
         max_length: token ids that a row may have.
+        mixture: the receipt of the mixture of tasks that the rows come from; None: they were written by others.
     """
 
     data: DataSettings
-    objective: SupervisedSettings
+    objective: RowSettings
     tokenizer: Tokenizer
     template: ChatTemplate
     max_length: int
+    mixture: dict[str, Any] | None = None
 
     def tokenize_span(self, span: Span, counts: ReadCounts) -> Iterator[tuple[int, TokenizedRow]]:
         """Yield the rows of a span to train on, each with its number in the span (from 1), and count all others.
@@ -70,10 +75,10 @@ class RowTokenizer:
 
         special_ids = set(self.tokenizer.special_tokens.values())
         rows_before = cache(partial(count_rows_before, span))
-        for number, row in read_rows(span, handle, columns=self.objective.columns):
+        for number, row in read_rows(span, handle, parse=self.parse):
             counts.count(f"{READ_PREFIX}{row.kind}")
             try:
-                parts = self._fit(row, counts)
+                parts = self.tokenize(row, counts)
             except ConversationError as error:
                 start = row.messages[0].content if row.messages else row.segments[0][0]
                 handle(BadRow(span.file.path, rows_before() + number, str(error), start))
@@ -92,8 +97,17 @@ class RowTokenizer:
                     counts.count(WITHOUT_END)
                 yield number, part
 
-    def _fit(self, row: Row, counts: ReadCounts) -> list[TokenizedRow]:
-        """Tokenize a row so that it fits `max_length`: several rows if it is split, none if it is dropped."""
+    def parse(self, value: Any) -> Any:
+        """Convert the value of a row. Raises ConversationError."""
+        return parse_row(value, self.objective.columns)
+
+    def tokenize(self, row: Any, counts: ReadCounts) -> Sequence[TokenizedRow]:
+        """Tokenize a row so that it fits `max_length`: several rows if it is split, none if it is dropped.
+
+        Raises:
+            ConversationError: the row cannot be used.
+        """
+        assert isinstance(self.objective, SupervisedSettings)
         tokenized = self._tokenize(row)
         if len(tokenized.ids) <= self.max_length:
             return [tokenized]
@@ -108,6 +122,7 @@ class RowTokenizer:
         return [TokenizedRow(part.kind, part.ids[: self.max_length], part.weights[: self.max_length]) for part in parts]
 
     def _tokenize(self, row: Row) -> TokenizedRow:
+        assert isinstance(self.objective, SupervisedSettings)
         return tokenize_row(row, self.template, self.tokenizer, self.objective.loss_on)
 
     def _split(self, row: Row) -> Iterator[Row]:
@@ -127,34 +142,62 @@ class RowTokenizer:
             rest = rest[end:]
 
 
-def build_row_tokenizer(data: DataSettings, tokenizer: Tokenizer, max_length: int) -> RowTokenizer:
+class RowKind(NamedTuple):
+    """A kind of rows, of which data sets are made.
+
+    Attributes:
+        objective: the settings of its data.
+        row_tokenizer: tokenizes its rows.
+    """
+
+    objective: type[RowSettings]
+    row_tokenizer: type[RowTokenizer]
+
+
+SUPERVISED = RowKind(SupervisedSettings, RowTokenizer)
+
+
+def build_row_tokenizer(kind: RowKind, data: DataSettings, tokenizer: Tokenizer, max_length: int) -> RowTokenizer:
     """Return a row tokenizer with the template that the settings name. Raises JinguError."""
     objective = data.objective
-    assert isinstance(objective, SupervisedSettings)
+    assert isinstance(objective, RowSettings)
     template = load_template(
         objective.template, tokenizer, parse_special_tokens=objective.parse_special_tokens, for_training=True
     )
-    return RowTokenizer(data, objective, tokenizer, template, max_length)
+    return kind.row_tokenizer(data, objective, tokenizer, template, max_length)
 
 
-def row_tokenizers(config: RunConfig) -> Iterator[RowTokenizer]:
+def row_tokenizers(config: RunConfig, kind: RowKind = SUPERVISED) -> Iterator[RowTokenizer]:
     """Yield the row tokenizer of each corpus of the run.
 
     Raises:
-        JinguError: the run's data is not supervised, or a template cannot be loaded.
+        JinguError: the run's data is not of this kind, or a template cannot be loaded.
     """
     objective = config.data.objective
-    if not isinstance(objective, SupervisedSettings):
+    if not isinstance(objective, kind.objective):
+        name = kind.objective.model_fields["type"].default
         raise JinguError(
-            f"rows are only for supervised data, but this run's objective is {objective.type}.",
+            f"this command is for {name} data, but this run's objective is {objective.type}.",
             where="data.objective.type",
-            fix="Set it to supervised.",
+            fix=f"Set it to {name}.",
         )
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     for source in validate_sources(config.data):
         if source.input or not config.data.sources:
+            data, mixture = _render_mixture(config.data.for_source(source))
             # One id more than a sequence has tokens: the last one is only a label.
-            yield build_row_tokenizer(config.data.for_source(source), tokenizer, config.batch.sequence_length + 1)
+            rows = build_row_tokenizer(kind, data, tokenizer, config.batch.sequence_length + 1)
+            yield replace(rows, mixture=mixture)
+
+
+def _render_mixture(data: DataSettings) -> tuple[DataSettings, dict[str, Any] | None]:
+    """Replace the file of a mixture of tasks by the rows that it stands for; also return its receipt."""
+    inputs = [data.input] if isinstance(data.input, str) else data.input
+    if len(inputs) != 1 or not inputs[0].endswith((".yaml", ".yml")):
+        return data, None
+    file = Path(f"{data.path}.rows.jsonl")
+    receipt = TaskMixture(Path(inputs[0])).write(file)
+    return data.model_copy(update={"input": str(file)}), receipt
 
 
 def plan_row_units(data: DataSettings) -> list[Unit]:
@@ -171,9 +214,9 @@ def plan_row_units(data: DataSettings) -> list[Unit]:
     return plan_units([replace(file, splits=file.splits or file.kind == "json") for file in files])
 
 
-def prepare(config: RunConfig) -> None:
+def prepare(config: RunConfig, kind: RowKind = SUPERVISED) -> None:
     """Prepare the data set of each corpus of the run in its `path`, unless the same data set is already there."""
-    for rows in row_tokenizers(config):
+    for rows in row_tokenizers(config, kind):
         path = Path(rows.data.path)
         settings = rows.data.model_dump(mode="json", exclude=build.CONTENT_NEUTRAL_SETTINGS)
         settings |= {
@@ -182,6 +225,8 @@ def prepare(config: RunConfig) -> None:
             "tokenizer": rows.tokenizer.fingerprint(),
             "sequence_length": config.batch.sequence_length,
         }
+        if rows.mixture is not None:
+            settings["mixture"] = rows.mixture
         if not build.is_already_built(path, settings):
             _build(config, rows, settings)
 
@@ -189,13 +234,14 @@ def prepare(config: RunConfig) -> None:
 def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -> None:
     """Build the data set of one corpus, and print what became of its rows."""
     path = Path(rows.data.path)
+    command, _ = rows.objective.BUILD_COMMAND.split()
     encode, units, workers = plan_encoding(config, rows)
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
     start = time.monotonic()
     manifest, counts = build.run_build(
         build.BuildJob(rows.data, rows.tokenizer, settings, encode, units, sizes, workers)
     )
-    print(f"tune: prepared in {path} in {time.monotonic() - start:.1f} s by {pluralize(workers, 'process')}.")
+    print(f"{command}: prepared in {path} in {time.monotonic() - start:.1f} s by {pluralize(workers, 'process')}.")
     for line in summarize(counts, drops_duplicates=rows.data.duplicates == "drop"):
         print(f"  {line}")
     sequences = open_supervised(path, "train", rows.objective, config.batch, config.seed)
@@ -243,31 +289,38 @@ def plan_encoding(config: RunConfig, rows: RowTokenizer) -> tuple[UnitEncoder, l
     limit = num_usable_cores() if rows.data.num_workers == "auto" else rows.data.num_workers
     workers = max(1, min(limit, len(units) // MIN_UNITS_PER_WORKER))
     tokenizer_path = Path(config.tokenizer.path)
-    encode = partial(_encode_unit, tokenizer_path, rows.tokenizer.fingerprint(), rows.data, rows.max_length)
+    kind = RowKind(type(rows.objective), type(rows))
+    encode = partial(_encode_unit, kind, tokenizer_path, rows.tokenizer.fingerprint(), rows.data, rows.max_length)
     return encode, units, workers
 
 
 @lru_cache(maxsize=1)
-def _worker_row_tokenizer(tokenizer: Path, fingerprint: str, data: str, max_length: int) -> RowTokenizer:
+def _worker_row_tokenizer(kind: RowKind, tokenizer: Path, fingerprint: str, data: str, max_length: int) -> RowTokenizer:
     """Return this process's row tokenizer, which its first unit creates."""
     settings = DataSettings.model_validate_json(data)
-    return build_row_tokenizer(settings, build.load_worker_tokenizer(tokenizer, fingerprint), max_length)
+    return build_row_tokenizer(kind, settings, build.load_worker_tokenizer(tokenizer, fingerprint), max_length)
 
 
 def _encode_unit(
-    tokenizer: Path, fingerprint: str, data: DataSettings, max_length: int, unit: Unit, counts: ReadCounts
+    kind: RowKind,
+    tokenizer: Path,
+    fingerprint: str,
+    data: DataSettings,
+    max_length: int,
+    unit: Unit,
+    counts: ReadCounts,
 ) -> Iterator[EncodedDocuments]:
     """Yield the rows of a unit as ids and loss weights."""
-    rows = _worker_row_tokenizer(tokenizer, fingerprint, data.model_dump_json(), max_length)
+    rows = _worker_row_tokenizer(kind, tokenizer, fingerprint, data.model_dump_json(), max_length)
     dtype = best_dtype(rows.tokenizer.vocab_size)
     ids = []
-    weights = []
+    sidecars = []
     hashes = []
     for span in unit:
         for _, row in rows.tokenize_span(span, counts):
             # Converted at once: a list of Python integers takes far more memory.
             ids.append(np.array(row.ids, dtype))
-            weights.append(row.weights)
+            sidecars.append(row.sidecar)
             hashes.append(build.hash_document(ids[-1].tobytes()))
     counts.documents = len(ids)
     if ids:
@@ -276,5 +329,5 @@ def _encode_unit(
             lengths=np.array([len(row_ids) for row_ids in ids]),
             text_bytes=np.zeros(len(ids), np.int64),
             hashes=np.array(hashes, np.uint64),
-            sidecar=np.concatenate(weights),
+            sidecar=np.concatenate(sidecars),
         )

@@ -23,7 +23,16 @@ from jingu.errors import pluralize
 from jingu.runtime.files import write_error, write_text_atomically
 from jingu.text.document_reader import ReadCounts
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.prepare import RowTokenizer, Unit, plan_encoding, plan_row_units, row_tokenizers, summarize
+from jingu.tune.prepare import (
+    SUPERVISED,
+    RowKind,
+    RowTokenizer,
+    Unit,
+    plan_encoding,
+    plan_row_units,
+    row_tokenizers,
+    summarize,
+)
 from jingu.tune.rows import count_rows_before
 
 # Bad rows that are printed; the others are counted.
@@ -45,7 +54,9 @@ s{{text-decoration:none;opacity:.4}}</style>
 """
 
 
-def preview(config: RunConfig, rows: int = 3, to: Path | None = None, as_json: bool = False) -> None:
+def preview(
+    config: RunConfig, rows: int = 3, to: Path | None = None, as_json: bool = False, kind: RowKind = SUPERVISED
+) -> None:
     """Print the first rows of each corpus, token by token, and what becomes of all rows.
 
     Args:
@@ -60,12 +71,12 @@ def preview(config: RunConfig, rows: int = 3, to: Path | None = None, as_json: b
     highlight = _color if sys.stdout.isatty() else _bracket
     page = []
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
-    for row_tokenizer in row_tokenizers(config):
+    for row_tokenizer in row_tokenizers(config, kind):
         tokenizer = row_tokenizer.tokenizer
         spans = (span for unit in plan_row_units(row_tokenizer.data) for span in unit)
         numbered = ((s, number, row) for s in spans for number, row in row_tokenizer.tokenize_span(s, ReadCounts()))
         for span, number, row in islice(numbered, rows):
-            trained = int((row.weights[1:] > 0).sum())
+            trained = int((row.weights[1:] != 0).sum())
             location = f"{Path(span.file.path).name}, row {count_rows_before(span) + number} ({row.kind})"
             title = f"{location}: {trained} of {len(row.ids)} tokens trained"
             page.append(f"<h2>{html.escape(title)}</h2><pre>{_format_row(row, tokenizer, _mark_up)}</pre>")
@@ -123,7 +134,8 @@ def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
     lines += [f"  bad: {line}" for line in counts.skipped[:MAX_BAD_ROWS]]
     hidden = len(counts.skipped) - MAX_BAD_ROWS
     if hidden > 0:
-        lines.append(f"  and {hidden:,} more; `jingu tune prepare` with data.on_error=skip lists all of them")
+        command = row_tokenizer.objective.BUILD_COMMAND
+        lines.append(f"  and {hidden:,} more; `jingu {command}` with data.on_error=skip lists all of them")
     return lines
 
 

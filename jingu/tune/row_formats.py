@@ -47,9 +47,7 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
     """
     if not isinstance(value, dict):
         raise ConversationError(f"expected an object with fields, not {_quote(value)}")
-    if columns:
-        others = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
-        value = others | {name: value[column] for name, column in columns.items() if column in value}
+    value = rename_columns(value, columns or {})
     _check_media(value, "")
     if "chosen" in value and "rejected" in value:
         raise ConversationError("fields chosen and rejected: this is a preference row, not an example to imitate")
@@ -65,6 +63,12 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
         raise ConversationError("field weight: expected a row of messages, as only their answers have weights")
     messages = (replace(message, weight=message.weight * weight) for message in row.messages)
     return replace(row, messages=tuple(messages))
+
+
+def rename_columns(value: JsonObject, columns: Mapping[str, str]) -> JsonObject:
+    """Return a row with the names of fields that are known here."""
+    others = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
+    return others | {name: value[column] for name, column in columns.items() if column in value}
 
 
 def _parse_form(value: JsonObject) -> Row:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from jingu.chat.messages import ConversationError, Row
+from jingu.chat.messages import ConversationError
 from jingu.errors import JinguError
 from jingu.text.corpus_file import CorpusFile, is_url, read_errors
 from jingu.text.document_reader import Span, corpus_file_error, describe_json_error, read_lines, seek_first_line
@@ -72,9 +72,12 @@ def read_rows(
     span: Span,
     on_bad_row: Callable[[BadRow], None],
     max_bytes: int = MAX_ROW_BYTES,
-    columns: Mapping[str, str] | None = None,
-) -> Iterator[tuple[int, Row]]:
+    parse: Callable[[Any], Any] = parse_row,
+) -> Iterator[tuple[int, Any]]:
     """Yield the valid rows of a span, each with its number in the span (from 1); report the others to `on_bad_row`.
+
+    Args:
+        parse: converts the value of a row, or raises ConversationError.
 
     Raises:
         JinguError: the file cannot be read, or is not JSON as a whole.
@@ -89,7 +92,7 @@ def read_rows(
                     raise value
                 if isinstance(value, ValueError):
                     raise ConversationError(f"it is not JSON ({describe_json_error(value)})")
-                row = parse_row(value, columns)
+                row = parse(value)
             except ConversationError as error:
                 if text is None:
                     text = json.dumps(value, ensure_ascii=False)

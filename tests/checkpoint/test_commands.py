@@ -121,6 +121,13 @@ def test_prune(run, capsys):
     assert all_steps(run / "checkpoints") == [5]
     commands.prune(run)
     assert capsys.readouterr().out.endswith("There was nothing to delete.\n")
+    for name in (".step-00000003.deleted", ".step-00000009.partial"):
+        (run / "checkpoints" / name).mkdir()
+        (run / "checkpoints" / name / "x.safetensors").write_bytes(bytes(5000))
+    commands.prune(run)
+    out = capsys.readouterr().out
+    assert "Deleted .step-00000003.deleted (of a save that did not finish), .step-00000009.partial (of a save" in out
+    assert out.endswith("and freed 10 kB.\n")
     (step_folder(run / "checkpoints", 5) / "manifest.json").unlink()
     with pytest.raises(JinguError, match="no checkpoint here is good, and nothing was deleted"):
         commands.prune(run, damaged=True)

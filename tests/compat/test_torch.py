@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from jingu.compat.torch import TorchDispatchMode, tree_leaves
 
 
 def test_a_name_that_is_gone_is_reported(torch_compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +163,22 @@ def test_int4_matmul(torch_compat: Any) -> None:
     torch.testing.assert_close(torch_compat.int4_matmul(x_NI, packed, 32, scales_and_zeros), expected)
 
 
+UNPACK = """
+import torch
+from jingu.compat import torch as torch_compat
+for shape in ((16, 32), (48, 96), (64, 32), (176, 64)):
+    values_OI = torch.randint(0, 16, shape, dtype=torch.int32)
+    assert torch.equal(torch_compat.unpack_int4(torch_compat.pack_int4(values_OI)).int(), values_OI), shape
+"""
+
+
+@pytest.mark.parametrize("capability", ["", "avx2", "default"])
+def test_unpack_int4(capability: str) -> None:
+    """In the order of each kind of CPU."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", UNPACK], env=environment, check=True, timeout=300)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
 def test_prepacked_linear(torch_compat: Any) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -167,3 +187,24 @@ def test_prepacked_linear(torch_compat: Any) -> None:
     torch.testing.assert_close(torch_compat.prepacked_linear(x, prepacked, bias), F.linear(x, weight_OI, bias))
     address, size = torch_compat.prepacked_memory(prepacked)
     assert address > 0 and size >= weight_OI.nbytes
+
+
+def test_storages_have_different_keys(torch_compat: Any) -> None:
+    empty = torch.empty(0)
+    tensor = torch.empty(3)
+    keys = {torch_compat.storage_key(x.untyped_storage()) for x in (empty, torch.empty(0), tensor, tensor[1:])}
+    assert len(keys) == 3
+
+
+def test_dispatch_mode_sees_operations_and_their_tensors() -> None:
+    sizes: list[int] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            sizes.extend(leaf.numel() for leaf in tree_leaves(args))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Recorder():
+        torch.cat([x, x])
+    assert sizes[:2] == [2, 2]

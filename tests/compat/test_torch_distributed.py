@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compat.conftest import Compat
 
@@ -110,3 +113,51 @@ def test_pretend_ranks() -> None:
         dist.all_reduce(torch.ones(3))
     finally:
         dist.destroy_process_group()
+
+
+def groups(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    members = {description: ranks for _, description, ranks in compat.process_groups()}
+    assert members["default_pg"] == [0, 1, 2, 3]
+    assert members["mesh_a"] == [rank % 2, rank % 2 + 2] and members["mesh_b"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+    before = len(compat.recorded_collectives())
+    compat.set_group_timeouts(timedelta(seconds=77))
+    dist.all_reduce(torch.ones(3, 2), group=mesh["b"].get_group())
+    (call,) = compat.recorded_collectives()[before:]
+    names = {name: description for name, description, _ in compat.process_groups()}
+    assert names[call["process_group"][0]] == "mesh_b"
+    assert call["profiling_name"] == "gloo:all_reduce" and call["input_sizes"] == [[3, 2]]
+    assert call["timeout_ms"] == 77_000
+
+
+def test_groups_their_timeouts_and_their_calls(ranks: Any) -> None:
+    ranks.run(groups, 4)
+
+
+def mesh_axis_of_calls(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    axes = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            axes.append(compat.collective_group(func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        compat.all_reduce(torch.ones(3), "sum", mesh["b"].get_group())
+        dist.all_reduce(torch.ones(3), group=mesh["a"].get_group())
+    assert [axis for axis in axes if axis is not None] == ["mesh_b", "mesh_a"]
+
+
+def test_axis_of_a_collective(ranks: Any) -> None:
+    ranks.run(mesh_axis_of_calls, 4)
+
+
+def test_stages_of_pretended_ranks_do_not_vote() -> None:
+    vote = getattr(PipelineStage, "_warmup_backward_result", None)
+    with compat.static_pipeline_stages():
+        replaced = getattr(PipelineStage, "_warmup_backward_result", None)
+        if vote is not None:
+            assert replaced is not vote and bool(replaced(None))
+    assert getattr(PipelineStage, "_warmup_backward_result", None) is vote

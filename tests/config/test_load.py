@@ -172,6 +172,8 @@ def _values(kind: AcceptedType) -> st.SearchStrategy[Any]:
             allow_infinity=False,
         )
     if kind.type is str:
+        for pattern in (limit.pattern for limit in kind.limits if getattr(limit, "pattern", None)):
+            return st.from_regex(pattern).map(str.strip)
         return st.one_of(
             st.text(min_size=1, max_size=9),
             st.sampled_from(["no", "007", "~", "1e5", "null", "- a", "a: b", "\x85", "a\n\u2028 b"]),

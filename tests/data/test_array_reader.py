@@ -181,7 +181,7 @@ def test_the_prefetcher_returns_each_step_and_buffers_one(built_folder: Path) ->
         requested_ranges.append((step, first, count))
         return source.batch(step, first, count)
 
-    loader = BatchPrefetcher(make, pin_memory=False)
+    loader = BatchPrefetcher(make)
     for step, first, count in [(0, 0, 4), *((step, first, 2) for step in range(5, 9) for first in (0, 2)), (2, 1, 3)]:
         batch = loader.batch(step, first, count)
         assert torch.equal(batch.tokens, source.batch(step, first, count).tokens)
@@ -197,4 +197,4 @@ def test_an_error_of_the_prefetcher_is_raised_in_training(built_folder: Path) ->
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        BatchPrefetcher(make, pin_memory=False).batch(0, 0, 1)
+        BatchPrefetcher(make).batch(0, 0, 1)

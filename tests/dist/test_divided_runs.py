@@ -21,15 +21,30 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "expert": (EXPERTS, {"expert": 2, "shard": 2, "context": 2, "zero_stage": 3}),
 }
 
+TASK = """
+task: names
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{a}}"
+doc_to_choice: [one, two]
+doc_to_target: 1
+"""
+
 
 @pytest.mark.parametrize(
     "kind", ["context", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "ring", "expert"))]
 )
-def test_resuming_in_another_layout_equals_the_uninterrupted_run(kind, tiny_run, train_on, done):
+def test_resuming_in_another_layout_equals_the_uninterrupted_run(kind, tiny_run, train_on, done, tmp_path):
     """One process trains 2 steps and saves, then 4 ranks load and train 2 more; and vice versa."""
+    task = tmp_path / "task.yaml"
+    task.write_text(TASK, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"a": "def "}\n{"a": "if x"}\n', encoding="utf-8")
     model, layout = LAYOUTS[kind]
     changes = {**model, "train.steps": 4, "schedule.type": "constant", "schedule.warmup": 2, "evaluation.every": 2}
     changes |= {"evaluation.num_sequences": 5, "evaluation.sample_prompts": ["def "], "evaluation.max_new_tokens": 4}
+    changes |= {"evaluation.tasks": [str(task)]}
     divided = {f"parallel.{axis}": size for axis, size in layout.items()}
     alone = tiny_run(changes, name="alone")
     train_on(1, alone)
@@ -41,6 +56,9 @@ def test_resuming_in_another_layout_equals_the_uninterrupted_run(kind, tiny_run,
         for column in ("loss", "grad_norm"):
             assert many.column(column) == pytest.approx(one.column(column), rel=1e-9), (name, column)
         assert many.column("loss", "evaluation") == pytest.approx(one.column("loss", "evaluation"), rel=1e-9)
+        for measure in ("bits_per_byte", "margin", "p_gold", "acc"):
+            key = f"tasks/names/{measure}"
+            assert many.column(key, "evaluation") == pytest.approx(one.column(key, "evaluation"), rel=1e-9)
         assert many.column("text", "sample") == one.column("text", "sample")
         weights = one.tensors()
         for key, tensor in many.tensors().items():

@@ -81,6 +81,8 @@ def measured(rank: int, world: int, settings: ParallelSettings) -> tuple[int, fl
         honest = Pretraining(None, SPEC, mesh, RunConfig())
         loss_terms = honest.loss_terms
         denominator = honest.denominator
+        begin_step = honest.begin_step
+        end_step = honest.end_step
 
         def batch(self, step: int, first: int, count: int) -> Batch:
             ids = torch.arange(17 * count).view(count, 17) % 16

@@ -34,24 +34,25 @@ def test_the_job_restarts_on_four_ranks_and_then_on_two(memory, run_file, tiny_r
 
     process = torchrun(4, "train", run_file({**settings, "train.steps": 300}, name="elastic"))
     assert process.stderr is not None
-    said = read_until(process, "step 10: validation loss")  # the save of step 9 has waited for that of step 6
+    log = read_until(process, "step 10: validation loss")  # the save of step 9 has waited for that of step 6
     workers = [child for child in psutil.Process(process.pid).children(recursive=True) if "RANK" in child.environ()]
-    (victim,) = [each for each in workers if each.environ()["RANK"] == "2" and "train" in each.cmdline()]
+    (victim,) = [worker for worker in workers if worker.environ()["RANK"] == "2" and "train" in worker.cmdline()]
     victim.kill()
-    said += process.stderr.read()
+    log += process.stderr.read()
     process.stderr.close()
-    assert process.wait() == 0, said
-    assert "Resuming from step " in said
-    assert ("is in the memory of the nodes; no checkpoint is read." in said) == bool(memory)
+    assert process.wait() == 0, log
+    assert "Resuming from step " in log
+    assert ("is in the memory of the nodes; no checkpoint is read." in log) == bool(memory)
     starts = done(tiny_run(name="elastic")).column("resumed_from", "start")
     assert len(starts) == 2 and starts[1] >= 6
 
     process = torchrun(2, "train", run_file({**settings, "train.steps": 310}, name="elastic"))
-    _, said = process.communicate()
-    assert process.returncode == 0, said
-    ours, theirs = done(tiny_run(name="elastic")), done(alone)
-    assert ours.column("ranks", "start") == [4, 4, 2]
-    assert ours.column("step") == theirs.column("step") == list(range(1, 311))
-    assert ours.column("loss") == pytest.approx(theirs.column("loss"), rel=1e-9)
-    receipts = [read_state(run.checkpoint())["progress"]["sample_hash"]["hash"] for run in (ours, theirs)]
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    elastic = done(tiny_run(name="elastic"))
+    uninterrupted = done(alone)
+    assert elastic.column("ranks", "start") == [4, 4, 2]
+    assert elastic.column("step") == uninterrupted.column("step") == list(range(1, 311))
+    assert elastic.column("loss") == pytest.approx(uninterrupted.column("loss"), rel=1e-9)
+    receipts = [read_state(run.checkpoint())["progress"]["sample_hash"]["hash"] for run in (elastic, uninterrupted)]
     assert receipts[0] == receipts[1]

@@ -34,10 +34,11 @@ def assert_undisturbed(warm, run_file, tiny_run, done):
         if not done(tiny_run(name="undisturbed")).folder.exists():
             assert warm.run("train", run_file(changes, name="undisturbed")).code == 0
         expected, actual = done(tiny_run(changes, name="undisturbed")), done(tiny_run(changes, name=name))
-        ours, theirs = actual.tensors(), expected.tensors()
-        assert ours.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            assert torch.equal(ours[key], tensor), key
+        actual_tensors = actual.tensors()
+        expected_tensors = expected.tensors()
+        assert actual_tensors.keys() == expected_tensors.keys()
+        for key, tensor in expected_tensors.items():
+            assert torch.equal(actual_tensors[key], tensor), key
         assert untimed(actual.lines()) == untimed(expected.lines())
 
     return check
@@ -52,7 +53,7 @@ class Killed(BaseException):
     """Simulates a SIGKILL."""
 
 
-class Death:
+class SimulatedKill:
     """From the n-th file operation under a folder on, all of them fail: the disk keeps the state of that moment."""
 
     def __init__(self) -> None:
@@ -68,27 +69,28 @@ class Death:
 
 
 @pytest.fixture(scope="module")
-def death() -> Death:
-    return Death()
+def simulated_kill() -> SimulatedKill:
+    return SimulatedKill()
 
 
-def test_resumes_after_fifty_kills_at_random_file_operations(death, tiny_run, done, peak, assert_undisturbed):
+def test_resumes_after_fifty_kills_at_random_file_operations(simulated_kill, tiny_run, done, peak, assert_undisturbed):
     """Each kill comes just before a file of the run is opened, renamed or removed."""
     from jingu.training.commands import train
 
     config = tiny_run({**LONG, "checkpoint.async_save": False}, name="killed")
-    random_moments, died = random.Random(20), 0
+    random_moments = random.Random(20)
+    kills = 0
     for _ in range(50):
-        death.remaining, death.under = random_moments.randint(2, 50), str(done(config).folder)
+        simulated_kill.remaining, simulated_kill.under = random_moments.randint(2, 50), str(done(config).folder)
         try:
             train(config)
         except Killed:
-            died += 1
+            kills += 1
         finally:
-            death.remaining = 0
-        if died == 25:
+            simulated_kill.remaining = 0
+        if kills == 25:
             shutil.rmtree(done(config).folder)
-    assert died == 50
+    assert kills == 50
     assert train(config) == 0
     assert_undisturbed(LONG, "killed")
     assert leftovers(done(config).folder) == []
@@ -101,17 +103,17 @@ def kill_repeatedly(warm, file: str, folder: Path, times: int, seed: int) -> Non
         event = random_moments.randint(1, 20)
         ended = warm.run("train", file, send=signal.SIGKILL, at_event=event, under=folder)
         assert ended.code in (-signal.SIGKILL, 0), ended.err
-        # Wherever in the folder's files it happens, by chance, it also happens wherever in the computation.
+        # File operations alone would never hit the computation between them.
         warm.run("train", file, send=signal.SIGKILL, after=random_moments.uniform(0.05, 0.6))
 
 
 def test_resumes_after_sigkill_during_async_saves(warm, run_file, tiny_run, done, assert_undisturbed):
-    file = run_file(LONG, name="really")
-    folder = done(tiny_run(LONG, name="really")).folder
+    file = run_file(LONG, name="killed-async")
+    folder = done(tiny_run(LONG, name="killed-async")).folder
     kill_repeatedly(warm, file, folder, 10, seed=20)
     ended = warm.run("train", file)
     assert ended.code == 0, ended.err
-    assert_undisturbed(LONG, "really")
+    assert_undisturbed(LONG, "killed-async")
     assert leftovers(folder) == []
 
 
@@ -154,30 +156,30 @@ def jingu_process(*words: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def test_two_ranks_save_on_sigint_and_resume(run_file, tiny_run, done, train_on):
-    """SIGINT to the one process that the person started, as training begins, which has steps enough to be stopped in
-    however late that is; then it gets ten more."""
+    """SIGINT goes to the launcher as training begins. The run has so many steps that it cannot end before the signal
+    arrives; it resumes with ten more steps."""
     changes = {**LONG, "parallel.zero_stage": 2, "train.log_every": 1, "checkpoint.every": 0}
     changes["schedule"] = {"type": "constant", "warmup": 3}
     file = run_file({**changes, "train.steps": 1_000_000}, name="two")
     process = jingu_process("train", file, "--processes", "2")
-    said = read_until(process, "epochs)")  # the last words before the first step
+    log = read_until(process, "epochs)")  # the last line before the first step
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    said += process.stderr.read()
+    log += process.stderr.read()
     process.stderr.close()
-    assert process.wait() == 130, said
+    assert process.wait() == 130, log
     folder = done(tiny_run(changes, name="two")).folder
     (checkpoint,) = (folder / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert step > 0
-    assert said.count("Stopping after this step") == 1
-    assert said.count(f"Stopped and saved at step {step} of 1000000. The same command resumes the run.\n") == 1
-    assert "Traceback" not in said and "Error" not in said
+    assert log.count("Stopping after this step") == 1
+    assert log.count(f"Stopped and saved at step {step} of 1000000. The same command resumes the run.\n") == 1
+    assert "Traceback" not in log and "Error" not in log
     changes["train.steps"] = step + 10
     whole, resumed = tiny_run(changes, name="whole"), tiny_run(changes, name="two")
     train_on(2, whole, resumed)
     assert done(resumed).column("resumed_from", "start") == [None, step]
-    ours, theirs = done(resumed).tensors(), done(whole).tensors()
-    for key, tensor in theirs.items():
-        assert torch.equal(ours[key], tensor), key
+    resumed_tensors = done(resumed).tensors()
+    for key, tensor in done(whole).tensors().items():
+        assert torch.equal(resumed_tensors[key], tensor), key
     assert untimed(done(resumed).lines()) == untimed(done(whole).lines())

@@ -162,10 +162,10 @@ def test_missing_tensorboard(error_of, monkeypatch):
 
 
 def test_missing_gpu(error_of, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert error_of({"device.type": "cuda"}) == (
-        "jingu: local rank 0 needs a GPU of its own, and this machine has 0. Start fewer processes, or set "
-        "device.type=cpu."
+        f"jingu: device.type: no CUDA device is to be found; PyTorch {torch.__version__} finds no accelerator. It "
+        "needs a build of PyTorch for CUDA or ROCm, and their driver. Use auto or cpu otherwise."
     )
 
 
@@ -279,7 +279,7 @@ def test_the_disk_fills_up_while_saving(error_of, monkeypatch, done, tiny_run):
 
 
 def test_the_disk_is_full_for_metrics(capsys, monkeypatch, done, tiny_run):
-    """The lines wait, and reach the file when there is room again; a line that was cut is completed."""
+    """The lines stay in memory, and are written when there is space again; a truncated line is completed."""
     real, writes, limit = Path.open, [], 0
 
     class Filling:
@@ -305,10 +305,10 @@ def test_the_disk_is_full_for_metrics(capsys, monkeypatch, done, tiny_run):
         return capsys.readouterr().err
 
     monkeypatch.setattr(Path, "open", opening)
-    told = trained("undisturbed", 6)
-    assert "WARNING" not in told
-    assert "\nstep 6 of 6: loss " in told
-    assert "%|" not in told  # lines in the place of a bar, where there is no terminal
+    log = trained("undisturbed", 6)
+    assert "WARNING" not in log
+    assert "\nstep 6 of 6: loss " in log
+    assert "%|" not in log  # lines instead of a bar, where there is no terminal
     limit = 8
     full = (
         "metrics.jsonl: the disk is full. Make room, or choose another folder for runs (runs_dir=...). Training "
@@ -336,7 +336,7 @@ def test_the_disk_is_full_before_the_first_step(error_of, monkeypatch):
     assert list(content(Path("runs"))) == ["runs/run", "runs/run/checkpoints"]
 
 
-# Several ranks speak with one voice
+# Errors of several ranks
 
 
 def test_an_error_of_several_ranks_is_reported_once(tiny_run, tmp_path):

@@ -30,8 +30,8 @@ def environment(pytestconfig: pytest.Config) -> dict[str, str]:
             [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder), *PACKAGES],
             check=True,
         )
-        (folder / "whole").touch()  # what another run was stopped in is installed anew
-    # After everything else on the path: the folder also has other versions of what is installed.
+        (folder / "whole").touch()  # an interrupted installation starts over
+    # The folder goes to the end of the path: it also has other versions of installed packages.
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.remove({str(folder)!r})\nsys.path.append({str(folder)!r})"
     )
@@ -47,7 +47,7 @@ def server(environment: dict[str, str]) -> Iterator[str]:
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     address = next(line.split("Running on ")[1].split()[0] for line in process.stderr if "Running on " in line)
-    threading.Thread(target=process.stderr.read, daemon=True).start()  # or a line a request would fill the pipe
+    threading.Thread(target=process.stderr.read, daemon=True).start()  # or the log would fill the pipe
     urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
     yield address
     process.kill()
@@ -74,10 +74,10 @@ def test_a_killed_run_resumes_from_s3(server, environment, run_file, tiny_run, t
 
     assert remote.column("loss")[-10:] == done(alone).column("loss")[-10:]
     for verb in ("list", "verify"):
-        told = subprocess.run(
+        result = subprocess.run(
             [*command, "checkpoint", verb, "s3://bucket/runs/remote"], env=environment, capture_output=True, text=True
         )
-        assert told.returncode == 0 and "30" in told.stdout, told.stderr
+        assert result.returncode == 0 and "30" in result.stdout, result.stderr
     folder = remote.folder / "exported"
     subprocess.run(
         [*command, "export", str(remote.folder), "--to", str(folder), "--dtype", "auto"], env=environment, check=True

@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 
 from jingu.cli import main
+from jingu.evaluate.task_file import CATALOGUE
 from jingu.formats.export import convert
 from jingu.training.commands import train
 from tests.conftest import MakeRun
@@ -33,6 +34,10 @@ def models(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
     for split in ("train", "test"):
         (tmp_path / f"capitals-{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    # A corpus with a document of a task.
+    first = (CATALOGUE / "data" / "hellaswag_100.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "leak.txt").write_text(first, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,17 +47,24 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     (task,) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", guide, re.DOTALL)
     (models / task[0]).write_text(task[1], encoding="utf-8")
     commands = re.findall(r"^jingu (.*)$", guide, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 10
     outputs = []
     for command in commands:
         assert main(command.split()) == 0
         outputs.append(capsys.readouterr().out)
-    basics, listed, limited, _, _, compared = outputs
+    basics, listed, limited, _, spread, _, compared, report, searched, clean = outputs
     assert re.search(r"^hellaswag_100 +0 +100 +acc +0\.\d{4} +0\.0\d{3} +0\.\d+ to 0\.\d+$", basics, re.MULTILINE)
     assert re.search(r"^gsm8k_text_100 .* bits_per_byte ", basics, re.MULTILINE)
-    assert re.search(r"^truthfulqa_100 +multiple_choice +Apache-2\.0 ", listed, re.MULTILINE)
+    assert re.search(r"^truthfulqa_100 +multiple_choice +en +closed_book_qa +Apache-2\.0 ", listed, re.MULTILINE)
+    assert re.search(r"^ocnli +multiple_choice +zh +nli +see the data set +CLUE, ", listed, re.MULTILINE)
+    assert re.search(r"^mmlu +group +57 tasks$", listed, re.MULTILINE)
     assert re.search(r"^hellaswag_100 +0 +20 +acc ", limited, re.MULTILINE)
-    assert re.search(r"^capitals +acc +3 .* McNemar ", compared, re.MULTILINE)
+    assert re.search(r"^other +capitals +acc +3 .* McNemar ", compared, re.MULTILINE)
+    assert re.search(r"^hellaswag_100 +acc_norm +2 +0\.\d{4} +0\.\d{4} ", spread, re.MULTILINE)
+    assert "Wrote evaluations/MODEL/report.html" in report
+    assert "was not searched for it" in spread
+    assert re.search(r"^hellaswag_100 +100 +1 +0 +", searched, re.MULTILINE)
+    assert re.search(r"^hellaswag_100 +acc +clean +19 ", clean, re.MULTILINE)
     # The difference, its error and its p-values by hand, from the samples of both.
     values = []
     for name in ("MODEL", "other"):
@@ -62,7 +74,7 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     better = int((differences > 0).sum())
     changed = int((differences != 0).sum())
     p = scipy.stats.binomtest(better, changed).pvalue if changed else 1.0
-    words = next(line.split() for line in compared.splitlines() if re.match("capitals +acc ", line))
+    words = next(line.split()[1:] for line in compared.splitlines() if re.match("other +capitals +acc ", line))
     mean = f"{differences.mean():+.4f}"
     assert words[2:5] == ["3", mean, f"{scipy.stats.sem(differences):.4f}"] and words[6:8] == ["McNemar", f"{p:.3g}"]
     # Results with their hashes, and a prompt with its two shots.
@@ -85,4 +97,4 @@ def test_results_of_a_run_lie_in_the_run(tiny_run: MakeRun, capsys: pytest.Captu
     assert main(["evaluate", "compare", str(run), str(run)]) == 2
     errors = capsys.readouterr().err
     assert "there is no task hellaswag_10. Did you mean hellaswag_100?" in errors
-    assert "the two folders have no results in common" in errors
+    assert "the folders have no results in common" in errors

@@ -13,9 +13,15 @@ from jingu.evaluate import scoring
 from jingu.evaluate.evaluation import evaluate_task, prepare_task
 from jingu.evaluate.scoring import AnswerCache, Scorer
 from jingu.evaluate.task_metrics import Answer
+from jingu.formats.export import export_hf
 from jingu.infer.engine import Engine, EngineSettings
-from jingu.infer.inference_model import InferenceModel
+from jingu.infer.inference_model import InferenceModel, load
+from jingu.infer.request import Request
+from jingu.infer.sampling import SamplingParams
+from jingu.model.decoder import Decoder
+from tests.conftest import this_rank
 from tests.evaluate.conftest import ROWS, WriteTask, load_task
+from tests.rank_pool import RankPool
 
 PAIRS = [(str(row["question"]), f" {choice}") for row in ROWS for choice in row["choices"]]  # type: ignore[attr-defined]
 
@@ -31,6 +37,31 @@ def test_batch_order_and_subset_do_not_matter(tiny: InferenceModel, monkeypatch:
     assert scorer(tiny).score(PAIRS[4:9]) == expected[4:9]
     monkeypatch.setattr(scoring, "CHUNK_SIZE", 2)
     assert scorer(tiny).score(PAIRS) == expected
+
+
+def score_on_rank(rank: int, world: int, model: Path, path: Path) -> list[Answer]:
+    """The answers of one of several ranks, which divide the requests in chunks of two."""
+    scoring.CHUNK_SIZE = 2
+    own = Scorer(Engine(load(model, "fp32", "cpu")), AnswerCache(path), this_rank(rank, world))
+    generated = own.generate([context for context, _ in PAIRS[::3]], Request((), SamplingParams(), 3))
+    return own.score(PAIRS) + [answer for group in generated for answer in group]
+
+
+def test_ranks_divide_the_work(tiny: InferenceModel, ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny.tokenizer.save(tmp_path / "tokenizer")
+    assert isinstance(tiny.module, Decoder)
+    export_hf(tiny.spec, tiny.module.state_dict().__getitem__, tmp_path / "tokenizer", folder)
+    alone = Scorer(Engine(load(folder, "fp32", "cpu")), AnswerCache(None))
+    expected = alone.score(PAIRS)
+    generated = alone.generate([context for context, _ in PAIRS[::3]], Request((), SamplingParams(), 3))
+    expected += [answer for group in generated for answer in group]
+    for world in (2, 4):
+        path = tmp_path / f"{world}.jsonl"
+        assert ranks.run(score_on_rank, world, folder, path) == [expected] * world
+        # The first rank has stored all answers, so that one process goes on from there.
+        engine = Engine(load(folder, "fp32", "cpu"))
+        assert Scorer(engine, AnswerCache(path)).score(PAIRS) == expected[: len(PAIRS)] and engine.stats().steps == 0
 
 
 def test_choices_share_one_context(tiny: InferenceModel) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +345,26 @@ def test_pieces_with_scores(kind: str, model: str, tmp_path: Path) -> None:
     assert hugging_face(TEXT)["input_ids"] == [1] * (kind == "llama") + theirs.encode(TEXT)
     assert hugging_face.chat_template == "{{ messages }}"
     assert tokenizer.prompt_prefix_ids == [1] * (kind == "llama")
+
+
+def test_a_killed_process_leaves_no_tokenizer_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path / "model.gguf", llama(vocab_size=300), **tokenizer_facts(a_tokenizer()))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # What the process starts inherits its output: the pipe ends when all of them have ended.
+        os.dup2(write_end, 1)
+        tokenizer_folder = open_model(file).tokenizer_folder
+        os.write(1, str(tokenizer_folder).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        folder = Path(pipe.read().decode())
+    os.waitpid(child, 0)
+    assert folder.parent == tmp_path / "temporary"
+    assert list(folder.parent.iterdir()) == []
 
 
 def test_a_prompt_starts_with_the_bos_token_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

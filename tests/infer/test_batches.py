@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, object]] = {
     "mixtral": {"family": "mixtral", "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 20},
     "t5": {"family": "t5", "hidden_size": 36, "num_heads": 3, "num_encoder_layers": 2},
 }
-ARRANGED = {
+PREPACKED = {
     "llama-bf16": {**KINDS["llama-bf16"], "intermediate_size": 1100},  # long sums, which kernels may divide
     "llama-int8": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 192},
     "llama-int4": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 192},
@@ -45,9 +45,9 @@ ARRANGED = {
 """Model kinds that are loaded from folders."""
 
 
-def model_of(kind: str, tokenizer: Tokenizer, arranged: bool = False) -> InferenceModel:
+def model_of(kind: str, tokenizer: Tokenizer, prepacked: bool = False) -> InferenceModel:
     settings = ModelSettings.model_validate(
-        {"num_layers": 2, "initializer_range": 0.3, **(ARRANGED if arranged else KINDS)[kind]}
+        {"num_layers": 2, "initializer_range": 0.3, **(PREPACKED if prepacked else KINDS)[kind]}
     )
     spec = spec_from_settings(settings, tokenizer.vocab_size, 400)
     if kind == "mistral":
@@ -56,14 +56,14 @@ def model_of(kind: str, tokenizer: Tokenizer, arranged: bool = False) -> Inferen
     init_weights(model, spec, 1)
     model = model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval()
     if kind.endswith(("int8", "int4")):
-        model = packed(model, "int8" if kind.endswith("int8") else "int4")
-    if arranged:
+        model = quantize_model(model, "int8" if kind.endswith("int8") else "int4")
+    if prepacked:
         prepack_weights(model)
     return InferenceModel(model, spec, tokenizer)
 
 
-def packed(whole: Decoder, kind: QuantizationFormat) -> Decoder:
-    """The same with matrices of few bits."""
+def quantize_model(whole: Decoder, kind: QuantizationFormat) -> Decoder:
+    """Return a copy with quantized matrices."""
     weights, model = dict(whole.named_parameters()), build_model(whole.spec).eval()
     quantize_blocks(model, kind)
     quantize_embedding_and_head(model, torch.float32)
@@ -74,7 +74,7 @@ def packed(whole: Decoder, kind: QuantizationFormat) -> Decoder:
     return model
 
 
-def drawn(source: random.Random, vocabulary: int, beginnings: list[tuple[int, ...]]) -> Request:
+def random_request(source: random.Random, vocabulary: int, beginnings: list[tuple[int, ...]]) -> Request:
     begin = source.choice([(), (), *beginnings])
     prompt = (*begin, *(source.randrange(1, vocabulary) for _ in range(source.choice([1, 2, 7, 40, 150]))))
     sampling = SamplingParams(temperature=source.choice([0.0, 0.9]), seed=source.randrange(9))
@@ -88,22 +88,22 @@ def answers(
 ) -> list[list[tuple[int, int, float | None]]]:
     """Return (choice, token, log-probability) of each request; requests arrive while others run, some are cancelled."""
     actual: dict[int, list[tuple[int, int, float | None]]] = {}
-    numbers, waiting, gone = {}, list(enumerate(requests)), 0
+    numbers, waiting, cancelled = {}, list(enumerate(requests)), 0
     while waiting or engine.busy:
         while waiting and (not engine.busy or source.random() < 0.4):
             place, request = waiting.pop(0)
             numbers[engine.submit(request)] = place
             if source.random() < 0.1:
-                gone = engine.submit(request)
-        if gone and source.random() < 0.3:
-            engine.cancel(gone)
-            gone = 0
+                cancelled = engine.submit(request)
+        if cancelled and source.random() < 0.3:
+            engine.cancel(cancelled)
+            cancelled = 0
         for event in engine.step():
             if event.token is not None and event.request_id in numbers:
                 tokens = (event.choice, event.token.id, event.token.logprob)
                 actual.setdefault(numbers[event.request_id], []).append(tokens)
     assert engine.stats().used_blocks == 0
-    return [sorted(actual[place], key=lambda each: each[0]) for place in range(len(requests))]
+    return [sorted(actual[place], key=lambda token: token[0]) for place in range(len(requests))]
 
 
 def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
@@ -111,7 +111,7 @@ def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
     beginnings = [tuple(source.randrange(1, model.spec.vocab_size) for _ in range(size)) for size in (33, 130)]
     preempted, least = 0, block_bytes(model.spec, 320, next(model.module.parameters()).itemsize)
     for _ in range(mixes):
-        requests = [drawn(source, model.spec.vocab_size, beginnings) for _ in range(source.randrange(2, 6))]
+        requests = [random_request(source, model.spec.vocab_size, beginnings) for _ in range(source.randrange(2, 6))]
         alone = [answers(Engine(model), [request], source)[0] for request in requests[:2]]
         settings = EngineSettings(
             max_num_seqs=source.choice([2, 5, 16]),
@@ -137,15 +137,15 @@ def test_answers_do_not_depend_on_other_requests(kind: str, threads: int, tokeni
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ARRANGED)
+@pytest.mark.parametrize("kind", PREPACKED)
 def test_answers_of_loaded_models_do_not_depend_on_other_requests(kind: str, tokenizer: Tokenizer) -> None:
-    check_mixes(model_of(kind, tokenizer, arranged=True), 5, 3)
+    check_mixes(model_of(kind, tokenizer, prepacked=True), 5, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ARRANGED)
+@pytest.mark.parametrize("kind", PREPACKED)
 def test_answers_of_loaded_models_in_many_mixes(kind: str, tokenizer: Tokenizer) -> None:
-    check_mixes(model_of(kind, tokenizer, arranged=True), 100, 4)
+    check_mixes(model_of(kind, tokenizer, prepacked=True), 100, 4)
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_non_finite_logits_end_one_request(tokenizer: Tokenizer) -> None:
     engine = Engine(model)
     whole = engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)])
     weight = model.module.embedding.weight
-    kept = weight[77].clone()
+    original = weight[77].clone()
     with torch.no_grad():
         weight[77] = torch.nan
         engine.submit(Request((5, 77, 6), SamplingParams(), 9, logprobs=0))
@@ -248,7 +248,7 @@ def test_non_finite_logits_end_one_request(tokenizer: Tokenizer) -> None:
             print_stream(engine, Request((5, 77, 6), SamplingParams(), 9))
         engine.submit(Request((5, 77, 6), SamplingParams(1.0), 9, n=2))
         assert [each.finish_reason for each in engine.step()] == ["error"] * 2 and not engine.busy
-        weight[77] = kept
+        weight[77] = original
     assert event.finish_reason == "error" and event.error == "the model's logits are not finite"
     assert engine.stats().used_blocks == 0
     assert engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)]) == whole
@@ -262,13 +262,13 @@ def test_a_cancelled_prefill_is_not_reused(tokenizer: Tokenizer) -> None:
     last = Request(tuple(range(1, 70)), SamplingParams(), 4, ignore_eos=True)
     engine, whole = Engine(model, settings), Engine(model, settings).generate([last])
     weight = model.module.embedding.weight
-    kept = weight[77].clone()
+    original = weight[77].clone()
     with torch.no_grad():
         weight[77] = torch.nan
         number = engine.submit(Request((77,) * 60, SamplingParams(), 4))
         assert engine.step() == []
         engine.cancel(number)
-        weight[77] = kept
+        weight[77] = original
     assert engine.generate([last]) == whole and engine.stats().used_blocks == 0
 
 
@@ -278,14 +278,14 @@ def test_a_shared_prefix_survives_a_failed_request(tokenizer: Tokenizer) -> None
     prompt = tuple(range(1, 30))
     alone = answers(Engine(model), [Request((*prompt, 40), SamplingParams(), 30, logprobs=0)], random.Random(0))
     engine, nothing = Engine(model), dict.fromkeys(range(model.spec.vocab_size), -torch.inf)
-    kept = engine.submit(Request((*prompt, 40), SamplingParams(), 30, logprobs=0))
+    survivor = engine.submit(Request((*prompt, 40), SamplingParams(), 30, logprobs=0))
     actual = engine.step()
     broken = engine.submit(Request((*prompt, 77), SamplingParams(logit_bias=nothing), 5))
     actual += engine.step()
     assert [event.finish_reason for event in actual if event.request_id == broken] == ["error"]
     while engine.busy:
         actual += engine.step()
-    tokens = [event for event in actual if event.request_id == kept and event.token]
+    tokens = [event for event in actual if event.request_id == survivor and event.token]
     assert [(event.choice, event.token.id, event.token.logprob) for event in tokens if event.token] == alone[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.infer import generate
 from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Constraint, Event, Request, Token
 from jingu.infer.sampling import SamplingParams
@@ -49,7 +51,10 @@ def test_threads_of_a_command(tmp_path: Path, tiny: InferenceModel, capsys: pyte
     export_hf(tiny.spec, lambda name: weights[name].detach(), tmp_path / "tokenizer", tmp_path / "model")
     num_threads = torch.get_num_threads()
     try:
-        assert generate.generate(tmp_path / "model", "the", max_tokens=2, threads=num_threads + 2) == 0
+        assert (
+            generate.generate(tmp_path / "model", "the", {}, InferenceOptions(threads=num_threads + 2), max_tokens=2)
+            == 0
+        )
         assert torch.get_num_threads() == num_threads + 2
     finally:
         torch.set_num_threads(num_threads)
@@ -197,18 +202,19 @@ def test_generate_prints_prompt_and_continuation(
     tiny.tokenizer.save(tmp_path / "tokenizer")
     weights = tiny.module.state_dict()
     export_hf(tiny.spec, weights.__getitem__, tmp_path / "tokenizer", tmp_path / "out")
-    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32")
+    fp32 = InferenceOptions("fp32")
+    generate.generate(tmp_path / "out", "the end", {}, fp32, max_tokens=9)
     printed = capsys.readouterr()
     (text,) = Engine(tiny).generate([Request(tiny.encode("the end"), SamplingParams(), 9)])
     assert printed.out == f"the end{text}\n"
     assert "tokens" in printed.err and "draft" not in printed.err
-    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", draft_model=tmp_path / "out")
+    generate.generate(tmp_path / "out", "the end", {}, replace(fp32, draft_model=tmp_path / "out"), max_tokens=9)
     again = capsys.readouterr()
     assert again.out == printed.out and "6 of 6 draft tokens were accepted" in again.err
-    generate.generate(tmp_path / "out", "the end", max_tokens=9, precision="fp32", num_beams=3)
+    generate.generate(tmp_path / "out", "the end", {}, fp32, max_tokens=9, num_beams=3)
     searched = Request(tiny.encode("the end"), SamplingParams(), 9, num_beams=3)
     assert capsys.readouterr().out == f"the end{Engine(tiny).generate([searched])[0]}\n"
-    generate.generate(tmp_path / "out", "the end", precision="fp32")  # as much as the context has room for
+    generate.generate(tmp_path / "out", "the end", {}, fp32)  # as much as the context has room for
     assert len(capsys.readouterr().out) > len(printed.out)
 
 
@@ -218,7 +224,12 @@ def test_sampling_defaults_come_from_generation_config(tiny: InferenceModel, tmp
     assert load(tmp_path / "out", "fp32").default_sampling == {}
     recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 0, "do_sample": True, "min_p": None}
     (tmp_path / "out" / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
-    assert load(tmp_path / "out", "fp32").default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    model = load(tmp_path / "out", "fp32")
+    assert model.default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert model.sampling_params({"top_k": None, "seed": 3}) == SamplingParams(0.6, None, 0.95, seed=3)
+    # As Gemma 3: transformers then samples with a temperature of 1.
+    (tmp_path / "out" / "generation_config.json").write_text('{"do_sample": true, "top_k": 64}', encoding="utf-8")
+    assert load(tmp_path / "out", "fp32").sampling_params({}) == SamplingParams(1.0, 64)
 
 
 def test_answers_follow_a_schema_or_regular_expression(tiny: InferenceModel) -> None:
@@ -272,6 +283,9 @@ def test_a_grammar_is_read_once_for_all_choices(tiny: InferenceModel, monkeypatc
         ("json_schema", "{"),
         ("json_schema", '{"$ref": "#"}'),
         ("regex", "("),
+        ("grammar", "start: missing"),
+        ("grammar", "root ::= ("),
+        ("grammar", ""),
         ("regex", r"[^\s\S]"),
     ],
 )

@@ -13,15 +13,23 @@ from jingu.cli import main
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
-from jingu.infer.engine import Engine
+from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.inference_model import load
+from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.experts import MoELayer
 from jingu.model.inputs import Inputs
 from jingu.model.matmul_kernels import linear
-from jingu.model.quantized_weight import PrepackedQuantizedWeight, QuantizedWeight, can_quantize, dequantize, quantize
+from jingu.model.quantized_weight import (
+    PrepackedQuantizedWeight,
+    PromptRows,
+    QuantizedWeight,
+    can_quantize,
+    dequantize,
+    quantize,
+)
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import QuantizationFormat
 from jingu.model.weight_init import init_weights
@@ -100,6 +108,65 @@ def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int)
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
+def test_rows_of_long_prompts_are_multiplied_by_the_dequantized_matrix(
+    outputs: int, inputs: int, kind: QuantizationFormat, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    matrix = torch.randn(outputs, inputs, generator=generator) * 0.1 + 0.02
+    x = torch.randn(1, 70, inputs, generator=generator).to(dtype)
+    rows = PromptRows(kind)
+    mine = PrepackedQuantizedWeight.pack(kind, *quantize(matrix, kind), dtype, rows)
+    torch.testing.assert_close(mine.dequantize(torch.float32), plain(matrix, kind), rtol=1e-6, atol=1e-7)
+    bias = torch.randn(outputs, generator=generator)
+    expected = x.double() @ plain(matrix, kind).double().T + bias.double()
+    with torch.inference_mode():
+        by_row = linear(x, mine, bias)
+        with rows.select([range(66)], 70):
+            result = linear(x, mine, bias)
+        assert torch.equal(result[:, 66:], by_row[:, 66:])
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        assert (result.double() - expected).norm() <= tolerance * expected.norm()
+        # A row does not depend on how many others there are.
+        for start, stop in ((0, 1), (65, 66), (3, 20)):
+            with rows.select([range(stop - start)], stop - start):
+                assert torch.equal(linear(x[:, start:stop], mine, bias), result[:, start:stop])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_answers_to_long_prompts_do_not_depend_on_the_batch(folders: dict[str, Path], kind: Any) -> None:
+    """Neither on chunks, nor on preemption, nor on what the prefix cache has from prompts or from answers."""
+    model = load(folders["llama"], kind, "cpu")
+    assert model.prompt_rows is not None
+    long = tuple(range(5, 140))
+    (answer,) = _answers(Engine(model), [long])
+    # The same tokens once as an answer and once as a part of a longer prompt, and prompts that begin alike.
+    prompts = [long, (*long, *answer[0]), (*long[:70], 9, *long[:70]), *(long[:n] for n in (40, 63, 64, 127, 128))]
+    expected = [_answers(Engine(model), [prompt])[0] for prompt in prompts]
+    small = block_bytes(model.spec, 8, model.parameter.itemsize) * 24
+    for settings in (EngineSettings(), EngineSettings(3, kv_cache_bytes=small, prefill_chunk_size=7)):
+        engine = Engine(model, settings)
+        assert _answers(engine, prompts) == expected
+        assert [_answers(engine, [prompt])[0] for prompt in prompts] == expected
+    # Scores are those of generation.
+    (score,) = Engine(model).score(long, [answer[0]])
+    assert list(score.token_logprobs) == answer[1]
+
+
+def _answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[list[int], list[float]]]:
+    """Return ids and log-probabilities of the answers to prompts that run together."""
+    requests = [Request(prompt, SamplingParams(), 20, logprobs=0, ignore_eos=True) for prompt in prompts]
+    answers: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
+    while engine.busy:
+        for event in engine.step():
+            assert event.token is not None and event.token.logprob is not None
+            answers[event.request_id][0].append(event.token.id)
+            answers[event.request_id][1].append(event.token.logprob)
+    return list(answers.values())
+
+
 def test_quantized_matrices_are_not_rounded_again() -> None:
     """A matrix with groups of 16 values, like Q4_1 of GGUF, is unchanged."""
     generator = torch.Generator().manual_seed(2)
@@ -116,7 +183,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> d
     tokenizer.save(place / "tokenizer")
     for name, changes in SPECS.items():
         settings = ModelSettings(num_layers=2, initializer_range=0.15, vocab_size=288, **changes)
-        spec = spec_from_settings(settings, tokenizer.vocab_size, 64)
+        spec = spec_from_settings(settings, tokenizer.vocab_size, 192)
         model = build_model(spec)
         init_weights(model, spec, 1)
         export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)

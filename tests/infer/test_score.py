@@ -169,8 +169,54 @@ def test_embeddings_are_pooled_states(tiny: InferenceModel, answering: Inference
         hidden_TD = tiny.module(torch.tensor([CONTEXT]))[0]
     for pooling, pooled_D in (("mean", hidden_TD.mean(0)), ("last", hidden_TD[-1])):
         expected = torch.nn.functional.normalize(pooled_D, dim=0).tolist()
-        assert engine.embed(CONTEXT, pooling) == pytest.approx(expected, abs=1e-6)  # type: ignore[arg-type]
+        assert engine.embed([CONTEXT], pooling) == [pytest.approx(expected, abs=1e-6)]  # type: ignore[arg-type]
     with pytest.raises(JinguError, match="embeddings support only single-process decoders"):
-        Engine(answering).embed(CONTEXT)
+        Engine(answering).embed([CONTEXT])
     with pytest.raises(JinguError, match="exceed the model's context of 64"):
-        engine.embed((1,) * 65)
+        engine.embed([(1,) * 65])
+    with pytest.raises(JinguError, match="prompt: it is empty"):
+        engine.embed([()])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_do_not_depend_on_the_batch(tiny: InferenceModel, pooling: Any) -> None:
+    """To the last bit: neither on chunks, nor on preemption, nor on cached prefixes, nor on requests beside them."""
+    texts = [tuple(range(1, 64)), *(tuple(range(n, n + 9)) for n in range(20)), tuple(range(1, 40)), (5,) * 64]
+    expected = [Engine(tiny).embed([text], pooling)[0] for text in texts]
+    small = EngineSettings(4, block_size=8, kv_cache_bytes=20 * block_bytes(tiny.spec, 8, 4), prefill_chunk_size=5)
+    for settings in (EngineSettings(), small):
+        engine = Engine(tiny, settings)
+        for seed in range(3):
+            engine.submit(Request((7,), SamplingParams(1.0, seed=seed), 30, ignore_eos=True))
+        assert engine.embed(texts, pooling) == expected
+        assert engine.embed(texts[:2], pooling) == expected[:2]
+        while engine.busy:
+            engine.step()
+        assert engine.stats().used_blocks == 0
+
+
+def test_prompts_take_turns_with_texts_to_embed(tiny: InferenceModel) -> None:
+    engine = Engine(tiny, EngineSettings(prefill_chunk_size=16))
+    running = engine.submit(Request((7,), SamplingParams(), 60, ignore_eos=True))
+    engine.step()
+    texts = [engine.submit(Request(tuple(range(n, n + 48)), SamplingParams(), 1, pooling="mean")) for n in range(9)]
+    engine.step()
+    later = engine.submit(Request((8,) * 16, SamplingParams(), 3, ignore_eos=True))
+    order = []
+    while len(order) < 10:
+        events = engine.step()
+        assert running in {event.request_id for event in events}  # a token in every step
+        order += [event.request_id for event in events if event.request_id != running and event.finish_reason]
+    # The prompt that came last waits for one text, not for nine.
+    assert order == [texts[0], later, *texts[1:]]
+
+
+def test_an_embedding_that_is_not_finite_is_reported(tiny: InferenceModel) -> None:
+    weight: Any = copy.deepcopy(tiny.module)
+    with torch.no_grad():
+        weight.embedding.weight[77] = torch.nan
+    engine = Engine(replace(tiny, module=weight))
+    with pytest.raises(JinguError, match=r"hidden states are not finite\. Try --precision fp32"):
+        engine.embed([(5, 77)])
+    assert engine.embed([(5, 6)]) == Engine(tiny).embed([(5, 6)])
+    assert not engine.busy and engine.stats().used_blocks == 0

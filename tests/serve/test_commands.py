@@ -16,19 +16,20 @@ from jingu.command import parse
 from jingu.errors import JinguError
 from jingu.infer.inference_model import InferenceModel
 from jingu.serve import commands, server
-from jingu.serve.service import ServeSettings
+from jingu.serve.commands import AccessOptions
+from jingu.serve.settings import ServeSettings
 
 
 def test_api_keys_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     with pytest.raises(JinguError, match="cannot be read"):
-        commands.serve(tmp_path, api_key_file=file)
+        commands.serve(tmp_path, access=AccessOptions(api_key_file=file))
     file.write_text("\n  \n", encoding="utf-8")
     with pytest.raises(JinguError, match=r"has no API key. Write a key on each line"):
-        commands.serve(tmp_path, api_key_file=file)
+        commands.serve(tmp_path, access=AccessOptions(api_key_file=file))
     file.write_text("one\n\n two \n", encoding="utf-8")
     with pytest.raises(JinguError, match="an API key is empty"):
-        commands.serve(tmp_path, api_key_file=file, api_key=["one", " "])
+        commands.serve(tmp_path, access=AccessOptions(["one", " "], file))
 
 
 def test_adapter_names_are_unique(tmp_path: Path) -> None:
@@ -48,9 +49,11 @@ def test_a_public_server_accepts_any_host_name(
     observed: list[tuple[ServeSettings, str]] = []
     monkeypatch.setattr("jingu.infer.generate.load", lambda *_: tiny_model)
     monkeypatch.setattr(server, "run_server", lambda _engine, *output: observed.append(output[:2]))
-    for host, options in (("127.0.0.1", {}), ("::1", {"allow_host": ["gate"]}), ("0.0.0.0", {"name": "mine"})):
-        body: dict[str, Any] = options
-        commands.serve(tmp_path / "SmolLM2-1.7B", host=host, port=0, adapter=["a=b"], api_key=["k"], **body)
+    for host, options in (("127.0.0.1", []), ("::1", ["--allow-host", "gate"]), ("0.0.0.0", ["--name", "mine"])):
+        words = [str(tmp_path / "SmolLM2-1.7B"), "--host", host, "--port=0", "--adapter=a=b", "--api-key=k", *options]
+        parsed = parse("serve", COMMANDS["serve"], words)
+        assert parsed is not None and parsed.pop("processes") is None
+        assert COMMANDS["serve"].run(parsed) == 0
     assert observed[0][0].hosts == ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")
     assert observed[1][0].hosts[-1] == "gate"
     assert observed[2][0].hosts == () and observed[2][0].keys == ("k",)
@@ -61,7 +64,7 @@ def test_a_port_in_use_is_reported_before_the_model_loads(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(JinguError, match=rf"127.0.0.1:{port}: .*Address already in use.*another --port"):
-            commands.serve(tmp_path, port=port)
+            commands.serve(tmp_path, ServeSettings(port=port))
     for port in ("70000", "-1", "8.5"):
         with pytest.raises(JinguError, match=rf"--port takes a whole number \(0 to 65535\), not {port}"):
             parse("serve", COMMANDS["serve"], [str(tmp_path), "--port", port])
@@ -77,14 +80,15 @@ def test_a_port_in_use_is_reported_before_the_model_loads(tmp_path: Path) -> Non
     ],
 )
 def test_values_that_never_match_are_refused(option: str, value: object, output: str, tmp_path: Path) -> None:
-    body: dict[str, Any] = {option: value}
+    fields: dict[str, Any] = {option: value}
+    settings, access = (fields, {}) if option == "host" else ({}, fields)
     with pytest.raises(JinguError, match=re.escape(output)):
-        commands.serve(tmp_path, **body)
+        commands.serve(tmp_path, ServeSettings(**settings), AccessOptions(**access))
 
 
 def test_allow_host_is_refused_on_a_public_address(tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r"--allow-host: on 0\.0\.0\.0 the server answers to every host name"):
-        commands.serve(tmp_path, host="0.0.0.0", allow_host=["example.com"])
+        commands.serve(tmp_path, ServeSettings(host="0.0.0.0"), AccessOptions(allow_host=["example.com"]))
 
 
 def test_a_missing_package_is_reported() -> None:

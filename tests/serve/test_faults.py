@@ -8,7 +8,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from jingu.infer import distributed
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.model_runner import ModelRunner
-from jingu.serve import openai
-from tests.serve.conftest import Running, ScriptedEngine, Serve, eventually
+from tests.serve.conftest import Running, ScriptedEngine, Serve, eventually, send
 
 LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens": 500}}
 
@@ -62,13 +61,6 @@ def gated(serve: Serve, tiny_model: InferenceModel, gate: StepGate) -> Any:
 
     yield start
     gate.open()
-
-
-def send(server: Running, path: str, body: object) -> http.client.HTTPConnection:
-    """Send a request without waiting for the response."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=120)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    return connection
 
 
 def raw(server: Running, data: bytes) -> tuple[int, dict[str, str], Any]:
@@ -371,7 +363,7 @@ def test_a_failed_step_of_the_engine_itself(
     serve: Serve, tiny_model: InferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    remaining, computed = [3], ModelRunner.compute_logits
+    remaining, computed = [3], ModelRunner.compute
 
     def fails(*value: Any) -> Any:
         remaining[0] -= 1
@@ -381,7 +373,7 @@ def test_a_failed_step_of_the_engine_itself(
 
     response = server.call("/generate", LONG)[1]
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "compute_logits", fails)
+        patch.setattr(ModelRunner, "compute", fails)
         assert server.call("/generate", LONG)[0] == 500
     assert server.call("/health")[0] == 200 and server.engine.stats().used_blocks == 0
     assert server.call("/generate", LONG)[1] == response
@@ -406,7 +398,7 @@ def test_ranks_out_of_sync_end_the_server(
         server = serve(distributed.DistributedEngine(Engine(tiny_model)))
     assert server.call("/generate", SHORT)[0] == 200
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "compute_logits", fails)
+        patch.setattr(ModelRunner, "compute", fails)
         assert server.call("/generate", SHORT)[0] == 500
     eventually(lambda: not server.server.engine._thread.is_alive())
     assert isinstance(server.server.engine.failure, ConnectionError)
@@ -504,57 +496,25 @@ def test_shutdown_aborts_requests_after_the_grace_period(
     assert "shutting down" in json.loads(last)["error"]["message"]
 
 
-@pytest.fixture
-def embedding(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepGate]:
-    """Pause each embedding until the gate lets it continue."""
-    gate = StepGate()
-
-    def embedded(*_: Any) -> list[float]:
-        gate()
-        return [1.0]
-
-    monkeypatch.setattr(openai, "_embed", embedded)
-    yield gate
-    gate.open()
-
-
 EMBED = {"model": "tiny", "input": ["a", "b"]}
 
 
-def test_embeddings_count_as_requests(serve: Serve, tiny_model: InferenceModel, embedding: StepGate) -> None:
-    server = serve(ScriptedEngine(tiny_model), max_concurrent_requests=1)
+def test_texts_to_embed_count_as_one_request(gated: Callable[..., Running], gate: StepGate) -> None:
+    server = gated(max_concurrent_requests=1)
     first = send(server, "/v1/embeddings", EMBED)
-    assert embedding.waiting.wait(120) and server.server.engine.num_requests == 1
+    assert gate.waiting.wait(120) and server.server.engine.num_requests == 1
     assert [server.call(path, body)[0] for path, body in (("/v1/embeddings", EMBED), ("/generate", SHORT))] == [429] * 2
     server.server.should_exit = True
     eventually(lambda: server.server.engine.is_stopping)
-    embedding.open()
+    gate.open()
     answer = first.getresponse()
     assert answer.status == 200 and len(json.loads(answer.read())["data"]) == 2
     eventually(lambda: free(server))
 
 
-def test_embeddings_time_out(serve: Serve, tiny_model: InferenceModel, embedding: StepGate) -> None:
-    status, answer, _ = serve(ScriptedEngine(tiny_model), timeout=0.05).call("/v1/embeddings", EMBED)
+def test_embeddings_time_out(gated: Callable[..., Running]) -> None:
+    status, answer, _ = gated(timeout=0.05).call("/v1/embeddings", EMBED)
     assert status == 504 and "0.05 seconds" in answer["error"]["message"]
-
-
-def test_shutdown_aborts_embeddings(
-    serve: Serve, tiny_model: InferenceModel, embedding: StepGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve(ScriptedEngine(tiny_model), grace=0.05)
-    abandon = server.server.engine.abort_all
-
-    def abandoned(error: Any) -> None:
-        abandon(error)
-        embedding.let(1)
-
-    monkeypatch.setattr(server.server.engine, "abort_all", abandoned)
-    body = send(server, "/v1/embeddings", EMBED)
-    assert embedding.waiting.wait(120)
-    server.server.should_exit = True
-    answer = body.getresponse()
-    assert answer.status == 503 and "shutting down" in json.loads(answer.read())["error"]["message"]
 
 
 def _shared(serve: Serve, servers: dict[int, Running] = {}) -> Running:  # noqa: B006

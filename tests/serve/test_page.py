@@ -344,6 +344,31 @@ def test_errors_are_shown_and_can_be_retried(talk: PageSession) -> None:
     browser.events = [item for item in browser.events if item["method"] != "Log.entryAdded"]  # The status 429.
 
 
+def test_suggestions_on_the_empty_screen(talk: PageSession) -> None:
+    browser = talk.browser
+    texts = browser.run("[...document.querySelectorAll('#starters button')].map((each) => each.innerText)")
+    assert len(texts) == 4 and len(set(texts)) == 4
+    browser.run("document.querySelectorAll('#starters button')[1].click()")
+    browser.until(DONE)
+    assert browser.run(MESSAGES) == [texts[1], "Hello."]
+    assert talk.server.asked[-1]["messages"] == [{"role": "user", "content": texts[1]}]
+    assert browser.run("document.querySelector('#empty').hidden")
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_the_title_has_room_on_a_phone(talk: PageSession, width: int, tmp_path: Path) -> None:
+    talk.say("A question with a long title that does not fit")
+    try:
+        talk.browser.look(tmp_path / "phone.png", width=width, height=640)
+        boxes = "[...document.querySelectorAll('h1, header > *')].map((each) => each.getBoundingClientRect())"
+        title = talk.browser.run("document.querySelector('h1').getBoundingClientRect().toJSON()")
+        assert title["width"] > 0.6 * width
+        assert talk.browser.run(f"{boxes}.every((box) => box.left >= 0 && box.right <= {width})")
+        assert talk.browser.run("document.documentElement.scrollWidth") <= width
+    finally:
+        talk.browser.send("Emulation.clearDeviceMetricsOverride")
+
+
 def test_the_page_speaks_chinese_to_a_chinese_browser(talk: PageSession) -> None:
     browser = talk.browser
     browser.send("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage="zh-CN")

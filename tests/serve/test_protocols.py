@@ -11,17 +11,19 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import openai
 import pytest
 import torch
+from huggingface_hub import InferenceClient
 
-from jingu.infer.engine import Engine, EngineStats
+from jingu.infer.engine import Engine, EngineSettings, EngineStats
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.multi_lora import LoraAdapters
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.serve.prometheus import ServerMetrics
-from tests.serve.conftest import CONTEXT, Running, ScriptedEngine, Serve, eventually
+from tests.serve.conftest import CONTEXT, Running, ScriptedEngine, Serve, eventually, send
 
 PROMPT = "the weather"
 
@@ -351,6 +353,33 @@ def test_embeddings(serve: Serve, tiny: Running) -> None:
     assert last == pytest.approx(torch.nn.functional.normalize(states[-1], dim=0).tolist(), abs=1e-6)
 
 
+def test_embeddings_do_not_stall_streams(serve: Serve, tiny_model: InferenceModel) -> None:
+    """While a long text is embedded, every step of the engine also yields a token of the stream."""
+    engine = Engine(tiny_model, EngineSettings(prefill_chunk_size=64))
+    server = serve(engine)
+    step, steps = engine.step, list[tuple[int, bool]]()
+
+    def record() -> list[Any]:
+        """Let the embedding arrive between two tokens of the stream."""
+        while len(steps) == 2 and engine.stats().waiting == 0:
+            command = server.server.engine._commands.get()
+            assert command is not None
+            command()
+        events = step()
+        steps.append((sum(event.token is not None for event in events), any(event.embedding for event in events)))
+        return events
+
+    engine.step = record  # type: ignore[method-assign]
+    stream = send(server, "/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 40, "do_sample": False}})
+    eventually(lambda: len(steps) == 2)
+    connection = send(server, "/v1/embeddings", {"model": "tiny", "input": [list(range(1, 200)) * 5]})
+    assert connection.getresponse().status == 200
+    last = next(index for index, (_, embeds) in enumerate(steps) if embeds)
+    # 995 tokens in chunks of 64, beginning with the third step.
+    assert last == 2 + math.ceil(995 / 64) - 1 and [tokens for tokens, _ in steps[: last + 1]] == [1] * (last + 1)
+    assert stream.getresponse().status == 200
+
+
 def test_embeddings_do_not_trigger_compilation(serve: Serve, tiny: Running) -> None:
     def compiles(*_: Any) -> Any:
         raise AssertionError("it is compiled")
@@ -387,7 +416,8 @@ def test_embeddings_do_not_trigger_compilation(serve: Serve, tiny: Running) -> N
             "requires `logprobs`",
         ),
         ("embeddings", {"input": "a", "dimensions": 3}, "hidden size"),
-        ("embeddings", {"input": ""}, "has 0 tokens"),
+        ("embeddings", {"input": ["a", ""]}, "input: it is empty"),
+        ("embeddings", {"input": [[CONTEXT * 9]]}, "vocabulary"),
     ],
 )
 def test_errors_in_openai_s_form(tiny: Running, path: str, body: dict[str, Any], message: str) -> None:
@@ -445,6 +475,31 @@ def test_guided_fields_constrain_the_answer(tiny: Running) -> None:
     assert answer(guided_regex="数据[🙂的]{5}").startswith("数据")
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     assert isinstance(json.loads(answer(guided_json={**schema, "additionalProperties": False}))["a"], bool)
+    # The same calculation in both syntaxes: vLLM's examples are in Lark or EBNF, llama.cpp's in GBNF.
+    for grammar in ('start: term ("+" term)~1\nterm: /[的数]{2}/', 'root ::= term "+" term\nterm ::= [的数] [的数]'):
+        assert re.fullmatch(r"[的数]{2}\+[的数]{2}", answer(guided_grammar=grammar))
+        assert re.fullmatch(r"[的数]{2}\+[的数]{2}", answer(structured_outputs={"grammar": grammar}))
+
+
+def test_structured_outputs_constrain_the_answer(tiny: Running) -> None:
+    """By vLLM's newer field, with the official client."""
+    client = openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+
+    def answer(**fields: Any) -> str:
+        outputs = {"structured_outputs": {**fields, "disable_any_whitespace": True}}
+        body: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "extra_body": outputs}
+        return client.completions.create(prompt="a", **body).choices[0].text
+
+    assert answer(choice=["数据.", "的 (🙂)"]) in ("数据.", "的 (🙂)")
+    assert answer(regex="数据[🙂的]{5}").startswith("数据")
+    assert isinstance(json.loads(answer(json={"type": "boolean"})), bool)
+    assert answer(json_object=True, regex=None).startswith("{")
+    with pytest.raises(openai.BadRequestError, match="only have one constraint"):
+        answer(regex="a", choice=["b"])
+    with pytest.raises(openai.BadRequestError, match="structural_tag"):
+        answer(structural_tag="{}")
+    with pytest.raises(openai.BadRequestError, match="cannot be constrained like this"):
+        answer(grammar="start: missing")
 
 
 def test_special_tokens_in_the_text(tiny: Running) -> None:
@@ -540,6 +595,31 @@ def test_sampling_defaults_of_the_model(serve: Serve, tiny_model: InferenceModel
     assert [(params.temperature, params.top_k, params.top_p) for params in observed] == [(0.0, 3, 0.5), (0.5, None, 1)]
 
 
+def test_sampling_defaults_of_the_model_for_tgi(serve: Serve, tiny_model: InferenceModel) -> None:
+    """They apply unless the request decides: `do_sample: false` is greedy. huggingface_hub leaves it out."""
+    observed = list[tuple[float, int | None]]()
+    for recommended in ({"temperature": 0.6, "top_k": 20}, {}):
+        server = serve(ScriptedEngine(replace(tiny_model, default_sampling=recommended)))
+        submit = server.engine.submit
+        server.engine.submit = lambda request, submit=submit: (
+            observed.append((request.sampling.temperature, request.sampling.top_k)) or submit(request)
+        )
+        bodies: list[dict[str, Any]] = [
+            {},
+            {"do_sample": False},
+            {"do_sample": True},
+            {"temperature": 0.9},
+            {"top_k": 5},
+        ]
+        for parameters in (*bodies, {"temperature": 1.0}):
+            assert server.call("/generate", {"inputs": "a", "parameters": parameters})[0] == 200
+        InferenceClient(model=server.url).text_generation("a")
+    assert observed == [
+        *((0.6, 20), (0.0, 20), (0.6, 20), (0.9, 20), (0.6, 5), (0.6, 20), (0.6, 20)),
+        *((0.0, None), (0.0, None), (1.0, None), (0.9, None), (1.0, 5), (0.0, None), (0.0, None)),
+    ]
+
+
 def test_no_url_is_fetched(tiny: Running) -> None:
     part = {"type": "image_url", "image_url": {"url": f"{tiny.url}/health"}}
     before = len(tiny.lines)
@@ -551,7 +631,10 @@ def test_no_url_is_fetched(tiny: Running) -> None:
 
 
 def test_adapters_are_selected_by_name(serve: Serve, tiny_model: InferenceModel) -> None:
-    engine = ScriptedEngine(replace(tiny_model, adapters=LoraAdapters(["poems", "org/code"])))
+    adapters = LoraAdapters()
+    for name in ("poems", "org/code"):
+        adapters.attach(name, {})
+    engine = ScriptedEngine(replace(tiny_model, adapters=adapters))
     server, observed, submit = serve(engine), list[str | None](), engine.submit
     engine.submit = lambda request: observed.append(request.adapter) or submit(request)  # type: ignore[func-returns-value]
     for name in ("tiny", "poems", "org/code", "tgi"):
@@ -560,6 +643,7 @@ def test_adapters_are_selected_by_name(serve: Serve, tiny_model: InferenceModel)
     assert server.call("/v1/chat/completions", {"model": "poems", "messages": messages})[0] == 200
     assert server.call("/generate", {"inputs": "a", "parameters": {"adapter_id": "poems"}})[0] == 200
     assert observed == [None, "poems", "org/code", None, "poems", "poems"]
+    observed.clear()
     models = server.call("/v1/models")[1]["data"]
     assert [(item["id"], item["parent"]) for item in models] == [
         ("tiny", None),
@@ -567,7 +651,7 @@ def test_adapters_are_selected_by_name(serve: Serve, tiny_model: InferenceModel)
         ("org/code", "tiny"),
     ]
     assert server.call("/v1/models/org/code")[1]["id"] == "org/code"
-    assert server.call("/v1/embeddings", {"model": "poems", "input": "a"})[0] == 400
+    assert server.call("/v1/embeddings", {"model": "poems", "input": "a"})[0] == 200
 
 
 def test_the_chat_page_is_served(tiny: Running) -> None:

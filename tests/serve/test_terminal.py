@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jingu.chat.chat_format import find_chat_format
 from jingu.chat.messages import Message
@@ -114,6 +119,55 @@ def test_commands(
     assert [(item["role"], item["content"]) for item in saved["messages"]] == turns
     assert parse_row({"messages": saved["messages"]}).messages[0].role == "system"  # What `jingu tune` reads.
     assert saved["settings"]["max_tokens"] == 4
+
+
+def test_sampling_defaults_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    recommended = {"temperature": 0.6, "top_k": 20}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
+    for place, options, expected in (
+        (tmp_path / "model", [], "temperature=0.6\ntop_k=20\n"),
+        (tmp_path / "model", ["--temperature", "0"], "temperature=0.0\ntop_k=20\n"),
+        (folder, ["--top-k", "5"], "temperature=0.7\ntop_k=5\n"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("/set\n"))
+        assert main(["chat", str(place), *options]) == 0
+        assert expected in capsys.readouterr().out
+
+
+WORDS = st.lists(st.text("abcé.,-", min_size=1, max_size=20), max_size=30)
+
+
+@given(words=WORDS, columns=st.integers(20, 40), sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_words_are_wrapped_however_they_arrive(words: list[str], columns: int, sizes: list[int]) -> None:
+    text = " ".join(words)
+    wrapper, shown, start = terminal_module.WordWrapper(columns), "", 0
+    for size in itertools.cycle(sizes):
+        if start >= len(text):
+            break
+        shown += wrapper.push(text[start : start + size])
+        start += size
+    shown += wrapper.push(None)
+    assert shown.split("\n") == (textwrap.wrap(text, columns, break_on_hyphens=False) or [""])
+
+
+def test_chinese_code_and_long_words_are_wrapped() -> None:
+    def wrap(text: str) -> str:
+        wrapper = terminal_module.WordWrapper(20)
+        return "".join([wrapper.push(character) for character in text]) + wrapper.push(None)
+
+    assert wrap("天" * 25) == "\n".join(["天" * 10, "天" * 10, "天" * 5])
+    assert wrap("one two three four 天天天") == "one two three four\n天天天"
+    long_line = "value = compute(a, b, c) + compute(d, e, f)"
+    assert wrap(f"```python\n{long_line}\n```\n{long_line}") == (
+        f"```python\n{long_line}\n```\nvalue = compute(a,\nb, c) + compute(d,\ne, f)"
+    )
+    assert wrap("  a  b\n\n- c ") == "  a  b\n\n- c"
+    # A word that does not end is shown when it fills a line.
+    assert terminal_module.WordWrapper(20).push("x" * 19) == ""
+    assert terminal_module.WordWrapper(20).push("x" * 25) == "x" * 20
 
 
 def test_any_saved_conversation_can_be_loaded(

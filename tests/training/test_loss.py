@@ -33,7 +33,7 @@ def test_equals_whole_logits_in_fp64(rows, length, width, vocabulary, chunk, see
     labels[torch.rand(rows, length, generator=generator) < 0.3] = -100
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
+        patch.setattr(loss_module, "CHUNK_ELEMENTS", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
         for function in (linear_cross_entropy, reference):
             x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()

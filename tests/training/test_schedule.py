@@ -18,7 +18,7 @@ from jingu.config.sections.train import (
     resolve_steps,
 )
 from jingu.errors import JinguError
-from jingu.training.plan import show_config
+from jingu.training.plan_commands import show_config
 from jingu.training.run import open_run
 from jingu.training.schedule import learning_rate
 

@@ -16,13 +16,14 @@ from jingu.errors import JinguError
 from jingu.formats.export import convert
 from jingu.formats.models import open_adapter_run, open_model
 from jingu.formats.peft import read_adapters
-from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
+from jingu.formats.stored_model import StoredModel, apply_adapters, load_model, residual_base
 from jingu.formatting import format_rounded
-from jingu.model.adapter_layers import is_adapter
+from jingu.infer.multi_lora import read_lora_adapter
+from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import build_model
 from jingu.parallel import materialize
 from jingu.training.run import Run, open_run
-from jingu.tune.adapter_commands import export, merge
+from jingu.tune.adapter_commands import export, merge, unmerge
 from tests.conftest import Done, MakeRun
 
 TOKENS = torch.arange(5, 29).view(2, 12)
@@ -76,10 +77,11 @@ def mean_loss(stored: StoredModel, run: Run) -> float:
 def unmerged(run: Path) -> torch.Tensor:
     """Return logits of the base with unmerged adapters."""
     apart, base, _ = open_adapter_run(run)
+    frozen = residual_base(base, apart.spec)
     model = build_model(apart.spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_((apart if is_adapter(name) else base).read(name))
+            parameter.copy_((apart if is_trained(name, apart.spec) else frozen).read(name))
         return model.eval().logits(model(TOKENS))
 
 
@@ -161,6 +163,142 @@ def test_peft_loads_exported_adapters(
     torch.testing.assert_close(logits(open_model(tmp_path / "merged")), apart, rtol=1e-5, atol=1e-5)
 
 
+MORE = {
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"], "rank_pattern": {"embed_tokens": 2}},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "saved modules": {"target_modules": ["q_proj"], "modules_to_save": ["embedding", "head", "norm"]},
+    "saved tied embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"trainable_token_indices": [30, 7]},
+    "tokens of both": {"trainable_token_indices": [30, 7]},
+    "biases": {"lora_bias": True, "alpha_pattern": {"q_proj": 2.5}},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora and dora": {"init_lora_weights": "olora", "use_dora": True, "rank_pattern": {"q_proj": 5}},
+    "eva": {"init_lora_weights": "eva"},
+}
+
+
+FAST = ("embedding", "saved tied embedding", "biases", "pissa")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in MORE])
+def test_peft_loads_what_is_trained_beside_lora(
+    case: str, base: Path, adapted: MakeRun, tiny_run: MakeRun, train_on: Train, tmp_path: Path
+) -> None:
+    """peft, the run, the exported folder read back and the merged model compute the same, far from the base model."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    if case in ("saved tied embedding", "tokens of both"):
+        base_config = tiny_run({"train.steps": 2, "model.tie_word_embeddings": True}, name="tied")
+        train_on(1, base_config)
+        base = Path(base_config.runs_dir) / "tied"
+    settings = {f"tune.{key}": value for key, value in MORE[case].items()}
+    config = adapted({**settings, "initialize": {"from": str(base)}, "train.steps": 4, "optimizer.lr": 0.02})
+    train_on(1, config)
+    run = Path(config.runs_dir) / "adapted"
+    convert(base, tmp_path / "hf", "fp32")
+    export(run, tmp_path / "adapter")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        before = reference(TOKENS).logits
+        expected = PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()(TOKENS).logits
+    assert (expected - before).abs().max() > 0.01
+    result = logits(open_model(run))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(unmerged(run), expected, rtol=1e-4, atol=1e-4)
+    under = open_model(tmp_path / "hf")
+    again = apply_adapters(read_adapters(tmp_path / "adapter", under), under)
+    torch.testing.assert_close(logits(again), expected, rtol=1e-4, atol=1e-4)
+    merge(run, tmp_path / "merged")
+    torch.testing.assert_close(logits(open_model(tmp_path / "merged")), result, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", *(pytest.param(init, marks=pytest.mark.slow) for init in ("olora", "eva"))])
+def test_an_initialization_keeps_the_function_of_the_model(
+    init: str, adapted: MakeRun, train_on: Train, done: Read
+) -> None:
+    """The first loss is that of the base model, the later ones are not those of the default, and a run resumes."""
+    config = adapted({"train.steps": 4, "checkpoint.every": 2})
+    other = adapted({"train.steps": 4, "checkpoint.every": 2, "tune.init_lora_weights": init}, name=init)
+    train_on(1, config)
+    train_on(1, other)
+    expected, losses = done(config).column("loss"), done(other).column("loss")
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)
+    assert abs(losses[-1] - expected[-1]) > 1e-5
+    shutil.rmtree(step_folder(done(other).folder / "checkpoints", 4))
+    train_on(1, other)
+    assert done(other).column("loss") == pytest.approx(losses, rel=1e-12)
+
+
+def test_eva_begins_with_the_principal_inputs(adapted: MakeRun, train_on: Train, base: Path) -> None:
+    """Against one SVD of all inputs that scikit-learn computes; ranks do not change it."""
+    from sklearn.decomposition import TruncatedSVD
+
+    config = adapted({"tune.init_lora_weights": "eva", "tune.rank": 6, "train.steps": 1, "optimizer.lr": 1e-9})
+    train_on(1, config)
+    run = open_run(config)
+    model = load_model(open_model(base), torch.float64)
+    inputs: list[torch.Tensor] = []
+    layer = model.get_submodule("blocks.1.attention.v")
+    layer.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0].flatten(0, -2)))
+    with torch.no_grad():
+        model(run.source.batch(0, 0, 8).tokens)
+    expected = TruncatedSVD(6, algorithm="arpack").fit(torch.cat(inputs).numpy()).components_
+    result = open_adapter_run(Path(config.runs_dir) / "adapted")[0].read("blocks.1.attention.v.lora_a").double()
+    # The same directions, up to their signs.
+    agreement = (result @ torch.tensor(expected.copy()).T).abs()
+    torch.testing.assert_close(agreement, torch.eye(6, dtype=torch.float64), rtol=0, atol=0.02)
+
+
+def test_what_can_stand_beside_a_base_model(adapted: MakeRun, base: Path, train_on: Train) -> None:
+    """PiSSA adds what it took from the matrices with a negative sign; what changes other parameters is refused."""
+    config = adapted({"tune.init_lora_weights": "pissa", "train.steps": 2})
+    train_on(1, config)
+    run = Path(config.runs_dir) / "adapted"
+    under, merged = open_model(base), open_model(run)
+    for module, (a, b) in read_lora_adapter(run, under).items():
+        name = f"{module}.weight"
+        torch.testing.assert_close(under.read(name) + b @ a, merged.read(name), rtol=1e-5, atol=1e-6)
+    for changes in ({"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"lora_bias": True}):
+        tune = {f"tune.{key}": value for key, value in changes.items()}
+        config = adapted({**tune, "train.steps": 1}, name="other")
+        train_on(1, config)
+        other = Path(config.runs_dir) / "other"
+        with pytest.raises(JinguError, match=r"only LoRA of plain matrices can stand beside a model.*tune merge"):
+            read_lora_adapter(other, under)
+        merge(other, base.parent / "merged", dtype="fp32")
+        with pytest.raises(JinguError, match=r"was trained whole|cannot be unmerged|cannot be restored"):
+            unmerge(base.parent / "merged", base.parent / "restored", other)
+        shutil.rmtree(other)
+        shutil.rmtree(base.parent / "merged")
+
+
+@pytest.mark.slow
+def test_loftq_begins_with_what_quantization_loses(adapted: MakeRun, train_on: Train, base: Path) -> None:
+    """The quantized model and its adapter are nearer to the base model than the quantized one alone."""
+    expected = logits(open_model(base))
+    distances = []
+    for init in ("default", "loftq"):
+        changes = {"tune.quantization": "int4", "tune.rank": 8, "tune.init_lora_weights": init}
+        config = adapted({**changes, "train.steps": 1, "optimizer.lr": 1e-9, "precision.type": "fp32"}, name=init)
+        train_on(1, config)
+        distances.append((logits(open_model(Path(config.runs_dir) / init)) - expected).norm())
+    assert distances[1] < 0.8 * distances[0]
+
+
+def test_lora_plus_is_a_learning_rate_of_the_second_matrices(adapted: MakeRun, train_on: Train, done: Read) -> None:
+    """peft's optimizer puts the same matrices into the group with the higher rate."""
+    plain, plus = (adapted({"train.steps": 1, "tune.lora_plus_ratio": ratio}, name=f"r{ratio}") for ratio in (1, 16))
+    for config in (plain, plus):
+        train_on(1, config)
+    plus_tensors = done(plus).tensors()
+    for name, tensor in done(plain).tensors().items():
+        if name.startswith("model/") and name.endswith("lora_b"):
+            torch.testing.assert_close(plus_tensors[name], 16 * tensor, rtol=1e-9, atol=0)
+        elif name.startswith("model/"):
+            assert torch.equal(plus_tensors[name], tensor)
+
+
 def test_peft_s_adapters_are_loaded(base: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -209,6 +347,18 @@ def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train
         train_on(1, adapted({"tune.target_modules": ["*query"]}))
     with pytest.raises(JinguError, match=r"rank_pattern: no matrix with an adapter has a name like .*gate"):
         train_on(1, adapted({"tune.rank_pattern": {"gate_proj": 4}}))
+    for changes, words in (
+        ({"tune.target_modules": ["embedding"], "tune.use_dora": True}, "embedding and head take LoRA alone"),
+        ({"tune.target_modules": ["embedding"], "tune.trainable_token_indices": [1]}, "an embedding without LoRA"),
+        ({"tune.trainable_token_indices": [99999]}, "trained tokens are different ids below"),
+        ({"tune": {"type": "ia3", "target_modules": ["head"]}}, "embedding and head take LoRA alone"),
+        ({"tune.modules_to_save": ["lm_hat"]}, "modules_to_save: lm_hat matches no module of the model"),
+        ({"tune.modules_to_save": ["down_proj"]}, "matches modules that have an adapter"),
+        ({"tune.modules_to_save": ["gate_proj"], "tune.quantization": "int8"}, "of the blocks, which are quantized"),
+        ({"tune.init_lora_weights": "loftq"}, "nothing is quantized.*tune.quantization"),
+    ):
+        with pytest.raises(JinguError, match=words):
+            train_on(1, adapted(changes))
     with pytest.raises(JinguError, match="the run starts from random weights"):
         train_on(1, tiny_run({"tune": {"type": "lora"}}, name="none"))
     with pytest.raises(JinguError, match="trained no adapters"):

@@ -19,6 +19,15 @@ METHODS: dict[str, Adapter] = {
     "lora": Lora(rank=3, alpha=6.0, target_modules=ALL),
     "dora": Lora(rank=2, alpha=6.0, target_modules=ALL, use_dora=True, use_rslora=True),
     "dropout": Lora(rank=3, alpha=6.0, target_modules=ALL, use_dora=True, dropout=0.3),
+    "embedding and head": Lora(rank=2, alpha=6.0, target_modules=("embedding", "head", "*attention.q")),
+    "tokens and biases": Lora(
+        rank=2,
+        alpha=6.0,
+        target_modules=ALL,
+        lora_bias=True,
+        modules_to_save=("norm", "blocks.*.attention_norm"),
+        trainable_token_indices=(3, 0, 30),
+    ),
     "ia3": Ia3(target_modules=("*attention.k", "*attention.v", "*.feed_forward.down", "*.feed_forward.up")),
     "prompt": SoftPrompt(num_virtual_tokens=3),
     "p_tuning_mlp": SoftPrompt(num_virtual_tokens=3, encoder="mlp", encoder_hidden_size=10),
@@ -41,6 +50,15 @@ def spec_of(model: str, method: str) -> ModelSpec:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_in_each_layout(method: str, ranks: RankPool) -> None:
     check(ranks, spec_of("llama", method), 2, LAYOUTS)
+
+
+@pytest.mark.parametrize("targets", [("embedding",), ()], ids=["lora", "tokens"])
+def test_adapters_of_a_tied_embedding(targets: tuple[str, ...], ranks: RankPool) -> None:
+    """The last stage of a pipeline has a copy of the embedding, which a LoRA does not change, but trained rows do."""
+    tokens = () if targets else (3, 0, 30)
+    adapter = Lora(rank=2, alpha=6.0, target_modules=(*targets, "*attention.q"), trainable_token_indices=tokens)
+    spec = tiny("llama", kv_heads=2, tie_word_embeddings=True, adapter=adapter)
+    check(ranks, spec, 2, [{"tensor": 2}, {"pipeline": 2}])
 
 
 FAST = [("bloom", "p_tuning_v2"), ("llama", "prompt")]

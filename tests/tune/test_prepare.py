@@ -321,7 +321,7 @@ def test_a_padded_row_needs_no_mask(tuning: Callable[..., RunConfig]) -> None:
     init_weights(model, run.spec, 3)
     with join_process_group("cpu", 1) as ranks:
         mesh = build_mesh(resolve_axis_sizes(config.parallel, 1, run.spec), ranks.device)
-        task = Pretraining(BatchPrefetcher(run.source.batch, pin_memory=False), run.spec, mesh, config)
+        task = Pretraining(BatchPrefetcher(run.source.batch), run.spec, mesh, config)
     batch = task.batch(0, 0, 4)
     assert batch.documents is None
     result = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field
 
@@ -178,37 +178,72 @@ class FillInTheMiddleSettings(Settings):
     middle_token: str = "<|fim_middle|>"
 
 
-class SupervisedSettings(Settings):
-    """Train on the answers of instruction data, from which `jingu tune prepare` builds sequences of
-    batch.sequence_length tokens.
+class RowSettings(Settings):
+    """Settings of data that consists of conversations, or of prompts and answers.
 
     Attributes:
         template: Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a
             Jinja file.
         columns: Names of fields in the rows, by the names that jingu knows, such as {instruction: question}.
-        loss_on: Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of
-            its answers.
-        overflow: What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns.
+        parse_special_tokens: Whether special tokens written in the text of a row act as such; otherwise they are plain
+            text.
         packing: packed: as many rows in a sequence as fit, masked from each other; padded: one row; group_by_length:
             one row, and the rows of a step have similar lengths. With one row, a micro-batch is as long as its longest
             row (not in a pipeline).
-        parse_special_tokens: Whether special tokens written in the text of a row act as such; otherwise they are plain
-            text.
     """
 
-    type: Literal["supervised"] = "supervised"
+    # The command that builds such a data set.
+    BUILD_COMMAND: ClassVar[str] = ""
+
+    type: str
     template: str = "auto"
     columns: dict[str, str] = {}
+    parse_special_tokens: bool = False
+    packing: Literal["packed", "group_by_length", "padded"] = "packed"
+
+
+class SupervisedSettings(RowSettings):
+    """Train on the answers of instruction data, from which `jingu tune prepare` builds sequences of
+    batch.sequence_length tokens.
+
+    Attributes:
+        loss_on: Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of
+            its answers.
+        overflow: What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns.
+    """
+
+    BUILD_COMMAND: ClassVar[str] = "tune prepare"
+
+    type: Literal["supervised"] = "supervised"
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     overflow: Literal["truncate", "drop", "split"] = "truncate"
-    packing: Literal["packed", "group_by_length", "padded"] = "packed"
-    parse_special_tokens: bool = False
+
+
+class PreferenceSettings(RowSettings):
+    """Compare answers to the same prompt, for the tasks reward, dpo, simpo, orpo, cpo and kto. `jingu align prepare`
+    builds the data set. Both answers of a pair, each with the prompt, share a sequence: each has one half of
+    batch.sequence_length.
+
+    Attributes:
+        rows: pairs: a chosen and a rejected answer; labels: single answers, desirable or not (for the task kto).
+        overflow: What to do with a row that is longer than a sequence: drop it, or truncate its answers.
+        packing: padded: one row in a sequence, so that a batch is that many pairs (or labeled answers);
+            group_by_length: one row, and the rows of a step have similar lengths; packed: as many rows as fit.
+    """
+
+    BUILD_COMMAND: ClassVar[str] = "align prepare"
+
+    type: Literal["preference"] = "preference"
+    rows: Literal["pairs", "labels"] = "pairs"
+    overflow: Literal["drop", "truncate"] = "drop"
+    packing: Literal["packed", "group_by_length", "padded"] = "padded"
 
 
 Objective = Annotated[
     CausalSettings
     | ContinuationSettings
     | FillInTheMiddleSettings
+    | PreferenceSettings
     | PrefixLmSettings
     | SpanCorruptionSettings
     | SupervisedSettings
@@ -287,12 +322,12 @@ class DataSettings(Settings):
     @property
     def separates_documents(self) -> bool:
         """Whether attention is limited to each document or row."""
-        return self.document_mask or isinstance(self.objective, SupervisedSettings)
+        return self.document_mask or isinstance(self.objective, RowSettings)
 
     @property
     def has_single_row_sequences(self) -> bool:
-        """Whether each sequence is one row of instruction data."""
-        return isinstance(self.objective, SupervisedSettings) and self.objective.packing != "packed"
+        """Whether each sequence is one row of instruction data, or one pair of answers."""
+        return isinstance(self.objective, RowSettings) and self.objective.packing != "packed"
 
     @property
     def all_sources(self) -> list[SourceSettings]:

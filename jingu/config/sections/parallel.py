@@ -74,13 +74,17 @@ class ParallelSettings(Settings):
     expert: Positive | Literal["auto"] = 1
 
 
+DeviceType = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
+
+
 class DeviceSettings(Settings):
     """The device on which the run computes.
 
     Attributes:
-        type: auto: CUDA if there is a GPU, else CPU.
+        type: auto: the machine's accelerator (CUDA and ROCm are `cuda`, Intel GPUs `xpu`, Ascend NPUs `npu`, Apple GPUs
+            `mps`), or else the CPU.
         threads: CPU threads for each rank; auto: the number of cores divided by the number of local ranks.
     """
 
-    type: Literal["auto", "cpu", "cuda"] = "auto"
+    type: DeviceType = "auto"
     threads: Positive | Literal["auto"] = "auto"

@@ -218,6 +218,16 @@ class ActivationCheckpointingSettings(Settings):
     every: Positive = 1
 
 
+class ProfileSettings(Settings):
+    """Traces of the PyTorch profiler, in the run's folder `profile`; the log gets a table of operators.
+
+    Attributes:
+        steps: Number of steps to profile, after the first one; 0: none.
+    """
+
+    steps: NonNegative = 0
+
+
 class TrainSettings(Settings):
     """The training loop.
 
@@ -232,6 +242,8 @@ class TrainSettings(Settings):
             newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
+        hang_timeout: Seconds (or 10 steps, if they take longer) after which a run of several ranks that stands still
+            is ended, and the rank at fault named; null: never.
     """
 
     steps: Positive = 1000
@@ -244,6 +256,8 @@ class TrainSettings(Settings):
     on_divergence: Literal["stop", "rollback", "continue"] = "stop"
     log_every: Positive = 10
     tensorboard: bool = False
+    hang_timeout: Annotated[float, Field(gt=0)] | None = 60.0
+    profile: ProfileSettings = ProfileSettings()
 
 
 class PrecisionBase(Settings):

@@ -47,9 +47,19 @@ class LoraSettings(AdapterBase):
         dropout: Dropout probability of the adapter's input.
         target_modules: Patterns of names of the adapted matrices, such as `blocks.*.attention.q`; or names of
             modules in Hugging Face's model, such as `q_proj`; or `all-linear`, for all matrices of the blocks.
+            `embedding` and `head` can be named, too.
         rank_pattern: Ranks of some of these matrices, by such names: `{"*.feed_forward.*": 32}`. The first pattern
             that matches counts.
         alpha_pattern: Alphas of some of these matrices, likewise.
+        lora_bias: Also train a bias of each adapter's second matrix.
+        init_lora_weights: How adapters begin. `default`: as zero. `pissa`: as the principal part of the matrix
+            (Meng et al., 2024), and `olora` as its first orthogonal directions (Büyükakyüz, 2024); the matrix keeps the
+            rest. `eva`: with the principal directions of the matrix's inputs in the data (Paischer et al., 2024).
+            `loftq`: as what `quantization` loses (Li et al., 2023).
+        lora_plus_ratio: Learning rate of the adapters' second matrices, relative to that of the first (LoRA+, Hayou et
+            al., 2024).
+        modules_to_save: Names of modules that are trained whole beside the adapters, such as `head` or `lm_head`.
+        trainable_token_indices: Ids of tokens whose rows of the embedding are trained, such as those of new tokens.
     """
 
     type: Literal["lora"] = "lora"
@@ -61,6 +71,11 @@ class LoraSettings(AdapterBase):
     target_modules: list[str] = ["*attention.*", "*.feed_forward.*"]
     rank_pattern: dict[str, Positive] = {}
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    lora_bias: bool = False
+    init_lora_weights: Literal["default", "pissa", "olora", "eva", "loftq"] = "default"
+    lora_plus_ratio: Annotated[float, Field(gt=0)] = 1.0
+    modules_to_save: list[str] = []
+    trainable_token_indices: list[Annotated[int, Field(ge=0)]] = []
 
 
 class Ia3Settings(AdapterBase):

@@ -80,6 +80,12 @@ class Family:
         """The name, as in `model.family`."""
         return self.template.family
 
+    @property
+    def classifier(self) -> str:
+        """Hugging Face's class of the family's reward models."""
+        name = self.architectures[0]
+        return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
+
     @cached_property
     def presets(self) -> Mapping[str, ModelSpec]:
         """Published models, by name."""
@@ -99,6 +105,12 @@ class Family:
         values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
+        if self.classifier in (config.get("architectures") or []):
+            # transformers writes a name for each class, and means two where there are no names.
+            num_labels = len(config.get("id2label") or "ab")
+            if num_labels != 1:
+                raise unsupported_option("num_labels", num_labels, "expected 1, of a reward model")
+            values["score_head"] = True
         return self._build_spec(values)
 
     def _build_spec(self, values: SpecValues) -> ModelSpec:
@@ -115,6 +127,8 @@ class Family:
     def hf_config(self, spec: ModelSpec) -> dict[str, Any]:
         """Return the `config.json` of a spec. Raises JinguError if it cannot express the spec."""
         config: dict[str, Any] = {"model_type": self.model_type or self.name}
+        if spec.score_head:
+            config |= {"architectures": [self.classifier], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
         for keys in self.keys:
             config |= keys.write(spec)
         # Read back what is written: every field must survive.

@@ -105,6 +105,10 @@ def _spelled(names: str) -> list[str]:
     return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]
 
 
+# transformers' classes for classification have the same head in all families.
+_SCORE_RULES = name_rules({"score": "score"})
+
+
 def expand_rules(
     rules: Sequence[NameRule], spec: ModelSpec, parameters: Mapping[str, torch.Size]
 ) -> list[TensorMapping]:
@@ -117,6 +121,7 @@ def expand_rules(
         LookupError: not every parameter belongs to exactly one rule (a bug in the family).
     """
     mappings: list[TensorMapping] = []
+    rules = (*rules, *_SCORE_RULES)
     layers = range(max(spec.num_layers, spec.num_encoder_layers or 0))
     for rule in (rule for rule in rules if rule.when(spec)):
         for layer in map(str, layers if "*" in rule.hf_name else (0,)):

@@ -467,6 +467,14 @@ for (const node of document.querySelectorAll("[data-text]")) node.textContent = 
 for (const node of document.querySelectorAll("[data-label]")) node.ariaLabel = strings[node.dataset.label];
 for (const node of document.querySelectorAll("[data-title]")) node.title = strings[node.dataset.title];
 $("input").placeholder = strings.placeholder;
+$("starters").append(...strings.starterTexts.map((text) => {
+  const control = element("button", { type: "button" }, text);
+  control.addEventListener("click", () => {
+    $("input").value = text;
+    send();
+  });
+  return element("li", {}, control);
+}));
 $("keys").append(...strings.list.flatMap(([key, description]) => [element("dt", {}, element("kbd", {}, key)), element("dd", {}, description)]));
 setTheme(localStorage.getItem("jingu.theme") ?? "");
 $("settings").querySelector("[name=theme]").value = localStorage.getItem("jingu.theme") ?? "";

@@ -1,0 +1,319 @@
+"""Alignment compared with TRL: training steps of DPO, and of GRPO with its rollouts, on the same random Llama.
+
+Each side runs in its own process, with the same weights, rows and batch, on one thread: threads of a parallel operation
+wait for each other, so other programs would slow down the sides differently. TRL runs without checkpointing of
+activations, which is its fastest setting. Both sides of DPO compute the reference's log-probabilities before training,
+which counts for memory and not for time. Hardly any answer of a random model ends early, so both sides of GRPO sample
+and train equally many tokens. `tiny` is a quick check.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+THREADS, VOCABULARY = 1, 8192
+LAYERS, WIDTH, HEADS, FEED_FORWARD = 6, 384, 6, 1024
+PAIRS, LENGTH = 4, 512
+"""Pairs per step of DPO, and the sequence length of jingu's rows. A row has room for both answers of a pair."""
+PROMPTS, ANSWERS, NEW_TOKENS = 2, 8, 64
+"""Prompts per step of GRPO, answers to each, and tokens of an answer."""
+WARMUP = 2
+PRECISIONS = ("fp32",)
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures of one side."""
+
+    seconds: float
+    """Median time of a step."""
+    peak_bytes: int
+    generation: float = 0.0
+    """Median time in the generation engine, for GRPO."""
+    bookkeeping: float = 0.0
+    """Median time between generation and the update, for GRPO: rewards, advantages, records."""
+
+
+def reward(completions: list[str], **_others: Any) -> list[float]:
+    """Score answers by their vowels. Both sides call this."""
+    return [float(sum(text.count(vowel) for vowel in "aeiou")) for text in completions]
+
+
+def prepare(folder: Path, layers: int) -> None:
+    """Write a tokenizer, a random Llama, pairs and prompts to `folder`. The text is Python's standard library."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from jingu.text.tokenizer_training import train_tokenizer
+
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = [file.read_text(encoding="utf-8") for file in sorted(library.glob("*.py"))]
+    train_tokenizer(iter(texts), VOCABULARY, [END]).save(folder / "model")
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+    rng = random.Random(0)
+    whole = "".join(texts)
+
+    def text(size: int) -> str:
+        start = rng.randrange(len(whole) - size)
+        return whole[start : start + size]
+
+    # About 30 tokens of a prompt, and 20 to 180 of an answer.
+    pairs = [
+        {"prompt": text(100), **{name: text(rng.randrange(60, 600)) for name in ("chosen", "rejected")}}
+        for _ in range(200)
+    ]
+    for name, rows in (("pairs", pairs), ("prompts", [{"prompt": pair["prompt"]} for pair in pairs])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+class StepTimer:
+    """Collects times of steps, and of functions within them."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.inside: dict[str, list[float]] = {}
+
+    def end_step(self) -> None:
+        self.ends.append(time.perf_counter())
+
+    def wrap(self, place: Any, name: str) -> None:
+        """Measure the calls of a function, which is an attribute of `place`."""
+        function: Callable[..., Any] = getattr(place, name)
+        seconds = self.inside.setdefault(name, [])
+
+        def measure(*arguments: Any, **keywords: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*arguments, **keywords)
+            seconds.append(time.perf_counter() - started)
+            return result
+
+        setattr(place, name, measure)
+
+    def seconds(self) -> float:
+        """Return the median time from the end of a step to that of the next one, without the first steps."""
+        starts = self.ends[WARMUP - 1 :]
+        return median(end - start for start, end in pairwise(starts))
+
+
+def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measurement:
+    """Measure `jingu train` in this process."""
+    import torch
+
+    from jingu.align import rollouts
+    from jingu.align.commands import prepare as prepare_rows
+    from jingu.align.commands import train
+    from jingu.align.policy_learning import PolicyLearning
+    from jingu.config.load import load_config
+    from jingu.runtime.device import peak_memory
+    from jingu.training import loop
+
+    settings: dict[str, Any] = {
+        "runs_dir": str(folder / f"runs-{precision}"),
+        "tokenizer": {"path": str(folder / "model")},
+        "initialize": {"from": str(folder / "model")},
+        "train": {"steps": steps, "log_every": 1},
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        "optimizer": {"type": "adamw", "lr": 1e-6},
+        "precision": {"type": precision},
+        "device": {"type": "cpu", "threads": THREADS},
+    }
+    if task == "dpo":
+        settings |= {
+            "task": {"type": "dpo"},
+            "batch": {"sequence_length": LENGTH, "global_batch_size": PAIRS, "micro_batch_size": PAIRS},
+            "data.input": str(folder / "pairs.jsonl"),
+            "data.path": str(folder / "pairs"),
+            "data.objective": {"type": "preference", "template": "chatml", "overflow": "drop"},
+        }
+    else:
+        settings |= {
+            "task": {
+                "type": "grpo",
+                "prompts": str(folder / "prompts.jsonl"),
+                "prompts_per_step": PROMPTS,
+                "answers_per_prompt": ANSWERS,
+                "max_new_tokens": NEW_TOKENS,
+                "rewards": [{"type": "python", "function": "bench.alignment:reward"}],
+            },
+            "batch": {"sequence_length": 128, "micro_batch_size": PROMPTS * ANSWERS},
+        }
+    file = folder / f"{task}-{precision}.yaml"
+    file.write_text(f"name: {task}\n", encoding="utf-8")
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    config = load_config(file, words)
+    if task == "dpo":
+        prepare_rows(config)
+
+    timer = StepTimer()
+    train_step = loop.train_step
+
+    def step_and_note(*arguments: Any, **keywords: Any) -> Any:
+        result = train_step(*arguments, **keywords)
+        result.loss.item()
+        timer.end_step()
+        return result
+
+    loop.train_step = step_and_note
+    timer.wrap(rollouts, "_collect")
+    timer.wrap(PolicyLearning, "begin_step")
+    train(config)
+    peak = peak_memory(torch.device("cpu"))
+    if task == "dpo":
+        return Measurement(timer.seconds(), peak)
+    begin = timer.inside["begin_step"][WARMUP:]
+    generation = timer.inside["_collect"][WARMUP:]
+    others = [whole - part for whole, part in zip(begin, generation, strict=True)]
+    return Measurement(timer.seconds(), peak, median(generation), median(others))
+
+
+def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurement:
+    """Measure TRL's trainer in this process."""
+    import torch
+    from datasets import load_dataset
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+    from jingu.runtime.device import peak_memory
+
+    torch.set_num_threads(THREADS)
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "model" / "tokenizer.json"), eos_token=END, pad_token=END
+    )
+    timer = StepTimer()
+
+    class Callback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+        def on_step_end(self, *_arguments: Any, **_keywords: Any) -> None:
+            timer.end_step()
+
+    common: dict[str, Any] = {
+        "output_dir": str(folder / "trl"),
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": precision == "bf16",
+        "gradient_checkpointing": False,
+        "learning_rate": 1e-6,
+        "max_steps": steps,
+        "logging_steps": 1,
+    }
+    kind = "pairs" if task == "dpo" else "prompts"
+    rows = load_dataset("json", data_files=str(folder / f"{kind}.jsonl"), cache_dir=str(folder / "cache"))["train"]
+    if task == "dpo":
+        dpo = DPOConfig(per_device_train_batch_size=PAIRS, precompute_ref_log_probs=True, **common)
+        trainer = DPOTrainer(
+            model=model, args=dpo, processing_class=tokenizer, train_dataset=rows, callbacks=[Callback()]
+        )
+    else:
+        grpo = GRPOConfig(
+            per_device_train_batch_size=PROMPTS * ANSWERS,
+            num_generations=ANSWERS,
+            max_completion_length=NEW_TOKENS,
+            **common,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=grpo,
+            processing_class=tokenizer,
+            train_dataset=rows,
+            callbacks=[Callback()],
+        )
+        timer.wrap(trainer, "_generate_single_turn")
+    trainer.train()
+    peak = peak_memory(torch.device("cpu"))
+    if task == "dpo":
+        return Measurement(timer.seconds(), peak)
+    return Measurement(timer.seconds(), peak, median(timer.inside["_generate_single_turn"][WARMUP:]))
+
+
+def measure_in_child(side: str, task: str, precision: str, folder: Path, steps: int) -> Measurement:
+    """Measure one side in a child process."""
+    command = [sys.executable, "-m", "bench.alignment", side, task, precision, str(folder), str(steps)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
+    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
+
+
+def run(argument: str = "") -> str:
+    """Return the tables as Markdown."""
+    steps = WARMUP + (1 if argument == "tiny" else 3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, 1 if argument == "tiny" else LAYERS)
+        figures = {
+            (task, precision, side): measure_in_child(side, task, precision, folder, steps)
+            for task in ("dpo", "grpo")
+            for precision in PRECISIONS
+            for side in ("jingu", "trl")
+        }
+    lines = [
+        f"| DPO, {PAIRS} pairs (targets: 1.5 × TRL, less memory) | pairs/s | × TRL | peak memory, MiB |",
+        "|---|---|---|---|",
+    ]
+    for (task, precision, side), one in figures.items():
+        if task == "dpo":
+            ratio = figures[task, precision, "trl"].seconds / one.seconds
+            memory = one.peak_bytes / 2**20
+            lines.append(f"| {side} {precision} | {PAIRS / one.seconds:.2f} | {ratio:.2f} | {memory:,.0f} |")
+    lines += [
+        "",
+        f"| GRPO, {PROMPTS} × {ANSWERS} answers of {NEW_TOKENS} tokens (targets: 3 × TRL, half its memory, bookkeeping"
+        " at most 5%) | s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (task, precision, side), one in figures.items():
+        if task == "grpo":
+            ratio = figures[task, precision, "trl"].seconds / one.seconds
+            rest = one.seconds - one.generation - one.bookkeeping
+            # TRL's is part of what is left.
+            share = f"{one.bookkeeping / one.seconds:.1%}" if side == "jingu" else ""
+            memory = one.peak_bytes / 2**20
+            lines.append(
+                f"| {side} {precision} | {one.seconds:.2f} | {ratio:.2f} | {one.generation:.2f} | {rest:.2f}"
+                f" | {share} | {memory:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure one side as a child process, or print the tables."""
+    if len(sys.argv) == 6:
+        side, task, precision, folder, steps = sys.argv[1:]
+        measure = measure_jingu if side == "jingu" else measure_trl
+        print(json.dumps(asdict(measure(task, precision, Path(folder), int(steps)))))
+        return
+    print(run(*sys.argv[1:2]))
+
+
+if __name__ == "__main__":
+    main()

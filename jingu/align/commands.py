@@ -1,0 +1,99 @@
+"""`jingu align`, and `jingu train` for every task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from jingu.align.kto import KTO_LEARNING
+from jingu.align.policy_learning import POLICY_LEARNING
+from jingu.align.preference_learning import PREFERENCE_LEARNING, REWARD_LEARNING
+from jingu.align.preference_rows import PREFERENCES
+from jingu.config.load import load_stages
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import PreferenceSettings, SupervisedSettings
+from jingu.config.sections.policies import RolloutSettings
+from jingu.data.build import build
+from jingu.errors import JinguError, join_words
+from jingu.text.tokenizer_commands import train as train_tokenizer
+from jingu.training import commands
+from jingu.training.commands import TASK_FACTORIES
+from jingu.tune.prepare import prepare as prepare_rows
+from jingu.tune.preview import preview as preview_rows
+
+# The rooms below know nothing of alignment: its tasks and rows are injected.
+TASKS = {
+    **TASK_FACTORIES,
+    **dict.fromkeys(("dpo", "simpo", "orpo", "cpo"), PREFERENCE_LEARNING),
+    "reward": REWARD_LEARNING,
+    "kto": KTO_LEARNING,
+    "grpo": POLICY_LEARNING,
+    "distill": POLICY_LEARNING,
+}
+prepare = partial(prepare_rows, kind=PREFERENCES)
+preview = partial(preview_rows, kind=PREFERENCES)
+
+
+def train(
+    config: RunConfig,
+    processes: int | None = None,
+    trace: Path | None = None,
+    devices: str | None = None,
+    allow: Sequence[str] | None = None,
+    fresh_optimizer: bool = False,
+    weights_only_from: str | None = None,
+    auto_layout: bool = False,
+) -> int:
+    """Train the run of any task, as `jingu.training.commands.train` does.
+
+    Args:
+        weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
+    """
+    if weights_only_from is not None:
+        initialize = config.initialize.model_copy(update={"from_": weights_only_from})
+        config = config.model_copy(update={"initialize": initialize})
+    return commands.train(config, processes, trace, devices, allow, fresh_optimizer, auto_layout, TASKS)
+
+
+def align(file: Path, first: str | None = None, processes: int | None = None) -> int:
+    """Run the stages of a file one after another: train missing tokenizers, build data sets, and train.
+
+    Every stage is an ordinary run. The same command resumes the one that was stopped, and skips those that are
+    complete.
+
+    Args:
+        first: name of the stage to begin with; None: the first one.
+        processes: number of ranks on this machine.
+
+    Returns:
+        The exit code of the last stage that ran.
+
+    Raises:
+        JinguError: the file has mistakes, or a stage cannot start.
+    """
+    configs = load_stages(file)
+    names = [config.name for config in configs]
+    if first is not None and first not in names:
+        raise JinguError(f"there is no stage {first}.", where="--from", fix=f"The stages are {join_words(names)}.")
+    for config in configs[0 if first is None else names.index(first) :]:
+        print(f"align: stage {config.name}, task {config.task.type}", flush=True)
+        if not Path(config.tokenizer.path).exists():
+            train_tokenizer(config)
+        build_data(config)
+        code = train(config, processes)
+        if code:
+            return code
+    return 0
+
+
+def build_data(config: RunConfig) -> None:
+    """Build the data sets of a run, as its objective asks for, unless they are built already."""
+    if isinstance(config.task, RolloutSettings):
+        return  # its prompts are read as they are
+    if isinstance(config.data.objective, SupervisedSettings):
+        prepare_rows(config)
+    elif isinstance(config.data.objective, PreferenceSettings):
+        prepare(config)
+    else:
+        build(config)

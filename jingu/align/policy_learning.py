@@ -1,0 +1,541 @@
+"""Learning from rewards: GRPO and its family, as a task of the training loop.
+
+A step generates answers to prompts, scores them, turns the rewards into advantages, and takes one update or several.
+
+Shapes: P prompts, G answers to each, R = P · G rows; B rows of a micro-batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.align.advantages import (
+    greedy_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    overlong_penalty,
+    returns_to_go,
+    whiten,
+)
+from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator
+from jingu.align.prompt_set import Prompt, PromptSet, load_prompts
+from jingu.align.reference import check_vocabulary
+from jingu.align.reward_list import Rewards
+from jingu.align.rollouts import Generator, Sample, write_rollout
+from jingu.align.token_logprobs import TokenLogProbs
+from jingu.config.batch_plan import BatchPlan
+from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PolicySettings, RolloutSettings
+from jingu.data.batch import IGNORE_INDEX, Batch
+from jingu.errors import JinguError, join_words, refuse
+from jingu.formats.models import open_model
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.row_attention import RowAttention, compute_as_in_generation
+from jingu.model.inputs import Inputs
+from jingu.model.spec import Lora
+from jingu.parallel.materialize import materialize
+from jingu.parallel.mesh import data_rank
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.zero import eval_mode
+from jingu.runtime.device import force_eager
+from jingu.runtime.log import log_warning
+from jingu.runtime.ranks import gather_from_all
+from jingu.training.batch_transforms import model_inputs, to_device
+from jingu.training.evaluate import generate_samples
+from jingu.training.precision import choose_precision
+from jingu.training.run import Run
+from jingu.training.session import training_layout
+from jingu.training.task import Evaluation, TaskFactory
+
+# Rows are padded to a multiple of so many tokens, with which products do not depend on the number of rows.
+_LENGTH_MULTIPLE = 16
+
+
+class PolicyLearning:
+    """The task of learning from rewards of the model's own answers.
+
+    Args:
+        compile: whether to compile the loss.
+    """
+
+    def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
+        settings = run.config.task
+        assert isinstance(settings, PolicySettings)
+        self.settings = settings
+        self._run = run
+        prompts = _load_prompts(run, settings)
+        precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
+        self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed)
+        self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
+        # The first rank scores for all.
+        self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
+        self._row_attention: RowAttention | None = None
+        if settings.exact:
+            sharing = [axis for axis in ("pipeline", "context", "tensor") if mesh[axis].size() > 1]
+            if sharing:
+                what = f"ranks of {join_words(sharing, 'and')} compute with parts of the operands of generation."
+                raise JinguError(what, where="task.exact", fix="Divide the model by parallel.zero_stage alone.")
+            self._row_attention = RowAttention(run.spec, torch.device(mesh.device_type))
+        self._reference: ParallelModel | None = None
+        if isinstance(settings, DistillationSettings):
+            self._reference = _load_reference(run, mesh, settings.teacher, "task.teacher")
+        elif settings.penalty is not None:
+            self._reference = _load_reference(run, mesh, settings.penalty.reference, "task.kl.reference")
+        # Of the step:
+        self._samples: list[Sample] = []
+        self._old: dict[int, list[float]] = {}
+        self._reference_logprobs: dict[int, list[float]] = {}
+        self._is_first_update = True
+        self._metrics: dict[str, float] = {}
+        # tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|; and the largest mismatch
+        self._sums = torch.zeros(5, dtype=torch.float64)
+        self._largest = torch.zeros(1, dtype=torch.float64)
+        self._alarms = Alarms()
+
+    # A step
+
+    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
+        """Before the first update of a step, generate answers and score them."""
+        number, update = divmod(step, plan.updates)
+        self._is_first_update = update == 0
+        if update:
+            return
+        settings = self.settings
+        if self._row_attention is not None and not self._samples:
+            for stage in model.stages:
+                compute_as_in_generation(stage)
+        self._sums.zero_()
+        self._largest.zero_()
+        # 1. Answers and their rewards.
+        prompts = self._generator.prompts.select(
+            self._run.config.seed, number * settings.prompts_per_step, settings.prompts_per_step
+        )
+        with self._generator.model_of(model) as generating:
+            samples = self._rollout(generating, prompts, number)
+            samples, num_resampled = self._resample(generating, samples, number)
+            greedy = []
+            if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
+                rows = [group[0].row for group in _groups(samples, settings.answers_per_prompt)]
+                prompts = [self._generator.prompts.prompts[row] for row in rows]
+                greedy = self._rollout(generating, prompts, number, greedy=True)
+
+        # 2. Log-probabilities that training needs of all its rows, by this model and by the reference.
+        self._samples = samples
+        self._old = {}
+        self._reference_logprobs = {}
+        self._old = self._score(model, plan) if plan.updates > 1 else {}
+        self._reference_logprobs = self._score(self._reference, plan) if self._reference is not None else {}
+
+        # 3. Advantages.
+        self._samples = self._add_advantages(samples, greedy)
+        self._metrics = self._describe(num_resampled)
+        if dist.get_rank() == 0:
+            folder = self._run.folder / "rollouts"
+            write_rollout(folder, number + 1, self._samples, weights_step=number, seed=self._run.config.seed)
+            self._alarms.check(self._metrics, self._rewards.audit_names if self._rewards else [])
+
+    def _rollout(
+        self,
+        model: InferenceModel,
+        prompts: list[Prompt],
+        step: int,
+        resampling: int = 0,
+        *,
+        greedy: bool = False,
+    ) -> list[Sample]:
+        """Return scored answers to prompts, on every rank."""
+        samples = self._generator.generate(model, prompts, step, resampling, greedy=greedy)
+        count = len(samples) // len(prompts)
+        scores: dict[str, Any] = {}
+        if self._rewards is not None:
+            answers = [
+                {
+                    **prompts[index // count].columns,
+                    "prompt": prompts[index // count].text,
+                    "completion": sample.text,
+                    "completion_ids": sample.ids,
+                    "prompt_ids": sample.prompt_ids,
+                }
+                for index, sample in enumerate(samples)
+            ]
+            try:
+                parts = self._rewards.score(answers)
+                scores = {"parts": parts, "totals": [self._rewards.total(values) for values in parts]}
+            except JinguError as error:
+                scores = {"error": (error.what, str(error.where), error.fix)}
+        scores = gather_from_all(scores)[0]
+        if "error" in scores:
+            what, where, fix = scores["error"]
+            raise JinguError(what, where=where, fix=fix)
+        return [
+            replace(sample, rewards=parts, reward=total)
+            for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
+        ]
+
+    def _resample(self, model: InferenceModel, samples: list[Sample], step: int) -> tuple[list[Sample], int]:
+        """Replace groups of answers with equal rewards by those to other prompts. Return how many were replaced."""
+        settings = self.settings
+        groups = _groups(samples, settings.answers_per_prompt)
+        num_resampled = 0
+        max_resampling = settings.max_resampling if isinstance(settings, GrpoSettings) else 0
+        for attempt in range(1, max_resampling + 1):
+            dead = [index for index, group in enumerate(groups) if _is_dead(group)]
+            if not dead:
+                break
+            first = step * settings.prompts_per_step
+            prompts = self._generator.prompts.select(self._run.config.seed, first, len(dead), attempt)
+            others = _groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
+            for index, group in zip(dead, others, strict=True):
+                if not _is_dead(group):
+                    groups[index] = group
+                    num_resampled += 1
+        return [sample for group in groups for sample in group], num_resampled
+
+    def _score(self, model: ParallelModel, plan: BatchPlan) -> dict[int, list[float]]:
+        """Return the log-probabilities of the answers' tokens by a model, by row. Each rank computes its rows."""
+
+        rows: dict[int, list[float]] = {}
+        mesh = model.sharding.mesh
+        size = self._run.config.batch.global_batch_size
+        starts = [
+            update * size + data_rank(mesh) * plan.rows_per_rank + start
+            for update in range(plan.updates)
+            for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
+        ]
+        with eval_mode(model), force_eager():
+            for start in starts:
+                batch = to_device(self._rows(start, plan.micro_batch_size), torch.device(mesh.device_type))
+
+                def head(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor = batch.labels) -> Tensor:
+                    return self._compute_log_probs(hidden_BTD, weight_VD, labels_BT)[0]
+
+                logprob_BT = model(self._inputs(batch), loss=head)
+                for index, (values_T, labels_T) in enumerate(zip(logprob_BT, batch.labels, strict=True), start):
+                    rows[index] = values_T[labels_T >= 0].tolist()
+        merged = {}
+        for part in gather_from_all(list(rows.items())):
+            merged.update(dict(part))
+        return merged
+
+    def _add_advantages(self, samples: list[Sample], greedy: list[Sample]) -> list[Sample]:
+        """Return the samples with rewards after shaping and with the advantage of each token."""
+        settings = self.settings
+        if not isinstance(settings, GrpoSettings):
+            # A teacher judges each token.
+            return [
+                replace(sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], sample.logprobs)))
+                for index, sample in enumerate(samples)
+            ]
+        lengths_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
+        reward_R = _rewards_of(samples)
+        if settings.overlong_tokens:
+            reward_R += overlong_penalty(lengths_R, settings.max_new_tokens, settings.overlong_tokens)
+        # What KL takes from the reward of each token.
+        penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
+        if settings.penalty is not None and settings.penalty.estimator == "k1":
+            for index, sample in enumerate(samples):
+                k1_T = torch.tensor(sample.logprobs).double() - torch.tensor(self._reference_logprobs[index]).double()
+                penalty_RT[index, : len(k1_T)] = settings.penalty.beta * k1_T
+        mask_RT = torch.arange(penalty_RT.shape[1]) < lengths_R[:, None]
+        if settings.advantage == "reinforce++":
+            token_reward_RT = -penalty_RT
+            token_reward_RT[torch.arange(len(samples)), lengths_R.long() - 1] += reward_R
+            scorable_RT = mask_RT & reward_R.isfinite()[:, None]
+            advantage_RT = whiten(returns_to_go(token_reward_RT), scorable_RT)
+        else:
+            reward_R -= penalty_RT.sum(1)
+            reward_PG = reward_R.view(-1, settings.answers_per_prompt)
+            if settings.advantage == "rloo":
+                advantage_PG = leave_one_out_advantages(reward_PG)
+            elif settings.advantage == "remax":
+                advantage_PG = greedy_advantages(reward_PG, _rewards_of(greedy))
+            else:
+                advantage_PG = group_advantages(reward_PG, settings.scale)
+            advantage_RT = advantage_PG.view(-1, 1) * mask_RT
+        return [
+            replace(
+                sample,
+                reward=None if math.isnan(reward) else reward,
+                advantages=tuple(advantage_T[: len(sample.ids)].tolist()),
+            )
+            for sample, reward, advantage_T in zip(samples, reward_R.tolist(), advantage_RT, strict=True)
+        ]
+
+    # Batches
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        config = self._run.config
+        if self._samples:
+            update = step % self.settings.updates_per_step
+            return self._rows(update * config.batch.global_batch_size + first, count)
+        # Before the first rollout, the longest rows that there can be.
+        tokens_BT = torch.zeros(count, config.batch.sequence_length, dtype=torch.int64)
+        labels_BT = tokens_BT.clone()
+        labels_BT[:, : -self.settings.max_new_tokens] = IGNORE_INDEX
+        zeros_BT = tokens_BT.double()
+        return PolicyBatch(tokens_BT, labels_BT, advantages=zeros_BT, sampled=zeros_BT, reference=zeros_BT)
+
+    def _rows(self, first: int, count: int) -> PolicyBatch:
+        """Return rows of the step, padded at the end to the longest of all."""
+        length = max(len(sample.prompt_ids) + len(sample.ids) for sample in self._samples) - 1
+        length += -length % _LENGTH_MULTIPLE
+        tokens_BT = torch.zeros(count, length, dtype=torch.int64)
+        labels_BT = torch.full_like(tokens_BT, IGNORE_INDEX)
+        values_4BT = torch.zeros(4, count, length, dtype=torch.float64)
+        for place, index in enumerate(range(first, first + count)):
+            sample = self._samples[index]
+            ids = (*sample.prompt_ids, *sample.ids)[:-1]
+            tokens_BT[place, : len(ids)] = torch.tensor(ids)
+            # The last token of the prompt predicts the first one of the answer.
+            part = slice(len(sample.prompt_ids) - 1, len(ids))
+            labels_BT[place, part] = torch.tensor(sample.ids)
+            columns = (sample.advantages, sample.logprobs, self._old.get(index), self._reference_logprobs.get(index))
+            for values_BT, column in zip(values_4BT, columns, strict=True):
+                if column:
+                    values_BT[place, part] = torch.tensor(column, dtype=torch.float64)
+        advantages, sampled, old, reference = values_4BT
+        return PolicyBatch(
+            tokens_BT,
+            labels_BT,
+            advantages=advantages,
+            sampled=sampled,
+            old=old if self._old else None,
+            reference=reference if self._reference_logprobs else None,
+        )
+
+    def denominator(self, batch: Batch) -> float:
+        return loss_denominator(batch, self.settings)
+
+    # The loss
+
+    def loss_terms(self, model: ParallelModel) -> dict[str, float]:
+        return {"loss": 1.0}
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        assert isinstance(batch, PolicyBatch)
+
+        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+            logprob_BT, entropy_BT = self._compute_log_probs(hidden_BTD, weight_VD, batch.labels)
+            # The first update of a step has a ratio of 1 by its own forward pass, whatever kernels others use.
+            is_first = self._is_first_update
+            rows = replace(batch, old=logprob_BT.detach()) if is_first or batch.old is None else batch
+            loss, clipped_BT = batch_loss(rows, logprob_BT, self.settings)
+            if self._samples:
+                assert rows.old is not None and rows.sampled is not None
+                mask_BT = batch.labels >= 0
+                mismatch_BT = (rows.old - rows.sampled).where(mask_BT & is_first, 0.0)
+                self._record(mask_BT, entropy_BT, clipped_BT, mismatch_BT)
+            return loss * self._log_probs.share
+
+        total: Tensor = model(self._inputs(batch), loss=head)
+        return total
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        """Return what the model takes of a batch."""
+        inputs = model_inputs(batch)
+        if self._row_attention is None:
+            return inputs
+        positions_T = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        return replace(inputs, positions=positions_T.expand_as(batch.tokens), cache=self._row_attention)
+
+    def _compute_log_probs(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies [B, T]; 0 where there is no label."""
+        temperature = self.settings.temperature
+        if self._row_attention is None:
+            return self._log_probs(hidden_BTD, weight_VD, labels_BT, temperature)
+        # Of all tokens: their number is a multiple of what kernels want.
+        values = self._log_probs(hidden_BTD, weight_VD, labels_BT.clamp_min(0), temperature)
+        logprob_BT, entropy_BT = (values_BT.where(labels_BT >= 0, 0.0) for values_BT in values)
+        return logprob_BT, entropy_BT
+
+    @torch.no_grad()
+    def _record(self, mask_BT: Tensor, entropy_BT: Tensor, clipped_BT: Tensor, mismatch_BT: Tensor) -> None:
+        """Add what the metrics of the step are made of."""
+        tokens = mask_BT.sum()
+        values = (tokens, entropy_BT.sum(), clipped_BT.sum(), tokens * self._is_first_update, mismatch_BT.abs().sum())
+        self._sums += torch.stack([value.double() for value in values]).cpu()
+        self._largest = torch.maximum(self._largest, mismatch_BT.abs().max().double().cpu())
+
+    def end_step(self) -> dict[str, float]:
+        """Return the metrics of the step so far.
+
+        Raises:
+            JinguError: generation and training disagree by more than `task.max_mismatch`.
+        """
+        sums, largest = self._sums.clone(), self._largest.clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        tokens, entropy, clipped, first, mismatch = sums.tolist()
+        bound = 0.0 if self.settings.exact else self.settings.max_mismatch
+        if not float(largest) <= bound:
+            raise JinguError(
+                f"the log-probabilities of a token in generation and in training differ by {float(largest):.3g}, more "
+                f"than {bound:g}.",
+                where=self._run.folder,
+                fix="Compute in a wider precision (precision.type=fp32); or raise task.max_mismatch, without exact, "
+                "and set task.importance_cap=2.",
+            )
+        return {
+            **self._metrics,
+            "entropy": entropy / max(tokens, 1.0),
+            "clipped": clipped / max(tokens, 1.0),
+            "mismatch_mean": mismatch / max(first, 1.0),
+            "mismatch_max": float(largest),
+        }
+
+    def _describe(self, num_resampled: int) -> dict[str, float]:
+        """Return the metrics of the rollout."""
+        samples = self._samples
+        groups = _groups(samples, self.settings.answers_per_prompt)
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        mean = fmean(rewards) if rewards else 0.0
+        better = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward > mean]
+        worse = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward <= mean]
+        metrics = {
+            "reward": mean,
+            "dead_groups": fmean(_is_dead(group) for group in groups),
+            "truncated": fmean(sample.finish_reason == "length" for sample in samples),
+            "length": fmean(len(sample.ids) for sample in samples),
+            "length_better": fmean(better) if better else math.nan,
+            "length_worse": fmean(worse) if worse else math.nan,
+        }
+        for name in samples[0].rewards:
+            values = [value for sample in samples if (value := sample.rewards[name]) is not None]
+            metrics[f"rewards/{name}"] = fmean(values) if values else math.nan
+        if isinstance(self.settings, GrpoSettings) and self.settings.max_resampling:
+            metrics["resampled_groups"] = num_resampled
+        if self._reference_logprobs:
+            differences = [
+                sampled - reference
+                for index, sample in enumerate(samples)
+                for sampled, reference in zip(sample.logprobs, self._reference_logprobs[index], strict=True)
+            ]
+            metrics["kl"] = fmean(differences)
+        return metrics
+
+    def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
+        """Let the model continue the sample prompts."""
+        return Evaluation({}, generate_samples(self._run, model))
+
+
+class Alarms:
+    """Warns, once each, when a run goes where it should not."""
+
+    def __init__(self) -> None:
+        self._history: list[dict[str, float]] = []
+        self._raised: set[str] = set()
+
+    def check(self, metrics: dict[str, float], audit_names: list[str]) -> None:
+        """Look at the metrics of a step."""
+        self._history = [*self._history[-19:], metrics]
+        if metrics["truncated"] > 0.5:
+            self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
+        if metrics["dead_groups"] > 0.8:
+            self._warn(
+                "In more than 80% of the groups all rewards are equal, and nothing is learned from them: choose "
+                "prompts that the model solves now and then, or set task.max_resampling."
+            )
+        if len(self._history) < 20:
+            return
+        # The last ten steps against the ten before.
+        for name in audit_names:
+            change = self._change(f"rewards/{name}")
+            if self._change("reward") > 0.0 and change < 0.0:
+                self._warn(
+                    f"The reward rises while the audit {name} falls: the model may exploit the reward. Look at "
+                    "rollouts/, and correct the reward or stop earlier."
+                )
+
+    def _change(self, name: str) -> float:
+        values = [metrics[name] for metrics in self._history]
+        return fmean(values[10:]) - fmean(values[:10])
+
+    def _warn(self, message: str) -> None:
+        if message not in self._raised:
+            self._raised.add(message)
+            log_warning(message)
+
+
+def _groups(samples: list[Sample], size: int) -> list[list[Sample]]:
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def _is_dead(group: list[Sample]) -> bool:
+    """Whether nothing can be learned from a group: all of its rewards are equal."""
+    return len({sample.reward for sample in group} - {None}) <= 1
+
+
+def _rewards_of(samples: list[Sample]) -> Tensor:
+    """Return the rewards, NaN where there is none."""
+    return torch.tensor(
+        [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
+    )
+
+
+def _load_prompts(run: Run, settings: RolloutSettings) -> PromptSet:
+    length = run.config.batch.sequence_length
+    return load_prompts(settings, run.tokenizer, length, run.config.initialize.from_)
+
+
+def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> ParallelModel:
+    """Return the reference model or the teacher, laid out as the trained one.
+
+    Args:
+        path: the model; None: the model that the run starts from.
+        where: the setting that names it.
+    """
+    path = path or run.config.initialize.from_
+    if path is None:
+        what = "a run that starts from random weights has no reference model."
+        raise JinguError(what, where=where, fix="Set it, or initialize.from.")
+    stored = open_model(Path(path))
+    check_vocabulary(stored, run, where)
+    precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
+    layout = training_layout(run.config, compile=False)
+    reference = materialize(stored.spec, mesh, layout, precision, stored.read)
+    reference.requires_grad_(False)
+    return reference
+
+
+def check(run: Run) -> None:
+    """Check prompts, rewards and model before a model is built.
+
+    Raises:
+        JinguError: the run cannot start.
+    """
+    settings = run.config.task
+    assert isinstance(settings, PolicySettings)
+    prompts, updates = settings.prompts_per_step, settings.updates_per_step
+    refuse(prompts % updates > 0, "task.prompts_per_step", prompts, f"a multiple of task.updates_per_step, {updates}")
+    rows = run.config.batch.global_batch_size
+    expected = settings.rows_per_update
+    refuse(rows != expected, "batch.global_batch_size", rows, f"left out, or {expected}, which follows from the task")
+    if isinstance(run.spec.adapter, Lora) and run.spec.adapter.dropout > 0:
+        what = "with dropout, training and generation would have other probabilities."
+        raise JinguError(what, where="tune.dropout", fix="Set it to 0.")
+    if run.config.train.neftune_alpha:
+        what = "with noise, training and generation would have other probabilities."
+        raise JinguError(what, where="train.neftune_alpha", fix="Set it to 0.")
+    if run.spec.num_encoder_layers is not None or any(run.spec.prompts):
+        what = "learning from rewards supports only decoders without virtual tokens."
+        raise JinguError(what, where="task.type", fix="Choose another model, or LoRA.")
+    prompt_set = _load_prompts(run, settings)
+    if isinstance(settings, DistillationSettings):
+        open_model(Path(settings.teacher))
+    elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
+        open_model(Path(path))
+    if isinstance(settings, GrpoSettings) and all(reward.audit for reward in settings.rewards):
+        raise JinguError("there is no reward to train on.", where="task.rewards", fix="Add one without audit.")
+    Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()
+
+
+POLICY_LEARNING = TaskFactory(PolicyLearning, check=check)

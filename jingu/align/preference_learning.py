@@ -1,0 +1,291 @@
+"""Preference learning: the task of making chosen answers more probable than rejected ones.
+
+Shapes: B rows, P pairs of a row, D hidden size, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.align.answers import AnswerBatch, AnswerScorer, RewardHead
+from jingu.align.preference_losses import AnswerLogProbs, pair_losses, reward_losses
+from jingu.align.reference import References, load_references, to_answer_device
+from jingu.config.batch_plan import BatchPlan
+from jingu.config.sections.data import PreferenceSettings
+from jingu.config.sections.tasks import DpoSettings, KtoSettings, SimpoSettings
+from jingu.config.sections.tune import LoraSettings
+from jingu.data.batch import IGNORE_INDEX, Batch
+from jingu.data.batch_prefetch import BatchPrefetcher
+from jingu.data.permutation import Int64Array
+from jingu.data.supervised import PreferenceDataset
+from jingu.errors import JinguError
+from jingu.model.experts import RoutingStats, auxiliary_losses
+from jingu.model.spec import Experts
+from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.zero import eval_mode
+from jingu.runtime.device import force_eager
+from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
+from jingu.training.evaluate import generate_samples
+from jingu.training.run import Run
+from jingu.training.step import sum_losses, sum_over_ranks
+from jingu.training.task import Evaluation, TaskFactory
+from jingu.training.validation import ValidationRows
+
+# Largest mean of |log(policy / reference)| per token before the first step, by precision: rounding stays below it.
+START_TOLERANCES = {"fp64": 1e-7, "fp32": 1e-3}
+NARROW_START_TOLERANCE = 0.03
+
+
+class LocatedRows(NamedTuple):
+    """Where the rows of a batch are stored: data sets, numbers in them, and whether a row is more than padding."""
+
+    datasets: Sequence[PreferenceDataset]
+    rows: Int64Array
+    is_real: npt.NDArray[np.bool_]
+
+
+class PreferenceLearning:
+    """The task of learning from pairs of answers. The loss is a mean over pairs."""
+
+    # The first is minimized, the others are logged.
+    TERMS: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+
+    def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
+        self.run = run
+        self.mesh = mesh
+        self.settings: Any = run.config.task
+        self.scorer = AnswerScorer(run.spec, mesh, compile=compile)
+        self._references = References({})
+        if isinstance(self.settings, DpoSettings | KtoSettings):
+            self._references = load_references(run, mesh, self.scorer, self.settings.reference)
+        # Batches depend on the step alone.
+        self._source = BatchPrefetcher(self._make_batch, mesh.device_type)
+
+    def _make_batch(self, step: int, first: int, count: int) -> Batch:
+        datasets, rows, _ = self.locate(step, first, count)
+        return self.attach(self.run.source.batch(step, first, count), datasets, rows)
+
+    def locate(self, step: int, first: int, count: int) -> LocatedRows:
+        """Return where rows [first, first + count) of a step are stored."""
+        source = self.run.source
+        start = step * source.global_batch_size + first
+        source_ids, _, rows = source.locate_samples(np.arange(start, start + count, dtype=np.int64))
+        datasets = [cast(PreferenceDataset, source.sources[source_id]) for source_id in source_ids.tolist()]
+        return LocatedRows(datasets, rows, np.ones(count, bool))
+
+    def attach(
+        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, mismatched: bool = False
+    ) -> AnswerBatch:
+        batch = self._references.attach(batch, datasets, rows, mismatched=mismatched)
+        return _answers(prepend_virtual_tokens(batch, self.run.spec))
+
+    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
+        """Check before the first step that the model is its reference."""
+        if step == 0 and self._references.tables:
+            first = data_rank(self.mesh) * plan.rows_per_rank
+            self._check_start(model, self.batch(0, first, plan.micro_batch_size))
+
+    def _check_start(self, model: ParallelModel, batch: Batch) -> None:
+        """Raise JinguError unless the policy gives answers the probabilities that the reference gives them.
+
+        The loss of DPO is then log 2, and the divergence 0. Anything else is the wrong reference: another checkpoint,
+        a model without the adapter that it was tuned with, another template.
+        """
+        device = torch.device(self.mesh.device_type)
+        with eval_mode(model), force_eager():
+            answers = self.scorer.score(model, to_answer_device(_answers(batch), device))
+        sums_2 = torch.stack([answers.log_ratio.where(answers.exists, 0.0).abs().sum(), answers.tokens.sum()])
+        difference, tokens = sum_over_ranks(sums_2).tolist()
+        precision = self.run.config.precision.type
+        tolerance = START_TOLERANCES.get(precision, NARROW_START_TOLERANCE)
+        if not difference <= tolerance * tokens:
+            raise JinguError(
+                "the model does not start as its reference: their log-probabilities of answers differ by "
+                f"{difference / max(tokens, 1):.3g} a token (at most {tolerance:g} is rounding), where the loss of DPO "
+                "is log 2 = 0.693 and the divergence 0 if they are the same.",
+                where="task.reference",
+                fix="Name as reference what the run starts from: initialize.from, or, with tune.initial_adapter, the "
+                "run that trained this adapter.",
+            )
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        return self._source.batch(step, first, count)
+
+    def denominator(self, batch: Batch) -> float:
+        return float(self.units_per_row(_answers(batch)).sum())
+
+    def loss_terms(self, model: ParallelModel) -> dict[str, float]:
+        terms = {name: float(name == "loss") for name in self.TERMS}
+        experts = model.spec.feed_forward
+        if isinstance(experts, Experts):
+            terms |= {"balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
+        return terms
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        answer_batch = _answers(batch)
+
+        def head(hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
+            # The model calls this while the head's weight is gathered.
+            return self._sum_terms(answer_batch, hidden_BCD, weight_VD) * self.scorer.share
+
+        def auxiliary(routings: list[RoutingStats]) -> Tensor:
+            assert isinstance(model.spec.feed_forward, Experts)
+            return auxiliary_losses(routings, model.spec.feed_forward, self.units_per_row(answer_batch))
+
+        total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
+        return total
+
+    def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Return the sums over pairs of the loss and of what is only logged."""
+        answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
+        chosen, rejected = (
+            AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
+            for side in (0, 1)
+        )
+        losses_BP = pair_losses(self.settings, chosen, rejected)
+        with torch.no_grad():
+            # Rewards that the policy stands for (Rafailov et al., 2023, equation 5).
+            chosen_BP = self.settings.beta * chosen.log_ratio
+            rejected_BP = self.settings.beta * rejected.log_ratio
+            if isinstance(self.settings, SimpoSettings):
+                chosen_BP = self.settings.beta * chosen.policy_mean
+                rejected_BP = self.settings.beta * rejected.policy_mean
+        return _sum_pairs(losses_BP, chosen_BP, rejected_BP, chosen.exists & rejected.exists)
+
+    def end_step(self) -> dict[str, float]:
+        """Return nothing: all values are terms of the loss."""
+        return {}
+
+    def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
+        """Measure the terms of the loss on the validation split of each source."""
+        settings = self.run.config.evaluation
+        limit = settings.num_sequences
+        if final and settings.num_sequences_at_end:
+            limit = settings.num_sequences_at_end
+        totals: dict[str, float] = {}
+        shares = sum(rows.share for rows in self.run.validation)
+        for rows in self.run.validation:
+            num_rows = len(rows) if limit == "all" else min(max(round(limit * rows.share), 1), len(rows))
+            for name, value in self._evaluate_rows(model, rows, num_rows, micro_batch_size).items():
+                totals[name] = totals.get(name, 0.0) + value * rows.share / shares
+        samples = [] if self.run.spec.score_head else generate_samples(self.run, model)
+        return Evaluation(dict(totals), samples)
+
+    def _evaluate_rows(
+        self, model: ParallelModel, rows: ValidationRows, num_rows: int, micro_batch_size: int
+    ) -> dict[str, float]:
+        device = torch.device(self.mesh.device_type)
+        total_n = torch.zeros(len(self.TERMS), dtype=torch.float64, device=device)
+        units = torch.zeros((), dtype=torch.float64, device=device)
+        dataset = rows.supervised
+        assert isinstance(dataset, PreferenceDataset)
+        # Every rank takes part in every forward pass: one that has no rows left runs on padding.
+        located = []
+        for start in range(0, num_rows, micro_batch_size * num_data_ranks(self.mesh)):
+            first = start + data_rank(self.mesh) * micro_batch_size
+            numbers = np.arange(first, first + micro_batch_size)
+            stored = np.minimum(numbers, len(dataset.row_ends) - 1)
+            located.append(LocatedRows([dataset] * micro_batch_size, stored, numbers < num_rows))
+        self.begin_evaluation(model, located)
+        with eval_mode(model), force_eager():
+            for datasets, stored, is_real in located:
+                batch = dataset.read(stored).to_batch()
+                batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
+                answers = self.attach(self.run.source.trim(batch), datasets, stored)
+                total_n += self.loss(model, to_answer_device(answers, device))
+                units += self.denominator(answers)
+        means_n = sum_losses(total_n, self.mesh) / (sum_over_ranks(units) / num_row_replicas(self.mesh))
+        return dict(zip(self.TERMS, means_n.tolist(), strict=True))
+
+    def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+        """Do what the evaluation of these rows needs the model for."""
+
+    def units_per_row(self, batch: AnswerBatch) -> Tensor:
+        """Return the number of pairs [B] of each row."""
+        exists_BK = batch.answer_tokens > 0
+        return (exists_BK[:, 0::2] & exists_BK[:, 1::2]).sum(1)
+
+
+class RewardLearning(PreferenceLearning):
+    """The task of giving chosen answers higher rewards than rejected ones."""
+
+    def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
+        super().__init__(run, mesh, compile)
+        self._rewards = RewardHead(mesh)
+
+    def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
+        assert batch.weights is not None
+        rewards_BK = self._rewards.compute(batch, hidden_BCD, weight_VD)
+        chosen_BP = rewards_BK[:, 0::2]
+        rejected_BP = rewards_BK[:, 1::2]
+        # The weights of preference rows are margins.
+        margin_BP = batch.sum_by_answer((batch.weights * batch.is_last).to(chosen_BP.dtype))[:, 0::2]
+        losses_BP = reward_losses(chosen_BP, rejected_BP, margin_BP, self.settings.centering)
+        tokens_BK = batch.answer_tokens
+        exists_BP = (tokens_BK[:, 0::2] > 0) & (tokens_BK[:, 1::2] > 0)
+        return _sum_pairs(losses_BP, chosen_BP.detach(), rejected_BP.detach(), exists_BP)
+
+
+def exceeds_rounding(differences: Tensor) -> Tensor:
+    """Whether differences of rewards are above 0: at the start all are 0 but for rounding, which is no preference."""
+    return differences > (1e-9 if differences.dtype == torch.float64 else 1e-4)
+
+
+def _sum_pairs(losses_BP: Tensor, chosen_BP: Tensor, rejected_BP: Tensor, exists_BP: Tensor) -> Tensor:
+    """Return the sums over pairs of loss, accuracy, margin and both rewards."""
+    margin_BP = chosen_BP - rejected_BP
+    terms = [losses_BP, exceeds_rounding(margin_BP), margin_BP, chosen_BP, rejected_BP]
+    return torch.stack([term.to(losses_BP.dtype).where(exists_BP, 0.0).sum() for term in terms])
+
+
+def _answers(batch: Batch) -> AnswerBatch:
+    assert isinstance(batch, AnswerBatch)
+    return batch
+
+
+def check_run(run: Run) -> None:
+    """Raise JinguError for a run whose data or settings do not fit preference learning."""
+    config = run.config
+    task = config.task
+    objective = config.data.objective
+    rows = "labels" if isinstance(task, KtoSettings) else "pairs"
+    if not isinstance(objective, PreferenceSettings) or objective.rows != rows:
+        raise JinguError(
+            f"the task {task.type} learns from {rows} of preference data.",
+            where="data.objective",
+            fix=f"Set data.objective.type=preference and data.objective.rows={rows}.",
+        )
+    if run.spec.num_encoder_layers is not None:
+        raise JinguError(
+            f"the task {task.type} supports only decoders, and {run.spec.family} has an encoder.", where="task.type"
+        )
+    # The reference computes without noise, and the difference to it is what is learned from.
+    settings = {
+        "train.neftune_alpha": config.train.neftune_alpha,
+        "train.label_smoothing": config.train.label_smoothing,
+        "train.z_loss_coef": config.train.z_loss_coef,
+        "tune.dropout": config.tune.dropout if isinstance(config.tune, LoraSettings) else 0.0,
+    }
+    for name, value in settings.items():
+        if value:
+            raise JinguError(
+                f"the task {task.type} computes without it, and it is {value}.", where=name, fix="Set it to 0."
+            )
+    if isinstance(task, DpoSettings | KtoSettings) and not (task.reference or config.initialize.from_):
+        raise JinguError(
+            f"the task {task.type} needs a model to start from, which is the reference too.",
+            where="initialize.from",
+            fix="Name a model, such as the run of instruction tuning.",
+        )
+
+
+PREFERENCE_LEARNING = TaskFactory(PreferenceLearning, check=check_run)
+REWARD_LEARNING = TaskFactory(RewardLearning, check=check_run)

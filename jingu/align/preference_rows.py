@@ -1,0 +1,224 @@
+"""Rows of preference data: a chosen and a rejected answer to a prompt, or an answer with a label."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jingu.chat.messages import ConversationError, JsonObject, Message, Row
+from jingu.chat.tokenization import TokenizedRow, tokenize_row
+from jingu.config.sections.data import PreferenceSettings
+from jingu.data.supervised import MARGIN_SCALE, encode_part
+from jingu.text.document_reader import ReadCounts
+from jingu.tune.prepare import DROPPED_PREFIX, TRUNCATED, RowKind, RowTokenizer
+from jingu.tune.row_formats import parse_row, rename_columns
+
+# Margins are stored in thousandths, in 30 bits.
+MAX_MARGIN = 2**29 // MARGIN_SCALE
+# Fields that say whether an answer is desirable; the second is LLaMA-Factory's.
+LABELS = ("label", "kto_tag")
+# Fields of conversations without their last message.
+CONVERSATIONS = ("messages", "conversations")
+# By the field of a question: the field of its answer.
+ANSWER_FIELDS = {"instruction": "output", "question": "answer", "query": "response"}
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """Answers to one prompt, each as a conversation that ends with it.
+
+    Attributes:
+        kind: the form in which the row was written.
+        answers: the chosen and the rejected one; or a single one.
+        is_desirable: the label of a single answer.
+        margin: by how much the chosen answer is better, in units of reward.
+    """
+
+    kind: str
+    answers: tuple[Row, ...]
+    is_desirable: bool = True
+    margin: float = 0.0
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return self.answers[0].messages
+
+    @property
+    def segments(self) -> tuple[tuple[str, bool], ...]:
+        return self.answers[0].segments
+
+
+def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -> PreferenceRow:
+    """Convert a row of any known form: chosen and rejected answers (texts, messages, or lists of them, with the prompt
+    or without), or an answer with a label in any form that tuning knows.
+
+    Raises:
+        ConversationError: the row has no known form, or a field of it is not as expected.
+    """
+    if not isinstance(value, dict):
+        raise ConversationError("expected an object with fields")
+    value = rename_columns(value, columns or {})
+    answers = [name for name in ("chosen", "rejected") if name in value]
+    if len(answers) == 1:
+        raise ConversationError(f"expected the fields chosen and rejected; it has only {answers[0]}")
+    if answers:
+        return _parse_pair(value)
+    label = next((name for name in LABELS if name in value), None)
+    if label is None:
+        fields = ", ".join(map(str, value)) or "none"
+        raise ConversationError(f"expected the fields chosen and rejected, or {' or '.join(LABELS)}; it has {fields}")
+    if value[label] not in (True, False):
+        raise ConversationError(f"field {label}: expected true or false")
+    row = parse_row({name: item for name, item in value.items() if name != label})
+    return PreferenceRow(f"{row.kind} with {label}", (row,), bool(value[label]))
+
+
+def _parse_pair(value: JsonObject) -> PreferenceRow:
+    margin = value.get("margin") or 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < MAX_MARGIN:
+        raise ConversationError(f"field margin: expected a number below {MAX_MARGIN:,}")
+    rest = {name: item for name, item in value.items() if name not in ("chosen", "rejected", "margin")}
+    chosen = value["chosen"]
+    rejected = value["rejected"]
+    if (
+        isinstance(chosen, str)
+        and isinstance(rejected, str)
+        and not rest.keys() & {"prompt", *CONVERSATIONS, *ANSWER_FIELDS}
+    ):
+        # The prompt is what both texts begin with.
+        size = _common_prefix(chosen, rejected)
+        rest = {"prompt": chosen[:size]}
+        chosen = chosen[size:]
+        rejected = rejected[size:]
+    rows = []
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        try:
+            rows.append(_parse_answer(rest, answer))
+        except ConversationError as error:
+            raise ConversationError(f"field {name}: {error}") from error
+    return PreferenceRow(f"{rows[0].kind} pair", tuple(rows), margin=margin)
+
+
+def _common_prefix(first: str, second: str) -> int:
+    """Return the length of what two texts begin with; a space before the difference belongs to the answers."""
+    size = next((index for index, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
+    return size - 1 if size and first[size - 1] == " " else size
+
+
+def _parse_answer(rest: JsonObject, answer: Any) -> Row:
+    """Return the conversation that ends with an answer, from the other fields of its row."""
+    prompt = rest.get("prompt")
+    if isinstance(answer, str):
+        if isinstance(prompt, list):
+            answer = [{"role": "assistant", "content": answer}]
+        elif "conversations" in rest:
+            answer = {"from": "gpt", "value": answer}
+        elif "messages" in rest:
+            answer = {"role": "assistant", "content": answer}
+        else:
+            field = next((own for question, own in ANSWER_FIELDS.items() if question in rest), "completion")
+            return parse_row({**rest, field: answer})
+    if isinstance(answer, dict):
+        # LLaMA-Factory: the conversation without its last message, and that.
+        field = "conversations" if "conversations" in rest else "messages"
+        return parse_row({**rest, field: [*(rest.get(field) or []), answer]})
+    if not isinstance(answer, list) or not answer:
+        raise ConversationError("expected a text, a message, or a list of messages")
+    # The prompt may be a text before the answer alone; whole conversations contain it.
+    starts = isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if starts else []
+    return parse_row({"messages": [*(prompt or []), *answer], "tools": rest.get("tools")})
+
+
+@dataclass(frozen=True)
+class TokenizedAnswers(TokenizedRow):
+    """Answers with their prompts as ids, one after the other. Weights are below 0 for what is rejected.
+
+    Attributes:
+        parts: what is stored beside each id (`encode_part`).
+    """
+
+    parts: npt.NDArray[np.int32]
+
+    @property
+    def sidecar(self) -> npt.NDArray[Any]:
+        return self.parts
+
+
+class PreferenceTokenizer(RowTokenizer):
+    """Turns rows of preference data into token ids."""
+
+    @cached_property
+    def _settings(self) -> PreferenceSettings:
+        assert isinstance(self.objective, PreferenceSettings)
+        return self.objective
+
+    def parse(self, value: Any) -> PreferenceRow:
+        row = parse_preference_row(value, self.objective.columns)
+        if self._settings.rows == "pairs" and len(row.answers) == 1:
+            raise ConversationError(
+                "an answer with a label is no pair; set data.objective.rows=labels and task.type=kto"
+            )
+        return row
+
+    def tokenize(self, row: PreferenceRow, counts: ReadCounts) -> Sequence[TokenizedRow]:
+        parts = [tokenize_row(answer, self.template, self.tokenizer, "last_assistant") for answer in row.answers]
+        _check_prompts(parts)
+        # Each answer of a pair has one half of a sequence. With labels, every answer is a row of its own.
+        is_pair = self._settings.rows == "pairs"
+        limit = (self.max_length - 1) // (2 if is_pair else 1)
+        longest = max(len(part.ids) for part in parts)
+        if longest > limit and self._settings.overflow == "drop":
+            counts.count(f"{DROPPED_PREFIX}too long")
+            return []
+        if longest > limit:
+            counts.count(TRUNCATED)
+            parts = [TokenizedRow(part.kind, part.ids[:limit], part.weights[:limit]) for part in parts]
+            _check_prompts(parts)
+        sides = [not row.is_desirable, True][: len(parts)]
+        if is_pair:
+            return [_join(parts, sides, row.margin)]
+        return [_join([part], [side], row.margin) for part, side in zip(parts, sides, strict=True)]
+
+
+def _check_prompts(parts: Sequence[TokenizedRow]) -> None:
+    """Raise ConversationError unless the answers differ, and the ids before them are equal and not none."""
+    starts = []
+    for part in parts:
+        trained = part.weights.nonzero()[0]
+        if not len(trained):
+            raise ConversationError("no token of an answer is left to be trained")
+        starts.append(int(trained[0]))
+    if not min(starts):
+        raise ConversationError("the prompt has no tokens")
+    first, last = parts[0], parts[-1]
+    if first.ids[: starts[0]] != last.ids[: starts[-1]]:
+        raise ConversationError("chosen and rejected have different prompts, as the template writes them")
+    if len(parts) > 1 and first.ids == last.ids:
+        raise ConversationError("chosen and rejected are the same")
+
+
+def _join(parts: Sequence[TokenizedRow], sides: Sequence[bool], margin: float) -> TokenizedAnswers:
+    """Return answers to one prompt as one row, and an id that is never read: the last one of a row is only a label.
+
+    Args:
+        sides: whether each answer is rejected or undesirable.
+    """
+    ids = [token_id for part in parts for token_id in part.ids]
+    weights = [part.weights.astype(np.int16) * (-1 if side else 1) for part, side in zip(parts, sides, strict=True)]
+    codes = [encode_part(part.weights > 0, side, margin) for part, side in zip(parts, sides, strict=True)]
+    return TokenizedAnswers(
+        parts[0].kind,
+        [*ids, ids[-1]],
+        np.concatenate([*weights, [0]]),
+        np.concatenate([*codes, encode_part(np.array([False]), sides[-1], margin)]),
+    )
+
+
+PREFERENCES = RowKind(PreferenceSettings, PreferenceTokenizer)

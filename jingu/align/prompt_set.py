@@ -1,0 +1,137 @@
+"""The prompts of a run that generates answers: rows of a JSON Lines file, and which of them each step takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jingu.chat.chat_format import ChatFormat, find_chat_format
+from jingu.chat.messages import ConversationError
+from jingu.config.sections.policies import RolloutSettings
+from jingu.data.permutation import Permutation
+from jingu.errors import JinguError
+from jingu.runtime.files import read_error
+from jingu.text.document_reader import describe_json_error
+from jingu.text.tokenizer import Tokenizer
+from jingu.tune.row_formats import parse_row
+
+# Keeps the order of resampled prompts apart from that of a step's first ones.
+_RESAMPLING = 7
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of the file.
+
+    Attributes:
+        row: its number, from 0.
+        text: as rewards see it; of messages, the content of the last one.
+        columns: the other fields of the row.
+    """
+
+    row: int
+    ids: tuple[int, ...]
+    text: str
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """All prompts of a run.
+
+    Attributes:
+        columns: names of the columns that every row has.
+        eos_token_ids: what ends an answer.
+        stop: text that ends an answer, where a template has no token for it.
+    """
+
+    prompts: list[Prompt]
+    columns: list[str]
+    eos_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+
+    def select(self, seed: int, first: int, count: int, resampling: int = 0) -> list[Prompt]:
+        """Return the prompts at `count` places of the endless order, from `first` on: each epoch has its own.
+
+        Args:
+            resampling: number of the attempt to replace prompts of a step; each has an order of its own.
+        """
+        size = len(self.prompts)
+        selected = []
+        for place in range(first, first + count):
+            order = Permutation(size, seed, place // size, *([_RESAMPLING, resampling] if resampling else []))
+            selected += [self.prompts[row] for row in order(np.array([place % size]))]
+        return selected
+
+
+def load_prompts(
+    settings: RolloutSettings, tokenizer: Tokenizer, sequence_length: int, model: str | None = None
+) -> PromptSet:
+    """Read and tokenize the prompts.
+
+    Args:
+        model: the model that the run starts from, whose template `auto` is.
+
+    Raises:
+        JinguError: the file cannot be read, a row cannot be used, or a prompt leaves no room for the longest answer.
+    """
+    path = Path(settings.prompts)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise read_error(path, error) from error
+    # Messages are rendered by the template, and end as it says. Rows of both kinds may be mixed.
+    template = None if settings.template == "auto" else settings.template
+    chat_format = find_chat_format(Path(model or settings.prompts), tokenizer, template)
+    prompts: list[Prompt] = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _parse_prompt(len(prompts), line, tokenizer, chat_format)
+        except ConversationError as error:
+            raise JinguError(f"line {number}: {error}.", where=path, fix="Correct the row.") from error
+        if len(prompt.ids) + settings.max_new_tokens > sequence_length:
+            raise JinguError(
+                f"line {number}: the prompt's {len(prompt.ids)} tokens and {settings.max_new_tokens} new ones exceed "
+                f"batch.sequence_length {sequence_length}.",
+                where=path,
+                fix="Raise batch.sequence_length, lower task.max_new_tokens, or leave the row out.",
+            )
+        prompts.append(prompt)
+    if not prompts:
+        raise JinguError("it has no rows.", where=path, fix="Write one prompt a line.")
+    columns = [name for name in prompts[0].columns if all(name in prompt.columns for prompt in prompts)]
+    eos_token_ids = (tokenizer.eos_token_id, *(chat_format.eos_token_ids if chat_format else ()))
+    return PromptSet(
+        prompts,
+        columns,
+        tuple(dict.fromkeys(eos_token_ids)),
+        chat_format.stop if chat_format else (),
+    )
+
+
+def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFormat | None) -> Prompt:
+    """Return the prompt of a line. Raise ConversationError if it has none."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConversationError(f"it is not JSON ({describe_json_error(error)})") from error
+    if not isinstance(value, dict) or not value.get("prompt"):
+        raise ConversationError("expected an object with the field prompt, a text or messages")
+    content = value.pop("prompt")
+    if isinstance(content, str):
+        ids = (*tokenizer.prompt_prefix_ids, *tokenizer.encode(content))
+        return Prompt(row, ids, content, value)
+    if chat_format is None:
+        raise ConversationError("the prompt has messages, and the tokenizer no chat template; set task.template")
+    # What follows the prompt is the model's: parse it as a conversation with an answer.
+    messages = content if isinstance(content, list) else [content]
+    conversation = parse_row({"messages": [*messages, {"role": "assistant", "content": "?"}]})
+    prompt = conversation.messages[:-1]
+    return Prompt(row, chat_format.encode_prompt(prompt, conversation.tools), prompt[-1].content, value)

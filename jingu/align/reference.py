@@ -1,0 +1,231 @@
+"""Log-probabilities of answers under the reference model: computed once, and stored with the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.align.answers import AnswerBatch, AnswerScorer
+from jingu.config.batch_plan import MAX_AUTO_TOKENS
+from jingu.config.sections.tasks import KtoSettings
+from jingu.data.batch import Batch
+from jingu.data.dataset_manifest import sample_checksum
+from jingu.data.permutation import Int64Array
+from jingu.data.supervised import PreferenceDataset
+from jingu.errors import JinguError, pluralize
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import StoredModel
+from jingu.parallel.layout import Layout
+from jingu.parallel.materialize import materialize
+from jingu.parallel.mesh import data_rank, num_data_ranks
+from jingu.parallel.zero import eval_mode
+from jingu.runtime.device import force_eager
+from jingu.runtime.files import create_folder_atomically, write_text_atomically
+from jingu.runtime.log import log_info
+from jingu.training.batch_transforms import to_device
+from jingu.training.precision import choose_precision
+from jingu.training.run import Run
+from jingu.training.step import sum_over_ranks
+
+RECORD = "reference.json"
+_FILE = "log_probs.safetensors"
+
+
+@dataclass(frozen=True)
+class References:
+    """Log-probabilities of the stored answers under the reference model.
+
+    Attributes:
+        tables: by data set, [stored rows, 2] of the chosen and the rejected answer; of labeled answers, of the answer
+            and of the one of the row before in its place.
+        has_labels: whether answers are labeled.
+    """
+
+    tables: dict[Path, Tensor]
+    has_labels: bool = False
+
+    def attach(
+        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, mismatched: bool = False
+    ) -> AnswerBatch:
+        """Add the log-probabilities of its answers to a batch; 0 for data sets without a table.
+
+        Args:
+            datasets: the data set of each row.
+            rows: the row's number in its data set.
+            mismatched: whether the batch has the answers of the rows before.
+        """
+        assert batch.documents is not None
+        # Answers 2n and 2n + 1 are those of stored row n.
+        num_answers = 2 * (max(int(batch.documents.max()), 0) // 2 + 1)
+        reference_BK = torch.zeros(len(batch.tokens), num_answers, dtype=torch.float64)
+        for index, (dataset, row) in enumerate(zip(datasets, rows.tolist(), strict=True)):
+            table = self.tables.get(_split_path(dataset))
+            if table is not None:
+                values_N2 = table[dataset.row_documents(row)]
+                if self.has_labels:
+                    # The only answer is number 0 or 1.
+                    values_N2 = values_N2[:, [int(mismatched)]].expand(-1, 2)
+                values_K = values_N2.flatten()
+                reference_BK[index, : len(values_K)] = values_K
+        return AnswerBatch(**vars(batch), reference=reference_BK)
+
+
+def _split_path(dataset: PreferenceDataset) -> Path:
+    return dataset.dataset.path / dataset.dataset.split
+
+
+def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str | None) -> References:
+    """Return the log-probabilities of all answers of the run's data, and compute those that are not stored yet.
+
+    The first start of a run records the fingerprint of the reference model in the run's folder. So a later start needs
+    the model no longer, and cannot take another one.
+
+    Args:
+        path: the reference model; None: the model that the run starts from.
+
+    Raises:
+        JinguError: the reference model cannot be opened, or has another vocabulary.
+    """
+    source = str(path or run.config.initialize.from_)
+    record = run.folder / RECORD
+    fingerprint = None
+    if record.is_file():
+        fingerprint = json.loads(record.read_text(encoding="utf-8"))["fingerprint"]
+    stored = None
+    if fingerprint is None:
+        stored = open_model(Path(source))
+        fingerprint = _fingerprint(stored, run)
+    datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
+    datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
+    folders = {_split_path(dataset): _folder(dataset, fingerprint) for dataset in datasets}
+    missing = [dataset for dataset in datasets if not (folders[_split_path(dataset)] / _FILE).is_file()]
+    if missing:
+        stored = stored or open_model(Path(source))
+        _check_model(stored, run, fingerprint)
+        computed = compute_tables(run, mesh, scorer, stored, missing, is_initial=path is None)
+        if torch.distributed.get_rank() == 0:
+            for dataset, table in zip(missing, computed, strict=True):
+                with create_folder_atomically(folders[_split_path(dataset)]) as partial:
+                    save_file({"log_probs": table}, partial / _FILE)
+        # No rank may read a folder before it is there.
+        sum_over_ranks(torch.zeros((), device=mesh.device_type))
+    if torch.distributed.get_rank() == 0 and not record.is_file():
+        write_text_atomically(record, json.dumps({"model": source, "fingerprint": fingerprint}))
+    tables = {split: load_file(folder / _FILE)["log_probs"] for split, folder in folders.items()}
+    return References(tables, has_labels=isinstance(run.config.task, KtoSettings))
+
+
+def _fingerprint(stored: StoredModel, run: Run) -> str:
+    """Return a hash of what decides about log-probabilities beside the data: spec, weights, and how they compute."""
+    digest = xxhash.xxh3_128()
+    digest.update(f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}".encode())
+    where = Path(str(stored.where))
+    for file in sorted(where.rglob("*")) if where.is_dir() else [where]:
+        if file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size} {sample_checksum(file)}".encode())
+    return digest.hexdigest()
+
+
+def _folder(dataset: PreferenceDataset, fingerprint: str) -> Path:
+    """Return the folder of the log-probabilities of a split; its name depends on the data, too."""
+    split = dataset.dataset.split
+    entry = dataset.dataset.manifest.split(split)
+    checksums = " ".join(shard.bin_xxh3 for shard in (*entry.shards, *entry.sidecars))
+    key = xxhash.xxh3_64_hexdigest(f"{fingerprint} {checksums}".encode())
+    return dataset.dataset.path / f"reference-{split}-{key}"
+
+
+def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
+    """Raise JinguError if a reference model or teacher, which a setting names, reads other token ids than the run."""
+    if stored.spec.vocab_size != run.spec.vocab_size:
+        raise JinguError(
+            f"the model has a vocabulary of {stored.spec.vocab_size:,} entries, and the run's model one of "
+            f"{run.spec.vocab_size:,}.",
+            where=where,
+            fix="Choose a model with the run's tokenizer.",
+        )
+
+
+def _check_model(stored: StoredModel, run: Run, fingerprint: str) -> None:
+    """Raise JinguError for a model that is not the one of the fingerprint, or that reads other token ids."""
+    check_vocabulary(stored, run, "task.reference")
+    if _fingerprint(stored, run) != fingerprint:
+        raise JinguError(
+            "the reference model has changed since the run was started, and its log-probabilities are no longer there.",
+            where=stored.where,
+            fix="Restore the model, or the folders reference-* of the data set, or start a new run (name=...).",
+        )
+
+
+def compute_tables(
+    run: Run,
+    mesh: DeviceMesh,
+    scorer: AnswerScorer,
+    stored: StoredModel,
+    datasets: Sequence[PreferenceDataset],
+    *,
+    is_initial: bool,
+) -> list[Tensor]:
+    """Return the log-probabilities [stored rows, 2] of the answers of each data set under a model, on every rank.
+
+    The model is laid out as the run's own will be, and freed before that is built.
+
+    Args:
+        is_initial: whether the model is the one that the run starts from.
+    """
+    config = run.config
+    device = torch.device(mesh.device_type)
+    spec = stored.spec
+    if is_initial:
+        # As it is below the adapters, quantized or not.
+        spec = run.spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
+    precision = choose_precision(config.precision, device)
+    model = materialize(spec, mesh, Layout(config.parallel), precision, stored.read)
+    count = max(1, MAX_AUTO_TOKENS // config.batch.sequence_length)
+    if config.batch.micro_batch_size != "auto":
+        count = config.batch.micro_batch_size
+    # Of the ranks that share rows, one fills the table.
+    fills = all(mesh.get_local_rank(axis) == 0 for axis in ("pipeline", "context", "tensor"))
+    has_labels = isinstance(config.task, KtoSettings)
+    tables = []
+    for dataset in datasets:
+        log_info(f"Computing log-probabilities of {pluralize(len(dataset.row_ends), 'row')} under {stored.where}.")
+        num_rows = len(dataset.row_ends)
+        table = torch.zeros(len(dataset.dataset.document_lengths()), 2, dtype=torch.float64, device=device)
+        with eval_mode(model), force_eager():
+            # Every rank takes part in every forward pass, since each gathers sharded parameters.
+            for start in range(0, num_rows, count * num_data_ranks(mesh)):
+                first = start + data_rank(mesh) * count
+                rows = np.minimum(np.arange(first, first + count), num_rows - 1)
+                batches = [dataset.read(rows).to_batch()]
+                if has_labels:
+                    batches.append(dataset.read_mismatched(rows).to_batch())
+                for column, batch in enumerate(batches):
+                    answers = References({}).attach(run.source.trim(batch), [dataset] * count, rows)
+                    policy_BK = scorer.score(model, to_answer_device(answers, device)).policy.to(table.dtype)
+                    for index in range(min(count, num_rows - first) if fills else 0):
+                        documents = dataset.row_documents(int(rows[index]))
+                        values_N2 = policy_BK[index, : 2 * len(documents)].view(-1, 2)
+                        if has_labels:
+                            # The absent one of both answers has 0.
+                            table[documents, column] = values_N2.sum(1)
+                        else:
+                            table[documents] = values_N2
+        tables.append(sum_over_ranks(table).cpu())
+    return tables
+
+
+def to_answer_device(batch: AnswerBatch, device: torch.device) -> AnswerBatch:
+    """Copy a batch of answers to the device."""
+    moved = to_device(batch, device)
+    assert isinstance(moved, AnswerBatch)
+    return moved

@@ -1,0 +1,430 @@
+"""Rewards of answers: a weighted list of functions, verifiers, models and servers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
+from jingu.config.sections.rewards import (
+    HttpReward,
+    JudgeReward,
+    ModelReward,
+    PythonReward,
+    PythonTestsReward,
+    RegexReward,
+    Reward,
+    ServerBase,
+    VerifierBase,
+)
+from jingu.errors import JinguError, pluralize
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import load_model
+from jingu.model.decoder import Decoder
+from jingu.runtime.files import read_error
+from jingu.runtime.sandbox import SandboxError
+from jingu.text.tokenizer import Tokenizer
+
+Values = list[float | None]
+T = TypeVar("T")
+# How long a function may take to be imported.
+START_SECONDS = 120.0
+
+
+class RewardScorer(Protocol):
+    """Computes one reward of many answers."""
+
+    def score(self, answers: Sequence[Answer]) -> Values:
+        """Return a value of each answer; None: not scorable. Raise JinguError if there is none."""
+
+    def close(self) -> None:
+        """End what runs for it."""
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward under its name."""
+
+    name: str
+    settings: Reward
+    scorer: RewardScorer
+
+
+class Rewards:
+    """All rewards of a run.
+
+    Args:
+        settings: of each.
+        columns: names of the columns that the rows have.
+        tokenizer: of the model that answers.
+
+    Raises:
+        JinguError: a reward cannot be computed: a function that cannot be imported or takes other arguments, a column
+            that is missing, a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Reward],
+        columns: Sequence[str],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._rewards: list[NamedReward] = []
+        names = _names(settings)
+        verifiers = Worker()
+        for number, (name, reward) in enumerate(zip(names, settings, strict=True)):
+            where = f"task.rewards[{number}]"
+            _check_columns(reward, columns, where)
+            if isinstance(reward, ModelReward):
+                scorer: RewardScorer = ModelScorer(reward, tokenizer, where)
+            elif isinstance(reward, PythonTestsReward):
+                scorer = SandboxScorer(reward, where)
+            elif isinstance(reward, JudgeReward):
+                scorer = JudgeScorer(reward, columns, where)
+            elif isinstance(reward, HttpReward):
+                scorer = ServerScorer(reward, columns, where)
+            elif isinstance(reward, PythonReward):
+                scorer = FunctionScorer(reward, columns, where)
+            else:
+                scorer = VerifierScorer(reward, verifiers)
+            self._rewards.append(NamedReward(name, reward, scorer))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all rewards, in their order."""
+        return [reward.name for reward in self._rewards]
+
+    @property
+    def audit_names(self) -> list[str]:
+        """Names of the rewards that are only measured."""
+        return [reward.name for reward in self._rewards if reward.settings.audit]
+
+    def score(self, answers: Sequence[Answer]) -> list[dict[str, float | None]]:
+        """Return the values of each answer by reward.
+
+        Raises:
+            JinguError: a reward failed, or gave something else than a number for each answer.
+        """
+        parts = {reward.name: _checked(reward, reward.scorer.score(answers), answers) for reward in self._rewards}
+        return [{name: values[index] for name, values in parts.items()} for index in range(len(answers))]
+
+    def total(self, parts: Mapping[str, float | None]) -> float | None:
+        """Return the weighted sum that is trained on; None if no part of it is scorable."""
+        values = [
+            reward.settings.weight * value
+            for reward in self._rewards
+            if not reward.settings.audit and (value := parts[reward.name]) is not None
+        ]
+        return math.fsum(values) if values else None
+
+    def close(self) -> None:
+        """End all workers."""
+        for reward in self._rewards:
+            reward.scorer.close()
+
+
+def _names(settings: Sequence[Reward]) -> list[str]:
+    names: list[str] = []
+    for reward in settings:
+        default = reward.function.rpartition(":")[2] if isinstance(reward, PythonReward) else reward.type
+        name = reward.name or default
+        if name in names:
+            raise JinguError(f"two rewards have the name {name}.", where="task.rewards", fix="Set name of one.")
+        names.append(name)
+    return names
+
+
+def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
+    column = reward.column if isinstance(reward, VerifierBase) else None
+    if isinstance(reward, RegexReward) and reward.pattern is not None:
+        column = None
+        try:
+            re.compile(reward.pattern)
+        except re.error as error:
+            what = f"it is no regular expression ({error})."
+            raise JinguError(what, where=f"{where}.pattern", fix="Correct it.") from error
+    if column is not None and column not in columns:
+        raise JinguError(
+            f"the rows have no column {column}, which the reward {reward.type} compares with.",
+            where=f"{where}.column",
+            fix=f"Their columns are {', '.join(columns) or 'none'} beside the prompt.",
+        )
+    package = REQUIRED_PACKAGES.get(reward.type)
+    if package is not None and find_spec(package) is None:
+        name = package.replace("_", "-")
+        raise JinguError(f"it needs the {name} package.", where=where, fix=f"Install it: `pip install {name}`.")
+
+
+def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> Values:
+    where = f"the reward {reward.name}"
+    if len(values) != len(answers):
+        raise JinguError(
+            f"it returned {pluralize(len(values), 'value')} for {pluralize(len(answers), 'answer')}.",
+            where=where,
+            fix="Return one for each, None for what cannot be scored.",
+        )
+    for value, answer in zip(values, answers, strict=True):
+        if value is not None and not math.isfinite(value):
+            raise JinguError(
+                f"it returned {value} for an answer to the prompt {str(answer['prompt'])[:80]!r}.",
+                where=where,
+                fix="Return a finite number, or None for what cannot be scored.",
+            )
+    return values
+
+
+class Worker:
+    """A process that computes rewards; see `jingu.align.reward_worker`. It starts with the first request."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1)
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, settings: Reward, columns: Sequence[str], answers: Sequence[Answer], timeout: float) -> Values:
+        """Return the values of answers. After a timeout the process is ended, and the next request starts another.
+
+        Raises:
+            TimeoutError: it took too long.
+            JinguError: the reward failed.
+        """
+        if self._process is None and answers:
+            # Its start does not count.
+            self.ask(settings, columns, [], START_SECONDS)
+        request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
+        try:
+            reply = self._executor.submit(self._exchange, json.dumps(request) + "\n").result(timeout)
+        except FutureTimeoutError:
+            self.close()
+            raise TimeoutError from None
+        if "error" in reply:
+            raise JinguError(f"{reply['error']}.", where=f"the reward {settings.type}", fix="Correct the reward.")
+        return list(reply["scores"])
+
+    def _exchange(self, line: str) -> dict[str, Any]:
+        if self._process is None:
+            command = [sys.executable, "-m", "jingu.align.reward_worker"]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            return dict(json.loads(process.stdout.readline()))
+        except (OSError, ValueError):
+            return {"error": f"its process ended with exit code {process.wait()}"}
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(OSError), process:
+            process.wait()
+
+
+class FunctionScorer:
+    """A Python function, in a process of its own."""
+
+    def __init__(self, settings: PythonReward, columns: Sequence[str], where: str) -> None:
+        self._settings = settings
+        self._columns = list(columns)
+        self._where = where
+        self._worker = Worker()
+        # Import it now rather than after the first answers.
+        self._ask([], START_SECONDS)
+
+    def score(self, answers: Sequence[Answer]) -> Values:
+        return self._ask(answers, self._settings.timeout)
+
+    def _ask(self, answers: Sequence[Answer], timeout: float) -> Values:
+        try:
+            return self._worker.ask(self._settings, self._columns, answers, timeout)
+        except TimeoutError:
+            raise JinguError(
+                f"{self._settings.function} did not return within {timeout:g} seconds.",
+                where=self._where,
+                fix="Make it faster, or raise its timeout.",
+            ) from None
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class VerifierScorer:
+    """A verifier, in a process that verifiers share if it can hang. An answer that takes too long scores 0."""
+
+    def __init__(self, settings: Reward, worker: Worker) -> None:
+        self._settings = settings
+        self._worker = worker
+
+    def score(self, answers: Sequence[Answer]) -> Values:
+        settings = self._settings
+        if settings.type not in SLOW_VERIFIERS:
+            return [float(VERIFIERS[settings.type](settings, answer)) for answer in answers]
+        values: Values = []
+        for answer in answers:
+            try:
+                values += self._worker.ask(settings, (), [answer], settings.timeout)
+            except TimeoutError:
+                values.append(0.0)
+        return values
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class ModelScorer:
+    """A reward model, in this process."""
+
+    def __init__(self, settings: ModelReward, tokenizer: Tokenizer, where: str) -> None:
+        self._stored = open_model(Path(settings.model))
+        self._tokenizer = tokenizer
+        self._model: Decoder | None = None
+        where = f"{where}.model"
+        if not self._stored.spec.score_head:
+            what = f"{settings.model} has no score head."
+            raise JinguError(what, where=where, fix="Name a run of the task reward, or a model for classification.")
+        folder = self._stored.tokenizer_folder
+        if folder is not None and Tokenizer.load(folder).vocab() != tokenizer.vocab():
+            what = "the reward model has another vocabulary than the model that answers."
+            raise JinguError(what, where=where, fix="Take one with the same tokenizer.")
+
+    @torch.inference_mode()
+    def score(self, answers: Sequence[Answer]) -> Values:
+        if self._model is None:
+            self._model = load_model(self._stored, torch.float32)
+
+        def head(hidden_BTD: Tensor, weight_1D: Tensor) -> Tensor:
+            return hidden_BTD[:, -1].float() @ weight_1D[0].float()
+
+        values: Values = []
+        for answer in answers:
+            prompt_ids = answer.get("prompt_ids") or self._tokenizer.encode(answer["prompt"])
+            tokens_BT = torch.tensor([[*prompt_ids, *answer["completion_ids"]]])
+            values += self._model(tokens_BT, loss=head).tolist()
+        return values
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class SandboxScorer:
+    """Code that passes tests, each program in a sandbox of its own."""
+
+    def __init__(self, settings: PythonTestsReward, where: str) -> None:
+        self._settings = settings
+        self._where = where
+        # Fail now rather than after the first answers.
+        self.score([{"completion": "", settings.column: ""}])
+
+    def score(self, answers: Sequence[Answer]) -> Values:
+        verify = VERIFIERS[self._settings.type]
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as executor:
+                return [float(value) for value in executor.map(lambda answer: verify(self._settings, answer), answers)]
+        except SandboxError as error:
+            raise JinguError(
+                f"code cannot be isolated on this machine ({error}).",
+                where=self._where,
+                fix="It needs Linux 5.12 with user namespaces; in a container, allow unshare and mount.",
+            ) from error
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class ServerScorer:
+    """A server that scores answers."""
+
+    def __init__(self, settings: ServerBase, columns: Sequence[str], where: str) -> None:
+        self._settings = settings
+        self._columns = columns
+        self._where = where
+        self._headers = {"Content-Type": "application/json"}
+        if settings.api_key_file is not None:
+            try:
+                key = Path(settings.api_key_file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise read_error(settings.api_key_file, error) from error
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def score(self, answers: Sequence[Answer]) -> Values:
+        lists = {f"{name}s": [answer[name] for answer in answers] for name in ("prompt", "completion")}
+        lists |= {name: [answer.get(name) for answer in answers] for name in self._columns}
+        return self._post(self._settings.url, lists, lambda reply: [_number(value) for value in reply["scores"]])
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def _post(self, url: str, body: object, read: Callable[[Any], T]) -> T:
+        """Return what `read` finds in the reply to a JSON request; try again after a failure."""
+        request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
+        attempts = 1 + self._settings.retries
+        failure: Exception | None = None
+        for attempt in range(attempts):
+            # Wait 0, 1, 3, 7 seconds and so on.
+            time.sleep(min(2.0**attempt - 1.0, 30.0))
+            try:
+                with urllib.request.urlopen(request, timeout=self._settings.timeout) as reply:
+                    return read(json.load(reply))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                failure = error
+        raise JinguError(
+            f"{url} gave no scores in {pluralize(attempts, 'attempt')} ({type(failure).__name__}: {failure}).",
+            where=self._where,
+            fix="Start or correct the server, or raise timeout or retries; the run resumes from its checkpoint.",
+        )
+
+
+class JudgeScorer(ServerScorer):
+    """A language model that grades answers, behind OpenAI's protocol."""
+
+    def __init__(self, settings: JudgeReward, columns: Sequence[str], where: str) -> None:
+        super().__init__(settings, columns, where)
+        self._judge = settings
+        try:
+            settings.template.format_map({"prompt": "", "completion": "", **dict.fromkeys(columns, "")})
+        except (LookupError, ValueError) as error:
+            what = f"it has a field that the rows lack, or a single brace ({error})."
+            raise JinguError(what, where=f"{where}.template", fix="Write {{ and }} for braces.") from error
+
+    def score(self, answers: Sequence[Answer]) -> Values:
+        with ThreadPoolExecutor(self._judge.concurrency) as executor:
+            return list(executor.map(self._grade, answers))
+
+    def _grade(self, answer: Answer) -> float | None:
+        question = self._judge.template.format_map(answer)
+        messages = [{"role": "user", "content": question}]
+        body = {"model": self._judge.model, "messages": messages, "temperature": 0}
+
+        def read(reply: Any) -> float | None:
+            return _number(last_number(reply["choices"][0]["message"]["content"]))
+
+        # A reply without a number does not score the answer.
+        return self._post(f"{self._judge.url.rstrip('/')}/chat/completions", body, read)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

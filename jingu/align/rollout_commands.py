@@ -1,0 +1,159 @@
+"""`jingu align score` and `jingu align replay`: rewards of saved answers, and a step of a run repeated."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from jingu.align.policy_learning import PolicyLearning, check
+from jingu.align.prompt_set import Prompt, load_prompts
+from jingu.align.reward_list import Rewards
+from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
+from jingu.config.load import load_stored_config
+from jingu.config.schema import RunConfig
+from jingu.config.sections.policies import RolloutSettings
+from jingu.errors import JinguError
+from jingu.runtime.files import read_error, write_text_atomically
+from jingu.runtime.ranks import join_process_group
+from jingu.runtime.signals import StopRequest
+from jingu.text.tokenizer import Tokenizer
+from jingu.training.commands import train_on_rank
+from jingu.training.run import Run
+from jingu.training.task import TaskFactory
+
+
+def score(config: RunConfig, answers: Path | None = None, to: Path | None = None) -> int:
+    """Print the mean of each reward of the run over saved answers.
+
+    Args:
+        answers: JSON Lines of rows with `prompt`, `completion` and columns; or a file of a run's folder `rollouts`, by
+            default the newest one of this run.
+        to: file for the answers with their rewards.
+
+    Raises:
+        JinguError: the task has no rewards, the file cannot be read, or a reward fails.
+    """
+    settings = _rollout_settings(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    if answers is None:
+        folder = Path(config.runs_dir) / config.name / "rollouts"
+        answers = max(folder.glob("step_*.jsonl"), key=lambda file: file.stat().st_mtime, default=None)
+        if answers is None:
+            raise JinguError("the run has no answers yet.", where=folder, fix="Name a file of answers with --answers.")
+    rows = _read_rows(answers)
+    if all({"row", "text", "ids"} <= row.keys() for row in rows):
+        prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_).prompts
+        rows = [_rollout_answer(row, prompts[row["row"]]) for row in rows]
+    else:
+        rows = [_saved_answer(row, tokenizer) for row in rows]
+    columns = [name for name in rows[0] if all(name in row for row in rows)]
+    rewards = Rewards(settings.rewards, columns, tokenizer)
+    try:
+        parts = rewards.score(rows)
+    finally:
+        rewards.close()
+    totals = [rewards.total(values) for values in parts]
+    for name in [*rewards.names, "reward"]:
+        values = totals if name == "reward" else [scores[name] for scores in parts]
+        numbers = [value for value in values if value is not None]
+        mean = f"{fmean(numbers):.4f}" if numbers else "none"
+        audit = " (audit)" if name in rewards.audit_names else ""
+        print(f"{name + audit:30} {mean:>10}  {len(numbers):,} of {len(rows):,} answers")
+    if to is not None:
+        lines = (
+            json.dumps({**row, "rewards": scores, "reward": total}, ensure_ascii=False)
+            for row, scores, total in zip(rows, parts, totals, strict=True)
+        )
+        write_text_atomically(to, "".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def _rollout_settings(config: RunConfig) -> RolloutSettings:
+    if not isinstance(config.task, RolloutSettings):
+        what = f"a run of the task {config.task.type} generates no answers."
+        raise JinguError(what, where="task.type", fix="Name a run of the task grpo.")
+    return config.task
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise read_error(path, error) from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise JinguError(f"line {number} is no JSON object.", where=path, fix="Correct the line.") from error
+    if not rows:
+        raise JinguError("it has no rows.", where=path, fix="Write one answer a line.")
+    return rows
+
+
+def _rollout_answer(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
+    """Return a line of a rollout as rewards see it."""
+    return {**prompt.columns, "prompt": prompt.text, "completion": row["text"], "completion_ids": row["ids"]}
+
+
+def _saved_answer(row: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a row of a user's file as rewards see it."""
+    if not isinstance(row.get("prompt"), str) or not isinstance(row.get("completion"), str):
+        raise JinguError("a row lacks the texts prompt and completion.", where="--answers", fix="Add them.")
+    return {"completion_ids": tokenizer.encode(row["completion"]), **row}
+
+
+def replay(run: Path, step: int) -> int:
+    """Make a step of a run again, from its newest checkpoint before, and compare the answers.
+
+    Returns:
+        0 if the rollout is the same to the last bit, else 1.
+
+    Raises:
+        JinguError: the run has no such step.
+    """
+    stored = run / "config.yaml"
+    recorded = run / "rollouts" / f"step_{step}.jsonl"
+    if not stored.is_file() or not recorded.is_file():
+        raise JinguError(f"the run has no answers of step {step}.", where=run, fix="Name a step in its rollouts/.")
+    config = load_stored_config(stored)
+    _rollout_settings(config)
+    checkpoints = checkpoints_path(run, config)
+    start = max((number for number in complete_steps(checkpoints) if number < step), default=0)
+    request = StopRequest()
+
+    class Replay(PolicyLearning):
+        """Stops after the step."""
+
+        def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
+            super().__init__(run, mesh, compile)
+            self.updates = start * self.settings.updates_per_step
+
+        def end_step(self) -> dict[str, float]:
+            self.updates += 1
+            if self.updates >= step * self.settings.updates_per_step:
+                request.signal = signal.SIGINT
+            return super().end_step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / config.name
+        (copy / "checkpoints").mkdir(parents=True)
+        if start:
+            source = step_folder(checkpoints, start)
+            step_folder(copy / "checkpoints", start).symlink_to(Path(str(source)).absolute())
+        checkpoint = config.checkpoint.model_copy(update={"every": 0, "url": None, "copy_to": None})
+        config = config.model_copy(update={"runs_dir": folder, "checkpoint": checkpoint})
+        threads = None if config.device.threads == "auto" else config.device.threads
+        with join_process_group(config.device.type, threads) as ranks:
+            train_on_rank(config, ranks, request, task_factory=TaskFactory(Replay, check=check))
+        replayed = (copy / "rollouts" / recorded.name).read_bytes()
+    is_equal = replayed == recorded.read_bytes()
+    print(f"Step {step}, from the checkpoint of step {start}: {'the same' if is_equal else 'other'} answers.")
+    return 0 if is_equal else 1

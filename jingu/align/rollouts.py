@@ -1,0 +1,184 @@
+"""Rollouts: answers that the model generates in training, by the inference engine on the training weights.
+
+A rollout is a function of weights, seed, step, row of the prompt and number of the answer, and of nothing else: not of
+the batch, the ranks or restarts. A run that is killed within a rollout therefore generates it again, and ends with the
+same weights, though nothing of it was stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from jingu.align.prompt_set import Prompt, PromptSet
+from jingu.config.sections.policies import RolloutSettings
+from jingu.data.permutation import random_uint64
+from jingu.errors import JinguError
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.request import Request, Token
+from jingu.infer.sampling import SamplingParams
+from jingu.model.layers import Embedding
+from jingu.parallel.layout import Layout, Precision
+from jingu.parallel.materialize import materialize
+from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import local_tensor
+from jingu.parallel.zero import eval_mode
+from jingu.runtime.files import write_text_atomically
+from jingu.runtime.ranks import gather_from_all
+from jingu.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of a rollout.
+
+    Attributes:
+        row: of the prompt in its file, from 0.
+        choice: number of the answer among those to this prompt.
+        ids: token ids of the answer, with the token that ends it.
+        logprobs: of these tokens, under the distribution that they were sampled from.
+        finish_reason: end: by an end token; stop: by a text; length: cut off.
+        rewards: values by name.
+        reward: weighted sum, with what shaping and KL add; None: not scorable.
+        advantages: of each token.
+    """
+
+    row: int
+    choice: int
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    advantages: tuple[float, ...] = ()
+
+
+# Reads samples that were JSON.
+_SAMPLE = TypeAdapter(Sample)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Generates the answers of a run.
+
+    Attributes:
+        precision: dtypes of the model in training.
+    """
+
+    prompts: PromptSet
+    settings: RolloutSettings
+    tokenizer: Tokenizer
+    precision: Precision
+    seed: int
+
+    @contextmanager
+    def model_of(self, model: ParallelModel) -> Iterator[InferenceModel]:
+        """Yield the model for generation: its own storage on a single rank. On several, each rank gathers a whole
+        copy, which is freed at the end, and generates answers of its own."""
+        with eval_mode(model):
+            whole = model if dist.get_world_size() == 1 else _gather(model, self.precision)
+            yield InferenceModel(whole, model.spec, self.tokenizer, eos_token_ids=self.prompts.eos_token_ids)
+
+    def generate(
+        self, model: InferenceModel, prompts: Sequence[Prompt], step: int, resampling: int = 0, *, greedy: bool = False
+    ) -> list[Sample]:
+        """Return the answers to prompts, in the order of these. Every rank calls this with all of them.
+
+        Args:
+            resampling: number of the attempt to replace prompts of the step.
+            greedy: one answer to each prompt, always the most likely token.
+
+        Raises:
+            JinguError: the model's logits are not finite.
+        """
+        settings = self.settings
+        rank, world = dist.get_rank(), dist.get_world_size()
+        engine = Engine(model, EngineSettings(max_num_seqs=settings.max_num_seqs))
+        places: dict[int, int] = {}
+        for place in range(rank, len(prompts), world):
+            # The place: a row that occurs twice in a step gets other answers.
+            key = int(random_uint64("rollout", 1, self.seed, step, resampling, prompts[place].row, place)[0])
+            request = Request(
+                prompts[place].ids,
+                SamplingParams(temperature=0.0 if greedy else settings.temperature, seed=key),
+                settings.max_new_tokens,
+                self.prompts.stop,
+                logprobs=0,
+                scaled_logprobs=not greedy,
+                n=1 if greedy else settings.answers_per_prompt,
+            )
+            places[engine.submit(request)] = place
+        samples = _collect(engine, {key: prompts[place] for key, place in places.items()})
+        parts = gather_from_all([(places[key], asdict(sample)) for (key, _), sample in samples.items()])
+        merged = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
+        return [_SAMPLE.validate_python(values) for _, values in merged]
+
+
+def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int], Sample]:
+    """Run the engine to the end; return the samples by request and choice."""
+    tokens: dict[tuple[int, int], list[Token]] = {}
+    samples = {}
+    while engine.busy:
+        for event in engine.step():
+            key = (event.request_id, event.choice)
+            if event.error is not None:
+                raise JinguError(f"generation failed: {event.error}.", fix="Lower optimizer.lr, or use more precision.")
+            own = tokens.setdefault(key, [])
+            if event.token is not None:
+                own.append(event.token)
+            if event.finish_reason is not None:
+                prompt = prompts[event.request_id]
+                samples[key] = Sample(
+                    prompt.row,
+                    event.choice,
+                    prompt.ids,
+                    tuple(token.id for token in own),
+                    tuple(token.logprob or 0.0 for token in own),
+                    "".join(token.text for token in own),
+                    event.finish_reason,
+                )
+    return samples
+
+
+def _gather(model: ParallelModel, precision: Precision) -> ParallelModel:
+    """Return a copy of the model that this rank has whole. All ranks call it together."""
+    shards = dict(model.named_parameters())
+    mesh = model.sharding.mesh
+    group = mesh.get_group("pipeline")
+
+    def read(name: str) -> Tensor:
+        part = model.sharding.parts[name]
+        if name in shards:
+            whole = part.whole(local_tensor(shards[name]).to(mesh.device_type))
+        else:
+            whole = torch.zeros(part.shape, dtype=precision.masters, device=mesh.device_type)
+        if dist.get_world_size(group) > 1:
+            # One rank of the pipeline has the values, the others have zeros.
+            dist.all_reduce(whole, group=group)
+        return whole
+
+    whole = materialize(model.spec, None, Layout(), precision, read)
+    for module in whole.modules():
+        if isinstance(module, Embedding):
+            module.compute = precision.compute
+    return whole.eval()
+
+
+def write_rollout(folder: Path, step: int, samples: Iterable[Sample], **common: Any) -> None:
+    """Write the samples of a step as JSON Lines, each with the values that are common to all."""
+    folder.mkdir(exist_ok=True)
+    lines = (json.dumps({**common, **asdict(sample)}, ensure_ascii=False) for sample in samples)
+    write_text_atomically(folder / f"step_{step}.jsonl", "".join(f"{line}\n" for line in lines))

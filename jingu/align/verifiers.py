@@ -1,0 +1,90 @@
+"""Verifiers: rewards that follow from the answer and its row by a rule."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from jingu.config.sections import rewards
+from jingu.runtime.sandbox import Limits, run_python
+
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+
+# An answer: `prompt`, `completion`, `completion_ids`, and the columns of its row.
+Answer = Mapping[str, Any]
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number of a text; None if it has none."""
+    numbers = NUMBER.findall(text)
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:
+        return None
+
+
+def _exact(settings: rewards.ExactReward, answer: Answer) -> bool:
+    return bool(answer["completion"].strip() == str(answer[settings.column]).strip())
+
+
+def _number(settings: rewards.NumberReward, answer: Answer) -> bool:
+    number = last_number(answer["completion"])
+    return number is not None and number == last_number(str(answer[settings.column]))
+
+
+def _math(settings: rewards.MathReward, answer: Answer) -> bool:
+    from math_verify import parse, verify
+
+    # The worker has a timeout, and that of the package is off, of which it warns with every formula.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    expected = parse(str(answer[settings.column]), parsing_timeout=None)
+    return bool(verify(expected, parse(answer["completion"], parsing_timeout=None), timeout_seconds=None))
+
+
+def _regex(settings: rewards.RegexReward, answer: Answer) -> bool:
+    pattern = settings.pattern or str(answer[settings.column])
+    return re.fullmatch(pattern, answer["completion"], re.DOTALL) is not None
+
+
+def _json_schema(settings: rewards.JsonSchemaReward, answer: Answer) -> bool:
+    import jsonschema_rs
+
+    schema = answer[settings.column]
+    try:
+        value = json.loads(answer["completion"])
+    except ValueError:
+        return False
+    return bool(jsonschema_rs.is_valid(json.loads(schema) if isinstance(schema, str) else schema, value))
+
+
+def _length(settings: rewards.LengthReward, answer: Answer) -> float:
+    length = len(answer["completion_ids"])
+    nearest = min(max(length, settings.min_tokens), settings.max_tokens)
+    return max(0.0, 1.0 - abs(length - nearest) / max(nearest, 1))
+
+
+def _python_tests(settings: rewards.PythonTestsReward, answer: Answer) -> bool:
+    blocks = _CODE_BLOCK.findall(answer["completion"])
+    code = blocks[-1] if blocks else answer["completion"]
+    limits = Limits(seconds=settings.timeout, memory_bytes=settings.memory_mb * 2**20)
+    return run_python(f"{code}\n\n{answer[settings.column]}", limits)
+
+
+VERIFIERS: dict[str, Callable[[Any, Answer], float]] = {
+    "exact": _exact,
+    "number": _number,
+    "math": _math,
+    "regex": _regex,
+    "json_schema": _json_schema,
+    "length": _length,
+    "python_tests": _python_tests,
+}
+# Those that can take arbitrarily long.
+SLOW_VERIFIERS = {"math", "regex", "json_schema"}
+# Packages that a verifier needs.
+REQUIRED_PACKAGES = {"math": "math_verify", "json_schema": "jsonschema_rs"}

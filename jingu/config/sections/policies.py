@@ -1,0 +1,149 @@
+"""Settings of tasks that learn from rewards of answers that the model itself generates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field
+
+from jingu.config.sections.base import NonNegative, PathText, Positive, Settings
+from jingu.config.sections.rewards import Reward
+
+Coefficient = Annotated[float, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0)]
+
+
+class NoKlSettings(Settings):
+    """No pull towards a reference model."""
+
+    type: Literal["none"] = "none"
+
+
+class KlSettings(Settings):
+    """KL divergence from a reference model, of which beta times is subtracted from the objective.
+
+    Only two estimators have the gradient of this divergence: k1 = log π/π_ref in the reward, and k2 = (log π/π_ref)²/2
+    in the loss (Tang and Munos, 2025). k1 in the loss has none on average, and k3 that of another divergence.
+
+    Attributes:
+        estimator: k1, in the reward; k2, in the loss.
+        beta: Coefficient.
+        reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
+    """
+
+    type: Literal["kl"] = "kl"
+    estimator: Literal["k1", "k2"] = "k2"
+    beta: AboveZero = 0.001
+    reference: PathText | None = None
+
+
+Kl = Annotated[NoKlSettings | KlSettings, Discriminator("type")]
+
+
+class RolloutSettings(Settings):
+    """Settings of every task that generates answers.
+
+    Attributes:
+        prompts: JSON Lines file of rows with `prompt` (a text or messages) and columns for the rewards.
+        template: Name or file of the chat template of prompts that are messages; auto: the tokenizer's.
+        prompts_per_step: Prompts of a step.
+        answers_per_prompt: Answers to each.
+        updates_per_step: Optimizer steps with the answers of a step, each with an equal part of the prompts.
+        max_new_tokens: The most tokens of an answer.
+        temperature: Of sampling. The model is trained at the same temperature.
+        max_num_seqs: Answers that a rank generates at a time.
+        rewards: What scores the answers.
+        max_mismatch: Largest difference between the log-probabilities of a token in generation and in training; beyond
+            it the run stops.
+        exact: Compute training in the operations of generation, so that the log-probabilities are equal to the last bit
+            on CPUs, and stop if they are not; takes longer.
+    """
+
+    type: str
+    prompts: PathText = "prompts.jsonl"
+    template: str = "auto"
+    prompts_per_step: Positive = 16
+    answers_per_prompt: Positive = 8
+    updates_per_step: Positive = 1
+    max_new_tokens: Positive = 256
+    temperature: AboveZero = 1.0
+    max_num_seqs: Positive = 64
+    rewards: list[Reward] = []
+    max_mismatch: AboveZero = 0.5
+    exact: bool = False
+
+    @property
+    def rows_per_update(self) -> int:
+        """Answers that an update is computed from."""
+        return max(self.prompts_per_step // self.updates_per_step, 1) * self.answers_per_prompt
+
+
+class PolicySettings(RolloutSettings):
+    """Settings of every task with a policy-gradient loss.
+
+    Attributes:
+        loss: Normalization: grpo: mean over answers of means over tokens; dapo: mean over all tokens; dr_grpo: sum over
+            answers and `max_new_tokens`.
+        ratio: token: of the probabilities of a token; sequence: their geometric mean over the answer (GSPO, Zheng et
+            al., 2025).
+        objective: clip: clipped surrogate objective (PPO); cispo: clipped weights of log-probabilities (MiniMax, 2025).
+        clip_low: The ratio counts down to 1 - clip_low.
+        clip_high: The ratio counts up to 1 + clip_high.
+        importance_cap: Truncate the weights that correct for differences between generation and training (Yao et al.,
+            2025); null: no correction.
+    """
+
+    loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    ratio: Literal["token", "sequence"] = "token"
+    objective: Literal["clip", "cispo"] = "clip"
+    clip_low: Coefficient = 0.2
+    clip_high: Coefficient = 0.28
+    importance_cap: AboveZero | None = None
+
+    @property
+    def penalty(self) -> KlSettings | None:
+        """The pull towards a reference model, if there is one."""
+        return None
+
+
+class DistillationSettings(PolicySettings):
+    """On-policy distillation: a teacher judges each token of the model's own answers. The advantage of a token is
+    log π_teacher - log π, whose gradient is that of the reverse KL divergence of the next token (Gu et al., 2024;
+    Agarwal et al., 2024).
+
+    Attributes:
+        teacher: The teacher, with the same tokenizer: a run, a checkpoint, or a Hugging Face folder.
+    """
+
+    type: Literal["distill"] = "distill"
+    teacher: PathText = "runs/teacher"
+
+
+class GrpoSettings(PolicySettings):
+    """Group relative policy optimization (GRPO, Shao et al., 2024) and its family: several answers to each prompt,
+    whose rewards are compared with each other. Defaults are those of DAPO (Yu et al., 2025) for the loss, and no KL.
+
+    Attributes:
+        answers_per_prompt: Answers to each prompt, 2 or more: their rewards are compared.
+        advantage: group: reward minus the mean of its prompt's answers. rloo: minus the mean of the others (Ahmadian et
+            al., 2024). reinforce++: whitened over the batch (Hu, 2025). remax: minus the reward of the greedy answer
+            (Li et al., 2023).
+        scale: group: divide by the standard deviation of the group; none: as Dr. GRPO (Liu et al., 2025).
+        kl: Pull towards a reference model.
+        max_resampling: How often groups in which all rewards are equal are replaced by other prompts (dynamic sampling,
+            DAPO).
+        overlong_tokens: From so many tokens before the limit the reward of an answer falls, to 1 less at the limit
+            (DAPO); 0: never.
+    """
+
+    type: Literal["grpo"] = "grpo"
+    answers_per_prompt: Annotated[int, Field(ge=2)] = 8
+    advantage: Literal["group", "rloo", "reinforce++", "remax"] = "group"
+    scale: Literal["group", "none"] = "group"
+    kl: Kl = NoKlSettings()
+    max_resampling: NonNegative = 0
+    overlong_tokens: NonNegative = 0
+
+    @property
+    def penalty(self) -> KlSettings | None:
+        return self.kl if isinstance(self.kl, KlSettings) else None

@@ -1,0 +1,154 @@
+"""Compare results document by document: of several models, or of jingu and lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jingu.errors import JinguError
+from jingu.evaluate import statistics
+from jingu.evaluate.evaluation import read_results
+from jingu.formatting import print_table
+
+Record = dict[str, Any]
+# The harness's files: samples_TASK_TIME.jsonl.
+_HARNESS_SAMPLES = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.-]+\.jsonl")
+# Log-probabilities that differ by less are equal up to fp32; by less than the second, up to another dtype.
+_EQUAL = 1e-3
+_ROUNDING = 0.05
+
+
+def compare(first: Path, others: Sequence[Path]) -> None:
+    """Print paired tests of results against those of the first folder, document by document.
+
+    Args:
+        first: folder that `jingu evaluate` or the harness (with --log_samples) has written to.
+        others: folders with results of the same tasks.
+    """
+    base = read_records(first)
+    rows: list[list[str]] = []
+    p_values: list[float] = []
+    reasons = []
+    for folder in others:
+        for task, records in read_records(folder).items():
+            pairs = match_records(base.get(task, []), records)
+            for metric in mean_metrics(pairs):
+                row, p = _compare_metric(pairs, metric)
+                rows.append([folder.name, task, metric.removesuffix(",none"), *row])
+                p_values.append(p)
+            if pairs and any(record.get("hash") is None for pair in pairs for record in pair):
+                reasons.append(f"{folder.name}, {task}: {explain(pairs)}")
+    if not rows:
+        fix = "Give folders that `jingu evaluate` has written to, of the same tasks."
+        where = ", ".join(map(str, (first, *others)))
+        raise JinguError("the folders have no results in common.", where=where, fix=fix)
+    for row, p, adjusted in zip(rows, p_values, statistics.holm(p_values), strict=True):
+        row += [f"{p:.3g}", f"{adjusted:.3g}"]
+    header = ("results", "task", "metric", "documents", "difference", "stderr", "detectable", "test", "p", "p (Holm)")
+    print_table(header, rows, right=(3, 4, 5, 6, 8, 9))
+    print(f"\nA difference above 0 means that these results are higher than those of {first}.")
+    print("".join(f"{reason}\n" for reason in reasons), end="")
+
+
+def read_records(folder: Path) -> dict[str, list[Record]]:
+    """Return the records of all tasks in a folder, of jingu or of the harness."""
+    results = {name: records for name, (_, records) in read_results(folder).items()}
+    for file in sorted(folder.rglob("samples_*.jsonl")):
+        if match := _HARNESS_SAMPLES.fullmatch(file.name):
+            # Of several evaluations of a task, the newest is last.
+            results[match[1]] = _read_harness(file)
+    return results
+
+
+def _read_harness(file: Path) -> list[Record]:
+    """Return the records of the harness's samples, of which there is a line for each filter."""
+    records: dict[int, Record] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        sample = json.loads(line)
+        requests = [[*arguments.values()] for arguments in sample["arguments"].values()]
+        answers: list[dict[str, Any]] = []
+        pairs = []
+        for (response, *_), request in zip(sample["resps"], requests, strict=True):
+            if isinstance(request[-1], dict):  # generation: a context, and how its answer is generated
+                pairs.append([request[0], ""])
+                answers.append({"text": response})
+            else:
+                # Rolling likelihood has a text alone.
+                pairs.append(request if len(request) == 2 else ["", request[0]])
+                answers.append({"logprob": float(response[0] if isinstance(response, list) else response)})
+        index = sample["doc_id"]
+        record = records.setdefault(
+            index, {"index": index, "hash": None, "cluster": None, "pairs": pairs, "answers": answers, "metrics": {}}
+        )
+        record["metrics"] |= {f"{name},{sample['filter']}": sample[name] for name in sample["metrics"]}
+    return list(records.values())
+
+
+def match_records(first: Sequence[Record], second: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return the records of the same documents, by their hashes; or by their numbers, as the harness has others."""
+    key = "hash" if all(record["hash"] for record in (*first, *second)) else "index"
+    by_key = {record[key]: record for record in first}
+    return [(by_key[record[key]], record) for record in second if record[key] in by_key]
+
+
+def mean_metrics(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
+    """Return the metrics that are numbers of single documents; others, such as perplexity, are no means."""
+    if not pairs:
+        return []
+    first, second = (record["metrics"] for record in pairs[0])
+    names = [name for name in first if name in second and "perplexity" not in name]
+    return [name for name in names if all(isinstance(metrics[name], int | float) for metrics in (first, second))]
+
+
+def _compare_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> tuple[list[str], float]:
+    """Return the columns of a metric's row, and the p-value of its test."""
+    clusters = None if pairs[0][0]["cluster"] is None else [first["cluster"] for first, _ in pairs]
+    values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
+    differences = values[:, 1] - values[:, 0]
+    if clusters is None and np.isin(values, (0, 1)).all():
+        test = "McNemar"
+        p = statistics.mcnemar_p(int((differences < 0).sum()), int((differences > 0).sum()))
+    else:
+        test = "paired t"
+        p = statistics.paired_p(differences, clusters)
+    stderr = statistics.mean_stderr(differences, clusters)
+    detectable = statistics.detectable_difference(stderr)
+    return [f"{len(pairs):,}", f"{differences.mean():+.4f}", f"{stderr:.4f}", f"{detectable:.4f}", test], p
+
+
+def explain(pairs: Sequence[tuple[Record, Record]]) -> str:
+    """Return in words where two evaluations of one model begin to differ: in prompts, scores or metrics."""
+    for first, second in pairs:
+        prompts = [[tuple(pair) for pair in record["pairs"]] for record in (first, second)]
+        if prompts[0] != prompts[1]:
+            texts = ["\x1f".join(part for pair in prompt for part in pair) for prompt in prompts]
+            same = [one == other for one, other in zip(*texts, strict=False)]
+            at = [*same, False].index(False)
+            shown = " and ".join(repr(text[max(at - 20, 0) : at + 20]) for text in texts)
+            return f"the prompts differ, first in document {second['index']}: {shown}."
+    gaps = [
+        abs(one.get("logprob", 0.0) - other.get("logprob", 0.0))
+        for first, second in pairs
+        for one, other in zip(first["answers"], second["answers"], strict=False)
+    ]
+    largest = max(gaps, default=0.0)
+    if largest > _EQUAL:
+        cause = "the token ids (BOS, another tokenizer) or the weights"
+        cause = "rounding, as of another dtype" if largest < _ROUNDING else cause
+        return f"the prompts are equal, and log-probabilities differ by up to {largest:.3g}: {cause}."
+    generated = [[record["answers"][0].get("text") or "" for record in pair] for pair in pairs]
+    if any(one != other for one, other in generated):
+        return "the prompts are equal, and generated texts differ: stop strings, lengths, or rounding."
+    differences = [
+        [name for name in mean_metrics([pair]) if abs(pair[0]["metrics"][name] - pair[1]["metrics"][name]) > _EQUAL]
+        for pair in pairs
+    ]
+    names = sorted({name for group in differences for name in group})
+    if names:
+        return f"prompts and scores are equal, and {', '.join(names)} differ: the metric or its filter."
+    return "prompts, scores and metrics are equal."

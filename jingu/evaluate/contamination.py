@@ -1,0 +1,328 @@
+"""`jingu evaluate contamination`: which evaluation rows occur in training data, and what that does to scores.
+
+The n-grams of the rows go into a table; one pass over the data, in units that any number of processes share, marks
+those that occur. A row is dirty if one of its n-grams does. The finished units are written down, so that a pass that
+was killed goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jingu.config.sections.data import DataSettings
+from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
+from jingu.data.dataset_manifest import MANIFEST_NAME
+from jingu.data.permutation import Int64Array
+from jingu.data.task_pool import map_tasks
+from jingu.errors import JinguError, pluralize
+from jingu.evaluate import task_metrics
+from jingu.evaluate.evaluation import read_results
+from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, NgramTable, hash_words, text_ngrams
+from jingu.evaluate.prompts import PromptRenderer
+from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
+from jingu.evaluate.task_file import Options, TaskIndex, TaskSettings
+from jingu.formatting import print_table
+from jingu.runtime.files import read_error, write_text_atomically
+from jingu.runtime.gpus import num_usable_cores
+from jingu.text.corpus import describe_files, find_files, plan_units
+from jingu.text.document_reader import ReadCounts, Span, read_documents
+from jingu.text.tokenizer import Tokenizer
+
+PROGRESS_NAME = "progress.jsonl"
+TABLE_NAME = "hashes.npy"
+SUMMARY_NAME = "contamination.json"
+DIRTY_NAME = "dirty.jsonl"
+# A unit of a data set of token ids has about this many.
+_UNIT_TOKENS = 1 << 20
+
+
+# Documents [start, end) of a shard of a data set of token ids, with its tokenizer.
+DatasetUnit = tuple[Path, Path, int, int, int]
+Unit = DatasetUnit | tuple[Span, ...]
+
+
+def read_task_texts(task: TaskSettings) -> tuple[list[Row], list[list[str]]]:
+    """Return the documents of a task that are evaluated, and their texts to search for.
+
+    These are the task's decontamination query if it has one, or else all texts in the columns.
+    """
+    data = load_data(task, needs_shots=False)
+    query = task.doc_to_decontamination_query
+    if not query:
+        return data.rows, [list(collect_texts(row)) for row in data.rows]
+    renderer = PromptRenderer(task, data, 0)
+    return data.rows, [[str(renderer.render("doc_to_decontamination_query", row, query))] for row in data.rows]
+
+
+def contamination(
+    tasks: Sequence[str],
+    data: Sequence[str],
+    tokenizer: Path | None = None,
+    text_field: str = "text",
+    ngram: int = DEFAULT_NGRAM,
+    processes: int | None = None,
+    output: Path = Path("contamination"),
+    include: Sequence[str] | None = None,
+) -> None:
+    """Search data for the documents of tasks, print how many are dirty, and write them to a file.
+
+    Args:
+        tasks: names of tasks, groups or tags, or task files.
+        data: files and folders of a corpus, or data sets of token ids.
+        tokenizer: of the data sets of token ids.
+        text_field: of JSON Lines and tables.
+        ngram: words of an n-gram.
+        processes: None: one for each core.
+        output: folder for the progress and the results.
+        include: folders with further tasks.
+
+    Raises:
+        JinguError: a task or the data cannot be read, or no document is long enough to search for.
+    """
+    index = TaskIndex([Path(folder) for folder in include or ()])
+    names = dict.fromkeys(name for task in tasks for name in index.load(task))
+    rows_and_texts = {name: read_task_texts(index.tasks[name]) for name in names}
+    all_texts = [text for _, texts in rows_and_texts.values() for row in texts for text in row]
+    settings = DataSettings(text_field=text_field, on_error="skip", invalid_utf8="replace")
+    units, described = plan_scan(data, settings, tokenizer)
+    table = NgramTable.build(all_texts, ngram)
+    if not len(table.hashes):
+        what = f"no document of these tasks has a text of {min(ngram, MIN_WORDS)} words to search for."
+        raise JinguError(what, fix="Set --ngram to less.")
+    key = fingerprint_of([ngram, described, len(units), all_texts])
+    workers = max(1, min(processes or num_usable_cores(), len(units)))
+    matches = scan(table, units, settings, (output, key), workers)
+    # Look up every row again, now only in what occurs.
+    present = NgramTable(table.hashes[matches], table.lengths)
+    summary: dict[str, Any] = {"data": described, "tasks": {}}
+    lines: list[str] = []
+    cells: list[list[str]] = []
+    for name, (rows, texts) in rows_and_texts.items():
+        records = [_describe_row(present, row_texts, ngram) for row_texts in texts]
+        dirty = [number for number, record in enumerate(records) if record["longest"]]
+        for number in dirty:
+            place = {"task": name, "index": number, "hash": fingerprint_of([number, rows[number]])}
+            lines.append(json.dumps({**place, **records[number]}, ensure_ascii=False) + "\n")
+        too_short = sum(record["words"] == 0 for record in records)
+        counts = {"rows": len(rows), "dirty": len(dirty), "too_short": too_short}
+        summary["tasks"][name] = {"data": fingerprint_of(rows), "ngram": ngram, **counts}
+        longest = max(record["longest"] for record in records)
+        cells.append([name, *(f"{count:,}" for count in (*counts.values(), longest))])
+    write_text_atomically(output / DIRTY_NAME, "".join(lines))
+    write_text_atomically(output / SUMMARY_NAME, json.dumps(summary, ensure_ascii=False, indent=2) + "\n")
+    # A data set that jingu built remembers what it was searched for.
+    for source in described:
+        if "checksums" in source and Path(source["path"]).is_dir():
+            searches = read_searches(Path(source["path"]))
+            earlier_tasks = searches["tasks"] if searches["checksums"] == source["checksums"] else {}
+            tasks_searched = {entry["data"]: {"task": name, **entry} for name, entry in summary["tasks"].items()}
+            content = {"checksums": source["checksums"], "tasks": earlier_tasks | tasks_searched}
+            write_text_atomically(Path(source["path"]) / SUMMARY_NAME, json.dumps(content, indent=2) + "\n")
+    print_table(("task", "rows", "dirty", "too short", "longest match (words)"), cells, right=(1, 2, 3, 4))
+    print(f"\nwritten to {output}")
+
+
+def read_searches(dataset: Path) -> dict[str, Any]:
+    """Return what a data set was searched for: its checksums then, and results by the hash of a task's rows."""
+    file = dataset / SUMMARY_NAME
+    content: dict[str, Any] = {"checksums": None, "tasks": {}}
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else content
+
+
+# The pass over the data
+
+
+def plan_scan(
+    data: Sequence[str], settings: DataSettings, tokenizer: Path | None
+) -> tuple[list[Unit], list[dict[str, Any]]]:
+    """Divide data into units, and describe each source by what it contains.
+
+    Raises:
+        JinguError: there is none, or the tokenizer of a data set is missing or another one.
+    """
+    units: list[Unit] = []
+    described: list[dict[str, Any]] = []
+    for name in data:
+        path = Path(name).expanduser()
+        if not (path / MANIFEST_NAME).is_file() and not path.with_name(f"{path.name}.idx").is_file():
+            files = find_files(settings.model_copy(update={"input": name}))
+            units += plan_units(files)
+            described.append({"path": name, **describe_files(files)})
+            continue
+        if tokenizer is None:
+            fix = "Give the tokenizer that it was built with: --tokenizer FOLDER."
+            raise JinguError("this is a data set of token ids, which are searched as text.", where=path, fix=fix)
+        dataset, _ = _open_dataset(path, tokenizer)
+        for shard, reader in enumerate(dataset.readers):
+            ends = np.cumsum(reader.lengths, dtype=np.int64)
+            cuts = np.searchsorted(ends, np.arange(_UNIT_TOKENS, int(ends[-1]), _UNIT_TOKENS)) + 1
+            bounds = np.unique([0, *cuts, len(ends)]).tolist()
+            units += [(path, tokenizer, shard, *pair) for pair in pairwise(bounds)]
+        checksums = [shard.bin_xxh3 for shard in dataset.manifest.train.shards]
+        described.append({"path": name, "checksums": checksums})
+    return units, described
+
+
+@lru_cache(maxsize=2)
+def _open_dataset(path: Path, folder: Path) -> tuple[TokenDataset, Tokenizer]:
+    tokenizer = Tokenizer.load(folder)
+    dataset = open_dataset(path, "train", eos_token_id=tokenizer.eos_token_id)
+    check_tokenizer(dataset, tokenizer)
+    return dataset, tokenizer
+
+
+def scan(
+    table: NgramTable, units: Sequence[Unit], settings: DataSettings, progress: tuple[Path, str], workers: int
+) -> Int64Array:
+    """Return the numbers of the table's n-grams that occur in the units.
+
+    Args:
+        progress: a folder, and a key that says what is searched for and where. Finished units with the same key are not
+            read again.
+    """
+    folder, key = progress
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / PROGRESS_NAME
+    records = _read_progress(file, key)
+    if not records:
+        file.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+    np.save(folder / TABLE_NAME, table.hashes, allow_pickle=False)
+    matches = np.zeros(len(table.hashes), np.bool_)
+    skipped = 0
+    for record in records.values():
+        matches[record["matches"]] = True
+        skipped += record["skipped"]
+    missing = [number for number in range(len(units)) if number not in records]
+    if records:
+        print(f"resuming after {len(records):,} of {pluralize(len(units), 'unit')} of work", file=sys.stderr)
+    function = partial(_scan_unit, folder / TABLE_NAME, table.lengths, settings)
+    results = map_tasks(function, [units[number] for number in missing], workers)
+    bar = tqdm(missing, total=len(units), initial=len(records), desc="data", disable=None)
+    with file.open("a", encoding="utf-8") as stream, closing(results):
+        for number, (unit_matches, unit_skipped) in zip(bar, results, strict=True):
+            matches[unit_matches] = True
+            skipped += unit_skipped
+            record = {"unit": number, "matches": unit_matches, "skipped": unit_skipped}
+            stream.write(json.dumps(record) + "\n")
+            stream.flush()
+    file.unlink()
+    (folder / TABLE_NAME).unlink()
+    if skipped:
+        print(f"{pluralize(skipped, 'document')} could not be read, and were left out", file=sys.stderr)
+    return np.flatnonzero(matches)
+
+
+def _read_progress(file: Path, key: str) -> dict[int, dict[str, Any]]:
+    """Return what is recorded of finished units, by their numbers; nothing if the key is another."""
+    if not file.is_file():
+        return {}
+    # A process that was killed may have left half a line.
+    content = file.read_text(encoding="utf-8")
+    content = content[: content.rfind("\n") + 1]
+    first, *lines = content.splitlines() or ["{}"]
+    if json.loads(first).get("key") != key:
+        return {}
+    write_text_atomically(file, content)
+    return {record["unit"]: record for record in map(json.loads, lines)}
+
+
+@lru_cache(maxsize=1)
+def _load_table(file: Path, lengths: tuple[int, ...], _modified_ns: int) -> NgramTable:
+    # Processes share the mapped file.
+    return NgramTable(np.load(file, mmap_mode="r").view(np.ndarray), lengths)
+
+
+def _scan_unit(file: Path, lengths: tuple[int, ...], settings: DataSettings, unit: Unit) -> tuple[list[int], int]:
+    """Return the numbers of the n-grams that occur in a unit, and how many documents could not be read."""
+    table = _load_table(file, lengths, file.stat().st_mtime_ns)
+    counts = ReadCounts()
+    if isinstance(unit[0], Path):
+        path, tokenizer_path, shard, start, end = unit
+        dataset, tokenizer = _open_dataset(path, tokenizer_path)
+        texts = (tokenizer.decode(dataset.readers[shard][number].tolist()) for number in range(start, end))
+    else:
+        texts = (document.text for document in read_documents(unit, settings, counts))
+    return table.find_in_texts(texts).tolist(), len(counts.skipped) + counts.invalid
+
+
+# Results
+
+
+def _describe_row(present: NgramTable, texts: Sequence[str], n: int) -> dict[str, Any]:
+    """Return how many words a row is searched by, and its longest match: 0 words if it is clean.
+
+    A match is a part of a text all of whose n-grams occur in the data.
+    """
+    searched = 0
+    longest = 0
+    match = ""
+    for text in texts:
+        words = hash_words(text)
+        hashes, length = text_ngrams(words, n)
+        searched += len(words) if length else 0
+        # Runs of n-grams that occur begin and end where this changes.
+        occurs = np.zeros(len(hashes) + 2, np.int8)
+        occurs[present.find(hashes)[0] + 1] = 1
+        changes = np.diff(occurs)
+        starts = np.flatnonzero(changes == 1)
+        sizes = np.flatnonzero(changes == -1) - starts + length - 1
+        if len(sizes) and sizes.max() > longest:
+            first = int(starts[sizes.argmax()])
+            longest = int(sizes.max())
+            positions = [*words.starts.tolist(), len(words.text)]
+            match = words.text[positions[first] : positions[first + longest]].strip()
+    return {"words": searched, "longest": longest, "match": match}
+
+
+def compare_clean(results: Path, contamination: Path) -> None:
+    """Print the scores of an evaluation on all, clean and dirty documents.
+
+    Args:
+        results: the folder of an evaluation.
+        contamination: the folder of a search for its tasks.
+    """
+    try:
+        tasks = json.loads((contamination / SUMMARY_NAME).read_text(encoding="utf-8"))["tasks"]
+        lines = (contamination / DIRTY_NAME).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise read_error(contamination, error) from None
+    dirty = {json.loads(line)["hash"] for line in lines}
+    rows = []
+    for task, (result, records) in read_results(results).items():
+        parts = {
+            "all": records,
+            "clean": [record for record in records if record["hash"] not in dirty],
+            "dirty": [record for record in records if record["hash"] in dirty],
+        }
+        options = {task_metrics.name_of(metric): metric for metric in result["settings"].get("metric_list", [])}
+        for key in result["results"] if task in tasks else ():
+            metric = options.get(key.rpartition(",")[0], {"metric": key.rpartition(",")[0]})
+            for part, members in parts.items():
+                rows.append(
+                    [task, key.removesuffix(",none"), part, f"{len(members):,}", *_scores(metric, key, members)]
+                )
+    if not rows:
+        fix = "Search for the tasks that were evaluated."
+        raise JinguError("the two folders have no tasks in common.", where=f"{results}, {contamination}", fix=fix)
+    header = ("task", "metric", "part", "documents", "value", "stderr", "95% interval")
+    print_table(header, rows, right=(3, 4, 5))
+
+
+def _scores(metric: Options, key: str, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return value, error and interval of a metric over some documents, as cells of a table."""
+    if not records:
+        return ["", "", ""]
+    clusters = [record["cluster"] for record in records]
+    values = [record["metrics"][key] for record in records]
+    result = task_metrics.aggregate(metric, values, None if clusters[0] is None else clusters)
+    return [f"{result.value:.4f}", f"{result.stderr:.4f}", "{:.4g} to {:.4g}".format(*result.interval)]

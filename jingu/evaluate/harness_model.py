@@ -1,0 +1,75 @@
+"""jingu as a model of lm-evaluation-harness: importing this module registers `--model jingu`.
+
+`python -m jingu.evaluate.harness_model run --model jingu --model_args pretrained=MODEL ...` runs the harness with it.
+MODEL is anything that jingu reads; `precision` (fp32) and `device` (auto) are further arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from jingu.config.sections.parallel import DeviceType
+from jingu.evaluate.scoring import AnswerCache, Scorer, generation_request
+from jingu.evaluate.task_file import TaskSettings
+from jingu.infer.engine import Engine
+from jingu.infer.inference_model import Precision, load
+
+
+@register_model("jingu")
+class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
+    """A model that jingu's engine computes. Its batches need no size: it packs tokens of many requests.
+
+    Args:
+        pretrained: a run, a step of a run, a Hugging Face folder or a GGUF file.
+        batch_size, max_batch_size: ignored; the harness passes them to every model.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        precision: Precision = "fp32",
+        device: str | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        super().__init__()
+        place: DeviceType = "auto"
+        if device is not None:
+            place = "cuda" if device.startswith("cuda") else "cpu"
+        self._scorer = Scorer(Engine(load(Path(pretrained), precision, place)), AnswerCache(None))
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Return for each (context, continuation) its log-probability, and whether greedy decoding gives it."""
+        answers = self._scorer.score([request.args for request in requests])
+        return [(answer.logprob, answer.is_greedy) for answer in answers]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Return the log-probability of each text."""
+        return [answer.logprob for answer in self._scorer.score_texts([request.args[0] for request in requests])]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Return the text that follows each context, by its own arguments of generation."""
+        texts = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        # Requests with the same arguments share batches.
+        for numbers in groups.values():
+            settings = TaskSettings(task="lm-eval", generation_kwargs=requests[numbers[0]].args[1])
+            contexts = [requests[number].args[0] for number in numbers]
+            for number, (answer,) in zip(
+                numbers, self._scorer.generate(contexts, generation_request(settings)), strict=True
+            ):
+                texts[number] = answer.text
+        return texts
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,207 @@
+"""Held-out tasks: what a mixture must not contain, and whether the record of a model proves that it did not.
+
+Tasks belong together if they are in one task cluster or in related ones, share a source, a row (its words, or 13 of
+them in a row), or a template (up to one word). A mixture may not contain anything that belongs together with a
+held-out task, not even through other tasks. What was checked is written into the record of the data set, and from there
+into that of every model trained on it (`jingu.formats.provenance`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jingu.errors import JinguError
+from jingu.evaluate.contamination import read_searches
+from jingu.evaluate.ngrams import DEFAULT_NGRAM, Uint64Array, hash_words
+from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
+from jingu.evaluate.task_file import TaskIndex, TaskSettings
+from jingu.formats.provenance import Record
+
+# Shorter rows are equal by chance, and shorter templates are everybody's.
+MIN_ROW_WORDS = 5
+MIN_TEMPLATE_WORDS = 5
+_SLOT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TaskProfile:
+    """What tells that tasks belong together.
+
+    Attributes:
+        templates: the words of its templates, without their slots.
+        data: a hash of its rows in their order; empty without rows.
+    """
+
+    task: str
+    cluster: str | None
+    related: frozenset[str]
+    sources: frozenset[str]
+    templates: tuple[tuple[str, ...], ...]
+    rows: Sequence[Row]
+    data: str
+
+    @cached_property
+    def hashes(self) -> Uint64Array:
+        """Sorted hashes of its rows, and of their n-grams."""
+        parts = [np.zeros(0, np.uint64)]
+        for row in self.rows:
+            words = hash_words("\n".join(collect_texts(row)))
+            parts.append(words.ngrams(DEFAULT_NGRAM))
+            if len(words) >= MIN_ROW_WORDS:
+                # The sum over words does not depend on the order of the columns.
+                parts.append(words.ngrams(1).sum(keepdims=True))
+        return np.unique(np.concatenate(parts))
+
+
+def profile_task(task: TaskSettings, rows: Sequence[Row]) -> TaskProfile:
+    """Return the profile of a task with these rows."""
+    metadata = task.metadata
+    variants = [task.model_dump(include={"doc_to_text", "description"}), *metadata.get("templates", {}).values()]
+    templates = [
+        tuple(re.findall(r"\w+", _SLOT.sub(" ", text).casefold()))
+        for variant in variants
+        for text in (variant.get("doc_to_text"), variant.get("description"))
+        if isinstance(text, str)
+    ]
+    return TaskProfile(
+        task.task,
+        metadata.get("task_cluster"),
+        frozenset(metadata.get("related_clusters", ())),
+        frozenset(metadata.get("sources", ())),
+        tuple(dict.fromkeys(words for words in templates if len(words) >= MIN_TEMPLATE_WORDS)),
+        rows,
+        fingerprint_of(rows) if rows else "",
+    )
+
+
+def shared(first: TaskProfile, second: TaskProfile) -> str:
+    """Return what two tasks share, in words; empty if they have nothing to do with each other."""
+    if first.task.partition("@")[0] == second.task.partition("@")[0]:
+        return "they are the same task"
+    if first.cluster is not None and first.cluster == second.cluster:
+        return f"both are in the task cluster {first.cluster}"
+    if first.cluster in second.related or second.cluster in first.related:
+        return f"the task clusters {first.cluster} and {second.cluster} are related"
+    if sources := first.sources & second.sources:
+        return f"both come from {', '.join(sorted(sources))}"
+    if count := len(np.intersect1d(first.hashes, second.hashes, assume_unique=True)):
+        return f"they share rows, or {DEFAULT_NGRAM} words of rows, {count:,} in all"
+    for one in first.templates:
+        for other in second.templates:
+            if _differ_by_one_word(one, other):
+                return f"both have the template “{' '.join(one)}”, up to one word"
+    return ""
+
+
+def _differ_by_one_word(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Return whether at most one word is added, left out or replaced."""
+    start = 0
+    while start < min(len(first), len(second)) and first[start] == second[start]:
+        start += 1
+    rest = (first[start:], second[start:])
+    if rest[0] == rest[1]:
+        return True
+    return rest[0][1:] in rest or rest[1][1:] == rest[0] or rest[0][1:] == rest[1][1:]
+
+
+def check_held_out(
+    training: Sequence[TaskProfile], index: TaskIndex, names: Sequence[str], where: Path
+) -> list[dict[str, Any]]:
+    """Return the record of the tasks that a mixture holds out.
+
+    Args:
+        names: of tasks, groups or tags, or task clusters.
+
+    Raises:
+        JinguError: the mixture contains something that belongs together with one of them; which and why.
+    """
+    held_out = [profile_task(*item) for name in names for item in _read_held_out(index, name)]
+    # What belongs together with a task that was reached is reached too.
+    remaining = list(training)
+    leaks = []
+    for reached in (queue := list(held_out)):
+        for profile in list(remaining):
+            if reason := shared(reached, profile):
+                leaks.append(f"{profile.task} with {reached.task} ({reason})")
+                remaining.remove(profile)
+                queue.append(profile)
+    if leaks:
+        what = f"the mixture contains what belongs together with held-out tasks: {'; '.join(leaks)}."
+        raise JinguError(what, where=where, fix="Remove these tasks from the mixture, or from held_out.")
+    return [
+        {"task": item.task, "data": item.data, "templates": [*map(list, item.templates)]}
+        for item in held_out
+        if item.data
+    ]
+
+
+def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, list[Row]]]:
+    """Yield tasks and their documents, by the name of a task, group, tag or task cluster."""
+    cluster = [] if name in index.files else index.task_clusters.get(name, [])
+    for task in [] if cluster else index.load(name):
+        yield index.tasks[task], load_data(index.tasks[task], needs_shots=False).rows
+    for task in (task for member in cluster for task in index.load(member)):
+        try:
+            yield index.tasks[task], load_data(index.tasks[task], needs_shots=False).rows
+        except JinguError:
+            # Without data, a task stands for its cluster, sources and templates alone.
+            yield index.tasks[task], []
+
+
+def describe_evidence(record: Record | None, task: TaskSettings, rows: Sequence[Row]) -> str:
+    """Return "held out" if the records of a model and of all its ancestors prove it, and otherwise why not.
+
+    Args:
+        record: of the model, by `jingu.formats.provenance`.
+        rows: documents of the task that are evaluated.
+    """
+    profile = profile_task(task, rows)
+    name = "the model"
+    while record is not None:
+        for data in record["data"]:
+            check = _check_text if data["mixture"] is None else _check_mixture
+            if problem := check(data, profile):
+                return problem.format(model=name)
+        if record["initial"] is None:
+            return "held out"
+        name = record["initial"]["model"]
+        record = record["initial"]["record"]
+    return f"not proved: there is no record of what {name} was trained on"
+
+
+def _check_mixture(data: Record, profile: TaskProfile) -> str:
+    """Return what keeps a mixture from proving that it does not contain a task."""
+    mixture = data["mixture"]
+    own = profile.task.partition("@")[0]
+    for other in mixture["tasks"]:
+        if other["task"].partition("@")[0] == own:
+            return f"not held out: {{model}} was trained on {other['task']}"
+        if profile.cluster is not None and other["cluster"] == profile.cluster:
+            return f"not held out: {{model}} was trained on {other['task']}, of the same task cluster"
+    locks = [lock for lock in mixture["held_out"] if lock["data"] == profile.data]
+    if not locks:
+        return f"not proved: {{model}} was trained on the mixture {mixture['name']}, which does not hold it out"
+    if not {tuple(words) for lock in locks for words in lock["templates"]} >= set(profile.templates):
+        return f"not proved: the mixture {mixture['name']} was not compared with this template"
+    return ""
+
+
+def _check_text(data: Record, profile: TaskProfile) -> str:
+    """Return what keeps text from proving it: rows that occur in it, or that nobody searched for them."""
+    where = f"{data['path']}, which {{model}} was trained on"
+    searches = read_searches(Path(data["path"]))
+    search = searches["tasks"].get(profile.data) if searches["checksums"] == data["checksums"] else None
+    if search is None or search["ngram"] > DEFAULT_NGRAM:
+        return f"not proved: {where}, was not searched for it (jingu evaluate contamination)"
+    if search["dirty"]:
+        return f"not held out: {search['dirty']:,} of its rows occur in {where}"
+    if search["too_short"]:
+        return f"not proved: {search['too_short']:,} of its rows are too short to search for in {where}"
+    return ""

@@ -1,0 +1,165 @@
+"""Judges: a model says which of two answers is better.
+
+It is asked in both orders, as judges prefer a position (Zheng et al., 2023); verdicts that disagree are a tie.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jingu.errors import JinguError
+from jingu.evaluate import statistics
+from jingu.evaluate.comparison import match_records
+from jingu.evaluate.evaluation import read_results
+from jingu.evaluate.scoring import AnswerCache, Scorer, model_fingerprint
+from jingu.evaluate.task_data import fingerprint_of
+from jingu.formats.models import open_model
+from jingu.formatting import print_table
+from jingu.infer.generate import InferenceOptions
+from jingu.runtime.files import write_text_atomically
+
+Verdict = Literal["A", "B"] | None
+# Returns the verdict on each prompt; None if the judge gives none.
+Judge = Callable[[Sequence[str]], list[Verdict]]
+TEMPLATE = """Two answers to the same request are below. Judge which one is better: correct, complete and to the point.
+
+[Request]
+{prompt}
+
+[Answer A]
+{first}
+
+[Answer B]
+{second}
+
+Reply with one letter, A or B.
+The better answer is"""
+_TIMEOUT_SECONDS = 120.0
+
+
+def judge(
+    first: Path, second: Path, by: str, inference: InferenceOptions, name: str = "", output: Path | None = None
+) -> None:
+    """Let a model judge the generated answers of two others; print and write the result.
+
+    Args:
+        first: folder with the results of a model, of tasks that generate.
+        second: folder with those of the other one.
+        by: the judge: a model, or the URL of a server with OpenAI's protocol, up to `/v1`.
+        name: of the model on the server.
+        output: file for all verdicts; None: `judged.json` in the second folder.
+
+    Raises:
+        JinguError: the folders have no answers in common, or the judge cannot be asked.
+    """
+    # 1. The answers of both to the same documents.
+    pairs = []
+    results = [read_results(folder) for folder in (first, second)]
+    for task in sorted(results[0].keys() & results[1].keys()):
+        matches = match_records(results[0][task][1], results[1][task][1])
+        pairs += [(task, *match) for match in matches if all(record["answers"][0]["text"] for record in match)]
+    if not pairs:
+        fix = "Give folders with results of the same tasks of type generate_until."
+        raise JinguError("the two folders have no generated answers in common.", where=f"{first}, {second}", fix=fix)
+    # 2. Verdicts in both orders.
+    if by.startswith(("http://", "https://")):
+        ask = server_judge(by, name)
+        identity = f"{by} {name}"
+    else:
+        ask, identity = _local_judge(Path(by), inference)
+    items = [(one["pairs"][0][0], one["answers"][0]["text"], other["answers"][0]["text"]) for _, one, other in pairs]
+    verdicts = judge_pairs(items, ask)
+    # 3. What they mean.
+    summary = summarize(verdicts)
+    rows = [[key.replace("_", " "), f"{value:.4g}"] for key, value in summary.items()]
+    print_table(("of the second model", "value"), rows, right=(1,))
+    records = [
+        {"task": task, "index": one["index"], "verdicts": both}
+        for (task, one, _), both in zip(pairs, verdicts, strict=True)
+    ]
+    about = {"judge": identity, "template": fingerprint_of(TEMPLATE), "first": str(first), "second": str(second)}
+    target = output or second / "judged.json"
+    write_text_atomically(target, json.dumps({**about, "summary": summary, "records": records}, indent=2) + "\n")
+    print(f"\nwritten to {target}")
+
+
+def judge_pairs(items: Sequence[tuple[str, str, str]], ask: Judge) -> list[tuple[Verdict, Verdict]]:
+    """Return the verdicts on pairs (prompt, first answer, second answer): in this order, and with the answers
+    exchanged; A is the answer that comes first in the judge's prompt."""
+    prompts = [
+        TEMPLATE.format(prompt=prompt, first=one, second=other)
+        for prompt, first, second in items
+        for one, other in ((first, second), (second, first))
+    ]
+    verdicts = ask(prompts)
+    return list(zip(verdicts[::2], verdicts[1::2], strict=True))
+
+
+def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
+    """Return the win rate of the second answers, ties being half a win, with its error and its test; the share of
+    pairs whose verdict flips with their order, and that of verdicts for the answer that comes first."""
+    outcomes: dict[tuple[Verdict, Verdict], float] = {("A", "B"): 0.0, ("B", "A"): 1.0}
+    values = np.array([outcomes.get(both, 0.5) for both in verdicts])
+    wins = int((values == 1).sum())
+    losses = int((values == 0).sum())
+    low, high = statistics.mean_interval(values)
+    valid = [verdict for both in verdicts for verdict in both if verdict is not None]
+    return {
+        "win_rate": float(values.mean()),
+        "stderr": statistics.mean_stderr(values),
+        "interval_low": low,
+        "interval_high": high,
+        "wins": wins,
+        "ties": len(values) - wins - losses,
+        "losses": losses,
+        "p": statistics.mcnemar_p(losses, wins),
+        "flip_rate": sum(first == second is not None for first, second in verdicts) / len(verdicts),
+        # Half of them, if the judge has no preference for a position.
+        "first_position_rate": valid.count("A") / len(valid) if valid else 0.5,
+        "without_verdict": 2 * len(verdicts) - len(valid),
+    }
+
+
+def _local_judge(model: Path, inference: InferenceOptions) -> tuple[Judge, str]:
+    """Return a judge that takes the more probable letter, and the fingerprint of its model."""
+    inference_model = inference.load(model)
+    scorer = Scorer(inference.make_engine(inference_model), AnswerCache(None))
+    digest = model_fingerprint(open_model(model), inference_model.tokenizer, inference.precision)
+
+    def ask(prompts: Sequence[str]) -> list[Verdict]:
+        answers = scorer.score([(prompt, letter) for prompt in prompts for letter in (" A", " B")])
+        return [
+            "A" if first.logprob > second.logprob else "B"
+            for first, second in zip(answers[::2], answers[1::2], strict=True)
+        ]
+
+    return ask, digest
+
+
+def server_judge(url: str, name: str) -> Judge:
+    """Return a judge behind OpenAI's protocol: its answer at temperature 0, of which the first lone letter counts."""
+
+    def ask_once(prompt: str) -> Verdict:
+        message = {"role": "user", "content": prompt}
+        body: dict[str, Any] = {"model": name, "messages": [message], "temperature": 0, "seed": 0, "max_tokens": 64}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as reply:
+                text = json.loads(reply.read())["choices"][0]["message"]["content"]
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            fix = "Check the address, which ends in /v1, and the model's --name."
+            raise JinguError(f"the judge does not answer ({error}).", where=url, fix=fix) from None
+        match = re.search(r"\b[AB]\b", text)
+        if match is None:
+            return None
+        return "A" if match[0] == "A" else "B"
+
+    return lambda prompts: [ask_once(prompt) for prompt in prompts]

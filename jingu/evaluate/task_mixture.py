@@ -1,0 +1,214 @@
+"""Training data from tasks: a mixture of task files, rendered as rows of prompts and answers.
+
+Sample j of a mixture is a pure function of j: which task and template it comes from (the quotas of
+`jingu.data.mixture`), which document (a `Permutation` for each epoch), and which shots (hashed from the document and
+the epoch). Rates follow seqio (Roberts et al., 2022), caps for each template FLAN (Longpre et al., 2023).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from jingu.data.mixture import plan_mixture
+from jingu.data.permutation import Permutation, random_uint64
+from jingu.errors import JinguError, pluralize
+from jingu.evaluate.held_out import check_held_out, profile_task
+from jingu.evaluate.prompts import PromptRenderer
+from jingu.evaluate.task_data import Row, TaskData, fingerprint_of, read_training_rows
+from jingu.evaluate.task_file import TaskIndex, TaskSettings
+from jingu.runtime.files import read_error, write_text_atomically
+
+
+class MixtureModel(BaseModel):
+    """A part of a mixture's file; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Member(MixtureModel):
+    """A task (or group, tag, NAME@TEMPLATE), or the file of another mixture, and its share.
+
+    Attributes:
+        rate: of all its tasks together; null: the sum of their own.
+    """
+
+    task: str | None = None
+    mixture: str | None = None
+    rate: PositiveFloat | None = None
+
+
+class MixtureSettings(MixtureModel):
+    """A mixture's file. Of a mixture within another one, only members, their rates and `held_out` count.
+
+    Attributes:
+        samples: rows to make; null: as many as the tasks have, up to their caps.
+        num_fewshot: numbers of shots, one of which is drawn for each row.
+        form: completion (for base models), or messages (which a chat template renders).
+        scale, maximum, temperature: a task with n documents has the rate min(n · scale, maximum)^(1 / temperature).
+        max_per_template: documents that each template of a task is used for.
+        include: folders with further tasks.
+        held_out: tasks, groups, tags, or task clusters that nothing in the mixture may be related to.
+    """
+
+    mixture: str
+    members: list[Member] = Field(min_length=1)
+    samples: PositiveInt | None = None
+    num_fewshot: list[int] = [0]
+    form: Literal["completion", "messages"] = "completion"
+    scale: PositiveFloat = 1.0
+    maximum: PositiveFloat | None = None
+    temperature: PositiveFloat = 1.0
+    max_per_template: PositiveInt | None = None
+    include: list[str] = []
+    held_out: list[str] = []
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The documents of a task with one of its templates."""
+
+    task: TaskSettings
+    rows: list[Row]
+    size: int
+    seed: int
+
+    @cached_property
+    def renderer(self) -> PromptRenderer:
+        return PromptRenderer(self.task, TaskData(self.rows, self.rows, excludes_own=True), 0)
+
+    @property
+    def key(self) -> int:
+        """A number that stands for the task, whatever else is in the mixture."""
+        return int.from_bytes(blake2b(self.task.task.encode(), digest_size=6).digest(), "little")
+
+    def render(self, number: int, form: str, num_fewshot: list[int]) -> dict[str, Any]:
+        """Return the training row of a number among the stream's samples."""
+        epoch, position = divmod(number, self.size)
+        # The cap leaves the same documents in every epoch.
+        if self.size < len(self.rows):
+            position = int(Permutation(self.size, self.seed, epoch, self.key, 1)(np.array([position]))[0])
+            epoch = 0
+        index = int(Permutation(len(self.rows), self.seed, epoch, self.key)(np.array([position]))[0])
+        random = Random(int(random_uint64("mixture", 1, self.seed, self.key, number)[0]))
+        row = self.rows[index]
+        shots = random.choice(num_fewshot)
+        # Some more than are needed, in case that the document or copies of it are among them.
+        places = random.sample(range(len(self.rows)), min(len(self.rows), 2 * shots + 1))
+        shot_rows = [self.rows[place] for place in places if self.rows[place] != row][:shots]
+        sample = self.renderer.render_sample(index, row, shot_rows)
+        context, answer = sample.pairs[sample.gold[0] if self.task.output_type == "multiple_choice" else 0]
+        if self.task.output_type == "generate_until":
+            answer = self.task.target_delimiter + sample.gold[0]
+        about = {"task": self.task.task, "index": index, "shots": len(shot_rows)}
+        if not context:
+            return {"text": answer, **about}
+        if form == "messages":
+            turns = (("user", context.strip()), ("assistant", answer.strip()))
+            return {"messages": [{"role": role, "content": content} for role, content in turns], **about}
+        return {"prompt": context, "completion": answer, **about}
+
+
+def _read_settings(file: Path) -> MixtureSettings:
+    """Read a mixture's file. Raises JinguError."""
+    try:
+        return MixtureSettings.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise read_error(file, error) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise JinguError(f"it is not YAML: {' '.join(str(error).split())}.", where=file, fix="Correct it.") from None
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        raise JinguError(f"this is not a mixture: {'; '.join(problems)}.", where=file, fix="Correct it.") from None
+
+
+class TaskMixture:
+    """A mixture of tasks, with all their documents.
+
+    Raises:
+        JinguError: a file is wrong, a task has no training split, or the mixture is related to what it holds out.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.settings = _read_settings(file)
+        self.index = TaskIndex([file.parent / folder for folder in self.settings.include])
+        self._rows: dict[str, list[Row]] = {}
+        self._held_out: list[str] = []
+        rates = self._expand(file, self.settings, ())
+        self.streams = [
+            _Stream(self.index.tasks[name], self._rows[name], self._size(name), self.settings.seed) for name in rates
+        ]
+        self.mixture = plan_mixture([(0, [*rates.values()])], [None] * len(rates))
+        self.rates = rates
+        self._profiles = [profile_task(stream.task, stream.rows) for stream in self.streams]
+        self.held_out = check_held_out(self._profiles, self.index, self._held_out, file)
+
+    def _size(self, name: str) -> int:
+        """Return how many documents of a task are used."""
+        return min(len(self._rows[name]), self.settings.max_per_template or len(self._rows[name]))
+
+    def _expand(self, file: Path, settings: MixtureSettings, parents: tuple[Path, ...]) -> dict[str, float]:
+        """Return the rate of each task; one that several members name has the sum."""
+        if file.resolve() in parents:
+            raise JinguError("this mixture contains itself.", where=file, fix="Remove it from its members.")
+        self._held_out += settings.held_out
+        rates: dict[str, float] = {}
+        for member in settings.members:
+            if member.mixture is not None:
+                inner = file.parent / member.mixture
+                shares = self._expand(inner, _read_settings(inner), (*parents, file.resolve()))
+            elif member.task is not None:
+                path, at, template = member.task.partition("@")
+                # Task files are relative to the mixture's.
+                path = str(file.parent / path) if path.endswith((".yaml", ".yml")) else path
+                names = self.index.load(f"{path}{at}{template}")
+                shares = {name: self._natural_rate(name, settings) for name in names}
+            else:
+                raise JinguError("a member of this mixture has neither task nor mixture.", where=file, fix="Name one.")
+            factor = 1.0 if member.rate is None else member.rate / sum(shares.values())
+            for name, share in shares.items():
+                rates[name] = rates.get(name, 0.0) + share * factor
+        return rates
+
+    def _natural_rate(self, name: str, settings: MixtureSettings) -> float:
+        if name not in self._rows:
+            self._rows[name] = rows = read_training_rows(self.index.tasks[name])
+            if max(settings.num_fewshot) >= len(rows):
+                what = f"{max(settings.num_fewshot)} shots are requested, but {name} has only {len(rows) - 1} other "
+                raise JinguError(f"{what}documents.", where=settings.mixture, fix="Set num_fewshot to less.")
+        scaled = self._size(name) * settings.scale
+        return float(min(scaled, settings.maximum or scaled) ** (1 / settings.temperature))
+
+    def __len__(self) -> int:
+        return self.settings.samples or sum(stream.size for stream in self.streams)
+
+    def render(self, samples: range) -> Iterator[dict[str, Any]]:
+        """Yield samples of the mixture as training rows."""
+        stream_ids, numbers = self.mixture.locate(np.array(samples, np.int64))
+        for stream_id, number in zip(stream_ids.tolist(), numbers.tolist(), strict=True):
+            yield self.streams[stream_id].render(number, self.settings.form, self.settings.num_fewshot)
+
+    def write(self, file: Path) -> dict[str, Any]:
+        """Write all samples as JSON Lines, print where they come from, and return the receipt."""
+        lines = (json.dumps(row, ensure_ascii=False) for row in self.render(range(len(self))))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(f"{line}\n" for line in lines)
+        write_text_atomically(file, text)
+        print(f"mixture {self.settings.mixture}: {pluralize(len(self), 'row')} in {file}")
+        for stream, count in zip(self.streams, self.mixture.counts(len(self)), strict=True):
+            unused = len(stream.rows) - min(stream.size, count)
+            used = f"{pluralize(count, 'row')}, {count / stream.size:.2f} epochs"
+            print(f"  {stream.task.task}: {used}, {unused:,} of {len(stream.rows):,} documents unused")
+        tasks = [{"task": profile.task, "cluster": profile.cluster} for profile in self._profiles]
+        return {"name": self.settings.mixture, "hash": fingerprint_of(text), "tasks": tasks, "held_out": self.held_out}

@@ -1,0 +1,192 @@
+"""Metrics of generated texts: overlap with right answers, with Chinese by characters or words, and code that runs."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+from functools import cache, lru_cache
+from typing import Any
+
+from jingu.errors import JinguError
+from jingu.evaluate.prompts import compile_template
+from jingu.evaluate.task_data import Row
+from jingu.evaluate.task_file import Options
+from jingu.runtime.sandbox import Limits, SandboxError, run_python
+from jingu.text.corpus_file import import_optional
+
+Split = Callable[[str], list[str]]
+
+# A Chinese or Japanese character; or a word of other letters and digits.
+_CHARACTER = r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
+_TOKEN = re.compile(rf"{_CHARACTER}|(?:(?!{_CHARACTER})\w)+")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+DISTINCT = {"distinct1": 1, "distinct2": 2, "distinct3": 3}
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+def has_chinese(text: str) -> bool:
+    """Return whether a text has characters that do not stand between spaces."""
+    return re.search(_CHARACTER, text) is not None
+
+
+def split_characters(text: str) -> list[str]:
+    """Return the words of a text in lower case, each Chinese character by itself, without punctuation."""
+    return _TOKEN.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+@cache
+def split_function(name: str) -> Split:
+    """Return how a text is split: `char`, Chinese by characters, or `jieba`, Chinese by words."""
+    if name == "jieba":
+        jieba = import_optional("jieba", "tokenize: jieba", "metric_list")
+        return lambda text: [word for word in jieba.lcut(text.lower()) if _TOKEN.search(word)]
+    if name != "char":
+        raise JinguError(f"there is no tokenize {name}.", where="metric_list", fix="Use char or jieba.")
+    return split_characters
+
+
+# Overlap with one right answer
+
+
+def normalize_squad(text: str) -> str:
+    """Return a text as SQuAD compares it (Rajpurkar et al., 2016): lower case, no punctuation, no English articles."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _f1_of(overlap: int, gold: int, predicted: int) -> float:
+    return 2 * overlap / (gold + predicted) if overlap else 0.0
+
+
+def squad_f1(gold: str, text: str) -> float:
+    """Return the F1 of the words of an answer, as SQuAD counts them."""
+    gold_words = normalize_squad(gold).split()
+    words = normalize_squad(text).split()
+    if not gold_words or not words:
+        return float(gold_words == words)
+    return _f1_of((Counter(gold_words) & Counter(words)).total(), len(gold_words), len(words))
+
+
+def cmrc_f1(gold: str, text: str) -> float:
+    """Return the F1 of the longest common run of characters and words, as CMRC 2018 counts it (Cui et al., 2019)."""
+    gold_tokens = split_characters(gold)
+    tokens = split_characters(text)
+    match = SequenceMatcher(None, gold_tokens, tokens, autojunk=False).find_longest_match()
+    return _f1_of(match.size, len(gold_tokens), len(tokens))
+
+
+OVERLAPS: dict[str, Callable[[str, str], float]] = {
+    "squad_exact_match": lambda gold, text: float(normalize_squad(gold) == normalize_squad(text)),
+    "squad_f1": squad_f1,
+    "cmrc_exact_match": lambda gold, text: float(split_characters(gold) == split_characters(text)),
+    "cmrc_f1": cmrc_f1,
+}
+
+
+@cache
+def rouge_scorer(name: str, tokenize: str | None) -> Any:
+    """Return a metric of rouge-score. Its own tokenizer drops all but ASCII; LCSTS (Hu et al., 2015) takes `char`."""
+    scorers = import_optional("rouge_score.rouge_scorer", f"the metric {name}", "metric_list")
+    return scorers.RougeScorer([name], tokenizer=None if tokenize is None else _Tokenizer(split_function(tokenize)))
+
+
+def rouge(gold: Sequence[str], text: str, metric: Options) -> float:
+    """Return the best ROUGE F1 over the right answers (Lin, 2004)."""
+    scorer = rouge_scorer(metric["metric"], metric.get("tokenize"))
+    return float(scorer.score_multi(list(gold), text)[metric["metric"]].fmeasure)
+
+
+class _Tokenizer:
+    """A split function as rouge-score calls it."""
+
+    def __init__(self, split: Split) -> None:
+        self.tokenize = split
+
+
+def count_labels(gold: Sequence[str], text: str, metric: Options) -> tuple[int, int]:
+    """Return twice the number of labels that are right, and the number of right and of predicted labels together.
+
+    An answer is a list of labels with `separator` (a comma) between them; so is a right answer, unless there are
+    several. The ratio of the sums over documents is the micro-averaged F1.
+    """
+    separator = metric.get("separator", ",")
+
+    def labels(texts: Sequence[str]) -> set[str]:
+        return {label.strip() for part in texts for label in part.split(separator)} - {""}
+
+    right = labels(gold)
+    predicted = labels([text])
+    return 2 * len(right & predicted), len(right) + len(predicted)
+
+
+def parse_number(text: str) -> float:
+    """Return the first number in a text; 0 if there is none."""
+    match = re.search(r"-?\d+(?:\.\d+)?", text)
+    return float(match[0]) if match else 0.0
+
+
+def distinct_ratio(texts: Sequence[str], size: int) -> float:
+    """Return the share of different n-grams among all of some texts (Li et al., 2016)."""
+    ngrams: Counter[tuple[str, ...]] = Counter()
+    for text in texts:
+        tokens = split_characters(text)
+        ngrams.update(zip(*(tokens[start:] for start in range(size)), strict=False))
+    return len(ngrams) / max(ngrams.total(), 1)
+
+
+# Code
+
+
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """Return the probability that one of k answers is right, of which some were drawn (Chen et al., 2021)."""
+    return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
+
+
+def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:
+    """Return how many answers pass their tests, in a sandbox: programs that run to their end.
+
+    Args:
+        metric: its `program` is a Jinja template of the document's columns and `answer`; `timeout` is in seconds.
+    """
+    programs = [compile_template(metric["program"]).render(**row, answer=text) for text in texts]
+    try:
+        return sum(_passes(program, float(metric.get("timeout", 5))) for program in programs)
+    except SandboxError as error:
+        fix = "Allow unprivileged user namespaces, or evaluate elsewhere."
+        raise JinguError(f"code cannot be isolated on this machine ({error}).", where="pass@k", fix=fix) from None
+
+
+@lru_cache(1 << 12)
+def _passes(program: str, seconds: float) -> bool:
+    # Equal answers, and those of several metrics, are run once.
+    return run_python(program, Limits(seconds=seconds))
+
+
+# Metrics of a whole corpus
+
+
+def corpus_scorer(metric: Options) -> Any:
+    """Return a metric of sacrebleu. For Chinese, BLEU needs `tokenize: zh`."""
+    name = metric["metric"]
+    sacrebleu = import_optional("sacrebleu", f"the metric {name}", "metric_list")
+    if name == "bleu":
+        return sacrebleu.BLEU(tokenize=metric.get("tokenize"))
+    return sacrebleu.TER() if name == "ter" else sacrebleu.CHRF(word_order=2 if name == "chrf++" else 0)
+
+
+def score_corpus(metric: Options, pairs: Sequence[tuple[Sequence[str], str]]) -> tuple[float, str]:
+    """Return a metric of right texts and generated ones, and its signature: what it depends on."""
+    texts = [text for _, text in pairs]
+    if metric["metric"] in DISTINCT:
+        return distinct_ratio(texts, DISTINCT[metric["metric"]]), "words, Chinese by characters"
+    scorer = corpus_scorer(metric)
+    # All documents need equally many references: the last one stands for those that are missing.
+    most = max(len(gold) for gold, _ in pairs)
+    references = [[gold[min(number, len(gold) - 1)] for gold, _ in pairs] for number in range(most)]
+    score = float(scorer.corpus_score(texts, references).score)
+    return score, str(scorer.get_signature())

@@ -1,0 +1,104 @@
+"""Attention of whole rows in the operations of generation, on operands of the same sizes, with gradients.
+
+Kernels sum in an order that depends on the sizes of their operands. A training forward with this in the place of a KV
+cache computes the very numbers that the engine has computed token by token, where a row's result depends on nothing
+but the sizes of operands; see `jingu.infer.attention_backend`.
+
+Shapes: B rows, T tokens, H query heads, G KV heads, K head dim, N = B sequences, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, GatherBackend, attend_padded
+from jingu.infer.kv_cache import PagedKVCache, pad_heads
+from jingu.model.decoder import Decoder
+from jingu.model.inputs import LayerKVCache
+from jingu.model.spec import ModelSpec
+
+
+class RowAttention(PagedKVCache):
+    """Stores nothing: each token attends to the tokens of its row up to itself. Implements `KVCache`."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self.rows = GatherBackend(spec)
+        super().__init__(spec, 0, KV_SPAN, device, self.rows)
+
+    def layer(self, number: int) -> LayerKVCache:  # type: ignore[override]
+        return _LayerRowAttention(self.rows)
+
+
+class _LayerRowAttention(LayerKVCache):
+    def __init__(self, backend: GatherBackend) -> None:
+        self._backend = backend
+
+    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
+        rows, tokens, heads, head_dim = q_BTHK.shape
+        scale = head_dim**-0.5 if scale is None else scale
+        q_BTHK, k_BTGK, v_BTGK = pad_heads(q_BTHK), pad_heads(k_BTGK), pad_heads(v_BTGK)
+        spans = []
+        for begin in range(0, tokens, KV_SPAN):
+            end = min(begin + KV_SPAN, tokens)
+            # Keys up to the next whole span: zeros, as in blocks that nothing is written to.
+            padding = (0, 0, 0, 0, 0, begin + KV_SPAN - end)
+            k_NGSK = F.pad(k_BTGK[:, :end], padding).transpose(1, 2)
+            v_NGSK = F.pad(v_BTGK[:, :end], padding).transpose(1, 2)
+            positions_NQ = torch.arange(begin, end, device=q_BTHK.device).expand(rows, -1)
+            group = AttentionGroup(rows, end - begin, slice(0), torch.empty(0), None, positions_NQ, range(0))
+            head_range = range(first_head, first_head + heads)
+            bias = self._backend.bias(group, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
+            y_BXHK = q_BTHK.new_zeros(1, rows * (end - begin), heads, q_BTHK.shape[3])
+            attend_padded(y_BXHK, q_BTHK[:, begin:end].reshape(y_BXHK.shape), k_NGSK, v_NGSK, bias, scale)
+            spans.append(y_BXHK.view(rows, end - begin, heads, -1))
+        return torch.cat(spans, 1)[..., :head_dim]
+
+    def tokens(self, rows: int) -> int:
+        return rows
+
+    def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
+        raise NotImplementedError("there is no encoder")
+
+    def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
+        raise NotImplementedError("there is no encoder")
+
+
+class _WithValue(torch.autograd.Function):
+    """The value of the second tensor, with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream[0], None
+
+
+def compute_as_in_generation(model: Decoder) -> None:
+    """Let the blocks and the norm of a model, in training, return what they compute without gradients.
+
+    Some operations differ between the two by rounding. Gradients are those of training.
+    """
+    for module in (*model.blocks, model.embedding_norm, model.norm):
+        if module is not None:
+            module.forward = _with_value(module.forward)
+
+
+def _with_value(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_twice(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments)
+        with torch.no_grad():
+            value = forward(*arguments)
+        result = forward(*arguments)
+        if isinstance(result, tuple):  # of a block, with the statistics of its router
+            return _WithValue.apply(result[0], value[0]), *result[1:]
+        return _WithValue.apply(result, value)
+
+    return forward_twice

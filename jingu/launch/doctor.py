@@ -1,0 +1,232 @@
+"""`jingu doctor`: check this machine, and under `jingu launch` all nodes and the network between them.
+
+Each check runs in a process of its own with a time limit: a device that hangs or kills its process fails one check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+import yaml
+
+from jingu.errors import JinguError
+from jingu.runtime.files import write_text_atomically
+
+# A check that takes longer has failed.
+CHECK_SECONDS = 60.0
+_DISK_BYTES = 2**26
+MESSAGE_BYTES = 2**24
+# A pair of nodes below this share of the usual rate fails.
+_SLOW_SHARE = 0.5
+CLOCK_SECONDS = 1.0
+FAILING_NODES = Path("failing_nodes.txt")
+Figures = dict[str, Any]
+
+
+class CheckError(Exception):
+    """A check has failed; the message says why."""
+
+
+def check_devices(_folder: Path) -> tuple[str, Figures]:
+    """Multiply on the devices, and measure them: the figures are those of a machine of `jingu plan`."""
+    import torch
+
+    from jingu.plan.machine import measure_machine
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for index in range(torch.cuda.device_count() or 1):
+        own = torch.device("cuda", index) if device.type == "cuda" else device
+        a = torch.randn(512, 512, device=own)
+        if not bool(torch.isfinite(a @ a).all()):
+            raise CheckError(f"a product of finite matrices is not finite on {own}")
+    machine = measure_machine()
+    count = torch.cuda.device_count() or machine.gpus_per_node
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    text = f"{count} × {name}, {machine.matmul_tflops:,.2f} TFLOP/s and {machine.memory_gbs:,.0f} GB/s each"
+    return text, machine.model_dump(mode="json")
+
+
+def check_memory(_folder: Path) -> tuple[str, Figures]:
+    """Read how much main memory is free."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    available = sizes["MemAvailable"] / 2**30
+    text = f"{available:,.1f} of {sizes['MemTotal'] / 2**30:,.1f} GiB free"
+    if sizes["MemAvailable"] < 0.1 * sizes["MemTotal"]:
+        raise CheckError(f"only {text}: other processes use the rest")
+    return text, {}
+
+
+def check_disk(folder: Path) -> tuple[str, Figures]:
+    """Write into the folder of the runs, rename, and read back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    room = shutil.disk_usage(folder).free
+    if room < 4 * _DISK_BYTES:
+        raise CheckError(f"{folder} has room for only {room / 2**20:,.0f} MiB")
+    block = os.urandom(_DISK_BYTES)
+    path = folder / f".doctor-{uuid4().hex}"
+    renamed = path.with_suffix(".renamed")
+    try:
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            file.write(block)
+            os.fsync(file.fileno())
+        rate = _DISK_BYTES / (time.perf_counter() - start) / 1e9
+        path.rename(renamed)
+        if renamed.read_bytes() != block:
+            raise CheckError(f"{folder} gives back other bytes than were written")
+    except OSError as error:
+        raise CheckError(f"{folder} cannot be written ({error.strerror})") from error
+    finally:
+        for file_path in (path, renamed):
+            file_path.unlink(missing_ok=True)
+    return f"{rate:,.2f} GB/s, room for {room / 1e9:,.0f} GB in {folder}", {"disk_gbs": rate}
+
+
+def check_shared_memory(_folder: Path) -> tuple[str, Figures]:
+    """Read the size of /dev/shm, through which the ranks of a node exchange data."""
+    size = shutil.disk_usage("/dev/shm").free
+    if size < 2**28:
+        raise CheckError(f"/dev/shm has only {size / 2**20:,.0f} MiB; start the container with --shm-size=8g")
+    return f"{size / 2**30:,.1f} GiB", {}
+
+
+def check_name(_folder: Path) -> tuple[str, Figures]:
+    """Look up this machine's name."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise CheckError(f"the name {name} has no address; add it to /etc/hosts") from error
+    return f"{name} is {address}", {}
+
+
+def check_load(_folder: Path) -> tuple[str, Figures]:
+    """Look for other processes that compute, on GPUs by nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        words = [program, "--query-compute-apps=pid", "--format=csv,noheader"]
+        processes = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+        if processes:
+            raise CheckError(f"other processes use the GPUs: {', '.join(processes)}")
+    load = os.getloadavg()[0]
+    return f"{load:.1f} processes computing on {os.cpu_count()} cores", {}
+
+
+CHECKS: dict[str, Callable[[Path], tuple[str, Figures]]] = {
+    "devices": check_devices,
+    "memory": check_memory,
+    "disk": check_disk,
+    "shared memory": check_shared_memory,
+    "name": check_name,
+    "load": check_load,
+}
+
+
+def run_check(name: str, folder: Path, seconds: float = CHECK_SECONDS) -> Figures:
+    """Run a check in a process of its own; return its name, whether it passed, its text and its figures."""
+    words = [sys.executable, "-m", "jingu.launch.doctor", name, str(folder)]
+    # Only torchrun's ranks have these, and a check is none.
+    variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    try:
+        result = subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+    except subprocess.TimeoutExpired:
+        return {"check": name, "passed": False, "text": f"no answer in {seconds:.0f} s", "figures": {}}
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or [f"the process ended with {result.returncode}"])[-1]
+        return {"check": name, "passed": False, "text": reason, "figures": {}}
+    answer: Figures = json.loads(result.stdout.splitlines()[-1])
+    return {"check": name, **answer}
+
+
+def doctor(folder: Path | None = None, machine: Path | None = None) -> int:
+    """Check this machine, or as a rank of a launched command all nodes, and print a table.
+
+    Args:
+        folder: in which runs are written; on several nodes one that they share.
+        machine: file to write, with the figures of this machine for `jingu plan --on`.
+
+    Returns:
+        0 if all checks pass, else 2; `failing_nodes.txt` then has the names of the nodes.
+    """
+    from jingu.launch.network import check_network
+    from jingu.runtime.ranks import gather_from_all, is_launched, join_process_group
+
+    folder = folder or Path("runs")
+    host = socket.gethostname()
+    if not is_launched():
+        return _conclude({host: [run_check(name, folder) for name in CHECKS]}, {}, machine)
+    with join_process_group("auto", None) as ranks:
+        is_leader = gather_from_all(host).index(host) == ranks.rank
+        results = [run_check(name, folder) for name in CHECKS] if is_leader else []
+        everywhere = gather_from_all([host, results])
+        network, figures = check_network(ranks, folder)
+        by_host = {name: [*results, *network[name]] for name, results in everywhere if results}
+        return _conclude(by_host, figures, machine) if ranks.is_first else int(any_failed(by_host)) * 2
+
+
+def any_failed(by_host: dict[str, list[Figures]]) -> bool:
+    """Return whether a check of any node has failed."""
+    return any(not result["passed"] for results in by_host.values() for result in results)
+
+
+def _conclude(by_host: dict[str, list[Figures]], network: Figures, machine: Path | None) -> int:
+    """Print the table, and write the files."""
+    failing = [host for host, results in by_host.items() if any_failed({host: results})]
+    width = max(len(host) for host in by_host)
+    for host, results in by_host.items():
+        for result in results:
+            print(f"{host:<{width}}  {'ok' if result['passed'] else 'FAILS':<6} {result['check']:<14} {result['text']}")
+    FAILING_NODES.unlink(missing_ok=True)
+    if failing:
+        write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in failing))
+        print(f"{len(failing)} of {len(by_host)} nodes fail; their names are in {FAILING_NODES}.")
+    if machine is not None:
+        # The slowest node decides how fast a run is.
+        rows = [{k: v for result in results for k, v in result["figures"].items()} for results in by_host.values()]
+        if any("matmul_tflops" not in row or "disk_gbs" not in row for row in rows):
+            raise JinguError("a node could not be measured.", where=machine, fix="See the table.")
+        slowest = min(rows, key=lambda row: float(row["matmul_tflops"])) | network
+        slowest["disk_gbs"] = min(row["disk_gbs"] for row in rows)
+        write_text_atomically(machine, yaml.safe_dump(slowest, sort_keys=False))
+        print(f"Wrote {machine}; `jingu plan RUN.yaml --on {machine}` uses it.")
+    return 2 if failing else 0
+
+
+def find_slow(rates: dict[tuple[str, str], float]) -> list[str]:
+    """Return the nodes all of whose pairs are slow beside those of other nodes.
+
+    Args:
+        rates: of pairs of nodes.
+    """
+    best: dict[str, float] = {}
+    for pair, rate in rates.items():
+        for host in pair:
+            best[host] = max(rate, best.get(host, 0.0))
+    return sorted(host for host, rate in best.items() if rate < _SLOW_SHARE * median(best.values()))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one check, and print its result as JSON."""
+    try:
+        text, figures = CHECKS[words[0]](Path(words[1]))
+        answer = {"passed": True, "text": text, "figures": figures}
+    except CheckError as error:
+        answer = {"passed": False, "text": str(error), "figures": {}}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

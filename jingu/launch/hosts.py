@@ -1,0 +1,108 @@
+"""The nodes of a run: hostfiles in DeepSpeed's syntax, and which of their slots to use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jingu.errors import JinguError, join_words
+from jingu.runtime.files import read_error
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of a run.
+
+    Attributes:
+        host: its name or address, as ssh knows it.
+        slots: indices of the GPUs that it gives, a rank each; without GPUs only their number counts.
+    """
+
+    host: str
+    slots: tuple[int, ...]
+
+
+def read_hostfile(path: Path) -> list[Node]:
+    """Read lines such as `node1 slots=8`. Raises JinguError with the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise read_error(path, error) from error
+    nodes: dict[str, Node] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d{0,4})", text)
+        where = f"{path}:{number}"
+        if match is None:
+            raise JinguError(f"the line {text!r} is no host.", where=where, fix="Write it as `node1 slots=8`.")
+        if match[1] in nodes:
+            raise JinguError(f"{match[1]} is listed twice.", where=where, fix="Add its slots together.")
+        nodes[match[1]] = Node(match[1], tuple(range(int(match[2]))))
+    if not nodes:
+        raise JinguError("the file lists no host.", where=path, fix="Write a line for each, such as `node1 slots=8`.")
+    return list(nodes.values())
+
+
+def select_nodes(nodes: Sequence[Node], include: str | None, exclude: str | None) -> list[Node]:
+    """Return the nodes, with the slots, that remain of a hostfile.
+
+    Args:
+        include: `node1:0,2@node2`: only slots 0 and 2 of node1, and all of node2.
+        exclude: in the same syntax, what is left out.
+
+    Raises:
+        JinguError: both are set, a host or slot does not exist, or nothing remains.
+    """
+    if include is not None and exclude is not None:
+        raise JinguError("--include and --exclude cannot be combined.", fix="Use one of them.")
+    if include is not None:
+        return _read_selection(include, nodes, "--include")
+    excluded = _read_selection(exclude, nodes, "--exclude") if exclude is not None else []
+    slots = {node.host: node.slots for node in excluded}
+    remaining = []
+    for node in nodes:
+        own = tuple(slot for slot in node.slots if slot not in slots.get(node.host, ()))
+        if own:
+            remaining.append(replace(node, slots=own))
+    if not remaining:
+        raise JinguError("no slot remains.", where=f"--exclude {exclude}", fix="Exclude fewer.")
+    return remaining
+
+
+def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]:
+    by_host = {node.host: node for node in nodes}
+    selected = []
+    for part in text.split("@"):
+        host, colon, numbers = part.partition(":")
+        if host not in by_host:
+            fix = f"It lists {join_words(list(by_host), 'and')}."
+            raise JinguError(f"{host or 'a host without a name'} is not in the hostfile.", where=option, fix=fix)
+        words = numbers.split(",") if colon else [str(slot) for slot in by_host[host].slots]
+        unknown = next((word for word in words if word not in map(str, by_host[host].slots)), None)
+        if unknown is not None:
+            what = f"{host} has no slot {unknown}: it has {len(by_host[host].slots)}, counted from 0."
+            raise JinguError(what, where=option)
+        selected.append(Node(host, tuple(sorted({int(word) for word in words}))))
+    return selected
+
+
+def read_environment(path: Path) -> dict[str, str]:
+    """Read a file of lines NAME=VALUE, such as `.deepspeed_env`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise read_error(path, error) from error
+    variables = {}
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.strip().partition("=")
+        if not name or name.startswith("#"):
+            continue
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            fix = "Write it as NAME=VALUE."
+            raise JinguError(f"the line {line.strip()!r} sets no variable.", where=f"{path}:{number}", fix=fix)
+        variables[name] = value
+    return variables

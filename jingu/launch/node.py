@@ -1,0 +1,167 @@
+"""One node of a launched command: `python -m jingu.launch.node`, or with the file of a start under Slurm.
+
+Over ssh the node first writes a line about itself, and then reads the start from its input. The input stays open
+for as long as the launcher runs: a line is a signal for the ranks, and its end ends them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from jingu.launch.start import Start, installed_versions
+from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
+
+# Precedes the line in which a node describes itself; a login shell may print something before.
+HELLO = "jingu-node "
+# Time for the ranks to save after a signal.
+SHUTDOWN_SECONDS = 600
+# Variables with the number of a node and the address of the first one: Slurm, Kubeflow, JobSet, SkyPilot, dstack.
+_NODE_RANKS = ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
+_MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP")
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def describe_node() -> dict[str, object]:
+    """Return the name of this node, the address under which ssh reached it, a free port, and its versions."""
+    # client address, client port, server address, server port
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    address = connection[2] if len(connection) == 4 else socket.gethostname()
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = listener.getsockname()[1]
+    return {"host": socket.gethostname(), "address": address, "port": port, "versions": installed_versions()}
+
+
+def _find_master(start: Start) -> tuple[str, int]:
+    """Return where the nodes meet, from what the cluster sets."""
+    address, port = start.master
+    if "SLURM_JOB_NODELIST" in os.environ:
+        words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+        hosts = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+        # Jobs that share a node meet at different ports.
+        return hosts[0], 20_000 + int(os.environ["SLURM_JOB_ID"]) % 10_000
+    variables = [os.environ.get(name, "").split() for name in _MASTERS]
+    address = next((words[0] for words in variables if words), address)
+    return address, int(os.environ.get("PET_MASTER_PORT", port))
+
+
+def find_interface(address: str) -> str:
+    """Return the network interface that leads to an address; empty if it is unknown.
+
+    gloo would take the interface of the host's name, which is the loopback interface on many machines.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # A datagram socket sends nothing when it connects, but it chooses its own address.
+            probe.connect((address, 9))
+            own = probe.getsockname()[0]
+        except OSError:
+            return ""
+        for _, name in socket.if_nameindex():
+            try:
+                # SIOCGIFADDR of Linux: the address of an interface.
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(reply[20:24]) == own and name != "lo":
+                return name
+    return ""
+
+
+def run_node(start: Start, node_rank: int) -> int:
+    """Run the ranks of this node to their end. Returns the exit code of the command."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    address, port = start.master
+    slots = start.slots[node_rank]
+    os.environ.update(start.environment)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    # 1. The network, and the devices.
+    interface = find_interface(address) if len(start.slots) > 1 else ""
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, slots)))
+    cores = len(os.sched_getaffinity(0)) // len(slots)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+    place = f"meeting at {address}:{port}" + (f" over {interface}" if interface else "")
+    print(f"{len(slots)} ranks, {place}.", file=sys.stderr, flush=True)
+    # 2. The run's file has no name, and ends with this process.
+    words = start.words
+    if start.config is not None:
+        descriptor = os.memfd_create("config")
+        os.write(descriptor, start.config.encode())
+        words = [word.replace("{config}", f"/proc/{os.getpid()}/fd/{descriptor}") for word in words]
+    # 3. torchrun's engine. Where nodes may be lost, they find each other again.
+    is_elastic = start.min_nodes < len(start.slots)
+    config = LaunchConfig(
+        min_nodes=start.min_nodes,
+        max_nodes=len(start.slots),
+        nproc_per_node=len(slots),
+        run_id="jingu",
+        rdzv_backend="c10d" if is_elastic else "static",
+        rdzv_endpoint=f"{address}:{port}",
+        rdzv_configs={} if is_elastic else {"rank": node_rank},
+        max_restarts=start.max_restarts,
+        local_addr=address if node_rank == 0 else None,
+        signals_to_handle=_SIGNALS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "jingu", *words)
+    except ChildFailedError as error:
+        return combine_codes([failure.exitcode for failure in error.failures.values()])
+    except SignalException as error:
+        return EXIT_INTERRUPTED if error.sigval == signal.SIGINT else EXIT_PREEMPTED
+    return 0
+
+
+def combine_codes(codes: list[int]) -> int:
+    """Return one exit code for all ranks or nodes: that of an error that was explained, if there is one."""
+    for code in (2, EXIT_STALLED, EXIT_INTERRUPTED, EXIT_PREEMPTED):
+        if code in codes:
+            return code
+    failed = [abs(code) for code in codes if code]
+    return failed[0] if failed else 0
+
+
+def _obey_launcher() -> None:
+    """Send this process the signals that the launcher writes; SIGTERM when the launcher is gone."""
+    for line in sys.stdin:
+        os.kill(os.getpid(), int(line))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(words: list[str]) -> int:
+    """Run this node: of a start that comes from the input, from a file (Slurm), or from a variable (a container)."""
+    if words or "JINGU_START" in os.environ:
+        start = Start.from_json(Path(words[0]).read_text(encoding="utf-8") if words else os.environ["JINGU_START"])
+        rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
+        return run_node(replace(start, master=_find_master(start)), int(rank))
+    print(HELLO + json.dumps(describe_node()), flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        return 1
+    message = json.loads(line)
+    threading.Thread(target=_obey_launcher, daemon=True).start()
+    return run_node(Start(**message["start"]), message["node_rank"])
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # The thread that reads the input does not end by itself.
+    os._exit(code)

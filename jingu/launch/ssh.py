@@ -1,0 +1,190 @@
+"""`jingu launch ssh`: one ssh connection for each node, through which its start, its output and signals travel."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from jingu.errors import JinguError, join_words, pluralize
+from jingu.launch.hosts import Node, read_hostfile, select_nodes
+from jingu.launch.node import HELLO, combine_codes
+from jingu.launch.start import Start, prepare_start
+from jingu.runtime.signals import STOP_SIGNALS, handle_signals
+
+# How long a node may take to answer.
+CONNECT_SECONDS = 8
+_ANSWER_SECONDS = 30
+# Time for the ranks of other nodes to exit by themselves after those of one node have failed.
+_GRACE_SECONDS = 15.0
+_POLL_SECONDS = 0.1
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15")
+
+
+class NodeConnection:
+    """A node process on another machine, and the ssh client that is connected to it.
+
+    Args:
+        command: that runs on the node, in a shell.
+        options: of ssh.
+    """
+
+    def __init__(self, node: Node, command: str, options: Sequence[str]) -> None:
+        self.node = node
+        self.description: dict[str, Any] = {}
+        self._lines: list[str] = []
+        self._answered = threading.Event()
+        # In a process group of its own, so that Ctrl-C reaches the node as a signal, and only once.
+        self.process = subprocess.Popen(
+            [*_SSH, *options, node.host, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Pass on what the node prints, with its name; before it describes itself, keep it for an error."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if self.description:
+                print(f"{self.node.host}: {line}", end="", file=sys.stderr, flush=True)
+            elif line.startswith(HELLO):
+                self.description = json.loads(line.removeprefix(HELLO))
+                self._answered.set()
+            else:
+                self._lines.append(line.strip())
+        self._answered.set()
+
+    def wait_for_answer(self, deadline: float) -> None:
+        """Wait until the node has described itself. Raises JinguError with what ssh or the node's shell says."""
+        self._answered.wait(max(0.0, deadline - time.monotonic()))
+        if self.description:
+            return
+        reason = next((line for line in reversed(self._lines) if line), "it does not answer")
+        what = f"jingu does not start there ({reason.rstrip('.')})."
+        fix = "Every node needs this folder, and this Python with jingu, under the same paths."
+        # ssh's own failures have this code.
+        if self.process.poll() in (255, None):
+            what = f"the host cannot be reached by ssh ({reason.rstrip('.')})."
+            fix = f"`ssh {self.node.host} true` must work without a password; or leave it out with --exclude."
+        raise JinguError(what, where=self.node.host, fix=fix)
+
+    def send(self, line: str) -> None:
+        """Send a line to the node, unless it has ended."""
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """End the node process, which ends its ranks first."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE_SECONDS)
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+
+def launch_ssh(
+    words: Sequence[str],
+    hostfile: Path,
+    include: str | None = None,
+    exclude: str | None = None,
+    environment: Path | None = None,
+    ssh_options: str = "",
+    max_restarts: int = 0,
+    min_nodes: int | None = None,
+) -> int:
+    """Run a command on the nodes of a hostfile, in the same folder as here and with the same Python.
+
+    Args:
+        ssh_options: further options of ssh, such as `-i key -p 2222`.
+        min_nodes: with so many nodes the run goes on when others are lost.
+
+    Returns:
+        The exit code of the command.
+
+    Raises:
+        JinguError: a node cannot be reached, or differs from the others.
+    """
+    start = prepare_start(words, environment)
+    nodes = select_nodes(read_hostfile(hostfile), include, exclude)
+    start = replace(
+        start,
+        slots=[list(node.slots) for node in nodes],
+        min_nodes=min(min_nodes or len(nodes), len(nodes)),
+        max_restarts=max_restarts,
+    )
+    variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node"])
+    command = f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"
+    pending_signals: list[int] = []
+    connections: list[NodeConnection] = []
+    with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
+        try:
+            connections += [NodeConnection(node, command, shlex.split(ssh_options)) for node in nodes]
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            for connection in connections:
+                connection.wait_for_answer(deadline)
+            check_versions({connection.node.host: connection.description["versions"] for connection in connections})
+            first = connections[0].description
+            start = replace(start, master=(first["address"], first["port"]))
+            for rank, connection in enumerate(connections):
+                connection.send(json.dumps({"start": asdict(start), "node_rank": rank}))
+            return _wait_for_nodes(connections, start, pending_signals)
+        finally:
+            for connection in connections:
+                connection.close()
+
+
+def check_versions(versions: dict[str, dict[str, str]]) -> None:
+    """Raise JinguError unless all nodes have the same versions."""
+    first_host, first = next(iter(versions.items()))
+    for host, own in versions.items():
+        differences = [
+            f"{name} {own[name]} ({first[name]} on {first_host})" for name in own if own[name] != first[name]
+        ]
+        if differences:
+            fix = "Install the same versions on all nodes."
+            raise JinguError(f"the node has {join_words(differences, 'and')}.", where=host, fix=fix)
+
+
+def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending_signals: list[int]) -> int:
+    """Wait until all nodes have ended. When too many have failed, the others are ended too."""
+    deadline: float | None = None
+    while True:
+        while pending_signals:
+            number = pending_signals.pop(0)
+            for connection in connections:
+                connection.send(str(number))
+        codes = [connection.process.poll() for connection in connections]
+        if None not in codes:
+            break
+        failed = sum(code not in (None, 0) for code in codes)
+        if deadline is None and failed and len(codes) - failed < start.min_nodes:
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            hosts = [item.node.host for item, code in zip(connections, codes, strict=True) if code is None]
+            print(f"jingu: ending {pluralize(len(hosts), 'node')} that did not exit: {join_words(hosts, 'and')}.")
+            break
+        time.sleep(_POLL_SECONDS)
+    finished = [code for code in codes if code is not None]
+    is_complete = finished.count(0) >= start.min_nodes and None not in codes
+    return 0 if is_complete and start.min_nodes < len(codes) else combine_codes(finished)

@@ -1,0 +1,95 @@
+"""The start of a command on several nodes: everything that they need to know, as one JSON object."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from jingu import __version__
+from jingu.config.load import dump_yaml, load_config
+from jingu.errors import JinguError, join_words
+from jingu.launch.hosts import read_environment
+
+# Commands that run on ranks.
+COMMANDS = ("train", "evaluate", "serve", "generate", "doctor")
+_OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to start.
+
+    Attributes:
+        name: of the run, or of the command, as clusters accept it.
+        words: the command; the word `{config}` stands for the file of the run.
+        config: that file, resolved; None if the command takes none.
+        environment: variables for the ranks.
+        slots: slots of each node.
+        min_nodes: with fewer nodes the run does not go on.
+        max_restarts: how often the ranks are started again after a failure.
+        master: address and port where the nodes meet.
+        versions: of Python, jingu and torch, which are the same on all nodes.
+    """
+
+    words: list[str]
+    name: str = "jingu"
+    config: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    slots: list[list[int]] = field(default_factory=list)
+    min_nodes: int = 1
+    max_restarts: int = 0
+    master: tuple[str, int] = ("", 0)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Start:
+        return Start(**json.loads(text))
+
+
+def prepare_start(words: Sequence[str], environment: Path | None = None) -> Start:
+    """Read the command, and load the run's file that it names, so that its errors appear before anything starts.
+
+    Args:
+        words: such as `train run.yaml optimizer.lr=1e-3`; without a command, `train`.
+        environment: file with variables for the ranks.
+
+    Raises:
+        JinguError: the command cannot run on ranks, or its configuration is wrong.
+    """
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if words and words[0].endswith((".yaml", ".yml")):
+        words = ["train", *words]
+    if not words or words[0] not in COMMANDS:
+        what = f"{words[0]} does not run on several nodes." if words else "the command to launch is missing."
+        raise JinguError(what, fix=f"Name one of {join_words(COMMANDS)}, such as `train run.yaml`.")
+    config = None
+    name = words[0]
+    if words[0] == "train":
+        file = next((word for word in words[1:] if not word.startswith("-")), None)
+        if file is None:
+            raise JinguError("train needs the file of a run.", fix="Write `train run.yaml`.")
+        overrides = [word for word in words[2:] if _OVERRIDE.fullmatch(word)]
+        settings = load_config(Path(file).expanduser(), overrides)
+        config = dump_yaml(settings)
+        name = settings.name
+        words = ["{config}" if word == file else word for word in words if word not in overrides]
+    variables = read_environment(environment) if environment is not None else {}
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "jingu"
+    return Start(words, name, config, variables, versions=installed_versions())
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions that must be the same on all nodes. Does not import torch."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "jingu": __version__,
+        "torch": importlib.metadata.version("torch"),
+    }

@@ -1,0 +1,1 @@
+"""Foresight: memory, time, communication and cost of a run, before it starts and without a process group."""

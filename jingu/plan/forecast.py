@@ -1,0 +1,277 @@
+"""What a run will take: its layout's memory and time, and from them speed, duration, energy, price and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+
+from jingu.config.batch_plan import BatchPlan
+from jingu.config.schema import RunConfig
+from jingu.config.sections.train import AdamWSettings
+from jingu.errors import JinguError
+from jingu.formatting import format_bytes, format_duration, format_rounded, memory_unit, print_table
+from jingu.model.count import flops_per_token
+from jingu.model.decoder import parameter_shapes
+from jingu.model.spec import ModelSpec
+from jingu.parallel.layout import Precision
+from jingu.parallel.mesh import AXES, AxisSizes
+from jingu.plan.machine import Machine
+from jingu.plan.memory import RankMemory, fullest_stage
+from jingu.plan.search import SearchResult, describe_layout
+from jingu.plan.serving import ServingPlan
+from jingu.plan.step_time import step_time
+from jingu.plan.workload import Software, Workload, model_sizes
+
+# Hours of a card between failures: 419 failures of 16,384 cards in 54 days (Llama 3, 2024, section 3.3.4).
+HOURS_BETWEEN_FAILURES = 50_000
+# Share of its power that an idle card takes.
+IDLE_POWER = 0.2
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take on a machine.
+
+    Attributes:
+        seconds: of a step, by term.
+        memory: of the fullest card.
+        price: of a card's hour; None: not known.
+        assumptions: what the estimate assumes where nothing is known.
+    """
+
+    work: Workload
+    machine: Machine
+    steps: int
+    seconds: dict[str, float]
+    memory: RankMemory
+    price: float | None
+    assumptions: list[str]
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def spare(self) -> float:
+        """Bytes of the card that are left; below zero, the run does not fit."""
+        return self.machine.usable_bytes - self.memory.total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures: bytes, seconds, shares, joules."""
+        work, machine = self.work, self.machine
+        spec, ranks = work.spec, work.ranks
+        shapes = parameter_shapes(spec)
+        flops = flops_per_token(spec, shapes, work.sequence) * work.tokens_per_step
+        hours = self.step * self.steps / 3600
+        busy = (self.step - self.seconds["bubble"] - self.seconds["data"]) / self.step
+        state = _checkpoint_bytes(work)
+        stall = state / ranks / (machine.host_gbs * 1e9)
+        failures = HOURS_BETWEEN_FAILURES * 3600 / ranks
+        return {
+            "machine": machine.name,
+            "ranks": ranks,
+            "layout": describe_layout(work),
+            "fits": self.spare >= 0,
+            "memory": self.memory.card,
+            "offloaded": self.memory.offloaded,
+            "memory_total": self.memory.total,
+            "memory_usable": machine.usable_bytes,
+            "seconds": self.seconds,
+            "step_seconds": self.step,
+            "tokens_per_second": work.tokens_per_step / self.step,
+            "mfu": flops / self.step / ranks / (machine.peak_tflops * 1e12),
+            "days": hours / 24,
+            "kilowatt_hours": hours * ranks * machine.watts * (IDLE_POWER + (1 - IDLE_POWER) * busy) / 1000,
+            "price": None if self.price is None else hours * ranks * self.price,
+            "checkpoint_bytes": state,
+            # Young's optimum (1974), with the copy to main memory as what a save costs.
+            "checkpoint_interval_seconds": sqrt(2 * stall * failures),
+            "checkpoint_write_seconds": state / max(1, ranks // machine.gpus_per_node) / (machine.disk_gbs * 1e9),
+            "assumptions": self.assumptions,
+        }
+
+
+def forecast(
+    work: Workload, machine: Machine, steps: int, price: float | None = None, assumptions: list[str] | None = None
+) -> Forecast:
+    """Return what a run of so many steps will take."""
+    return Forecast(work, machine, steps, step_time(work, machine), fullest_stage(work)[1], price, assumptions or [])
+
+
+def _checkpoint_bytes(work: Workload) -> float:
+    """Return the bytes of a checkpoint: master weights and optimizer state."""
+    numbers = sum(shape.numel() for shape in parameter_shapes(work.spec).values())
+    state = {"adamw": 8, "adamw 8-bit": 2, "lion": 4, "adafactor": 0, "muon": 4}[work.optimizer]
+    return numbers * (work.software.weight_bytes + state * work.software.state_share)
+
+
+def run_workload(
+    config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, precision: Precision
+) -> Workload:
+    """Return a step of a run in the layout of its settings."""
+    return Workload(
+        model_sizes(spec, precision.compute.itemsize),
+        sizes,
+        config.parallel,
+        config.batch.sequence_length,
+        plan.micro_batch_size,
+        plan.accumulation,
+        config.train.activation_checkpointing,
+        _optimizer_name(config),
+        run_software(precision),
+    )
+
+
+def run_software(precision: Precision) -> Software:
+    """Return how jingu executes a step in a precision."""
+    return Software(
+        weight_bytes=precision.masters.itemsize,
+        gradient_bytes=precision.masters.itemsize,
+        reduce_bytes=precision.reduce.itemsize,
+        compute_bytes=precision.compute.itemsize,
+        state_share=precision.masters.itemsize / torch.float32.itemsize,
+    )
+
+
+def _optimizer_name(config: RunConfig) -> Any:
+    settings = config.optimizer
+    if isinstance(settings, AdamWSettings) and settings.state_dtype == "int8":
+        return "adamw 8-bit"
+    return settings.type
+
+
+def estimate_memory(
+    config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, precision: Precision
+) -> RankMemory:
+    """Return what the fullest rank of a run holds. It needs no process group."""
+    return fullest_stage(run_workload(config, spec, sizes, plan, precision))[1]
+
+
+def require_memory(memory: RankMemory, available: float, owner: str) -> None:
+    """Raise JinguError if a device cannot hold what a rank trains, whatever its activations take.
+
+    Args:
+        owner: who has the memory, for the message.
+    """
+    state = memory.state
+    if state <= available:
+        return
+    raise JinguError(
+        f"weights, gradients and optimizer state of one rank take {state / 2**30:,.1f} GiB, and {owner} has "
+        f"{available / 2**30:,.1f} GiB of memory: short by {(state - available) / 2**30:,.1f} GiB.",
+        where="model",
+        fix="Choose a smaller model, share it among more ranks, or set parallel.offload; `jingu plan FILE --search` "
+        "lists layouts that fit.",
+    )
+
+
+# Tables
+
+
+def print_forecast(result: Forecast) -> None:
+    """Print memory, time and cost as tables."""
+    figures = result.to_json()
+    unit, name = memory_unit(result.memory.total)
+    print(f"{figures['layout']} on {result.work.ranks:,} × {result.machine.name}\n")
+    rows = [(part, f"{size / unit:,.2f}", "") for part, size in result.memory.card.items()]
+    rows += [(part, f"{size / unit:,.2f}", "offloaded") for part, size in result.memory.offloaded.items()]
+    fits = "fits" if result.spare >= 0 else f"does not fit: short by {-result.spare / unit:,.1f} {name}"
+    rows.append(
+        ("total", f"{result.memory.total / unit:,.2f}", f"of {result.machine.usable_bytes / unit:,.1f}: {fits}")
+    )
+    print_table(("memory of the fullest rank", name, ""), rows, [1])
+    print()
+    terms = [(term, f"{value:,.3f}", f"{value / result.step:.1%}") for term, value in result.seconds.items() if value]
+    print_table(("time of a step", "s", "share"), [*terms, ("total", f"{result.step:,.3f}", "")], [1, 2])
+    print()
+    price = "" if figures["price"] is None else f", {figures['price']:,.0f} for the cards"
+    print(f"{format_rounded(figures['tokens_per_second'])} tokens/s, MFU {figures['mfu']:.1%}")
+    duration = format_duration(figures["days"] * 86400)
+    print(f"{result.steps:,} steps: {duration}, {figures['kilowatt_hours']:,.1f} kWh{price}")
+    print(
+        f"checkpoint: {format_bytes(figures['checkpoint_bytes'])}, best every "
+        f"{format_duration(figures['checkpoint_interval_seconds'])}"
+    )
+    for assumption in result.assumptions:
+        print(f"assumed: {assumption}")
+
+
+def print_search(result: SearchResult, machine: Machine) -> None:
+    """Print the best layouts with their terms, and why the others failed."""
+    names = [term for term in (result.best[0].seconds if result.best else {}) if _matters(term, result)]
+    rows = []
+    for number, plan in enumerate(result.best, start=1):
+        terms = [f"{plan.seconds[term]:.2f}" for term in names]
+        rows.append((str(number), f"{plan.step:.2f}", f"{plan.memory / 2**30:.1f}", *terms, describe_layout(plan.work)))
+    if rows:
+        print_table(("", "s", "GiB", *names, "layout"), rows, range(3 + len(names)))
+        print(f"\nThe first: {layout_settings(result.best[0].work)}")
+    else:
+        print("No layout fits.")
+    print(f"\n{result.tried:,} layouts were estimated on {machine.name}. Layouts that fail:")
+    for reason, number in result.rejected.most_common():
+        print(f"  {number:>8,}  {describe_rejection(result, reason)}")
+
+
+def describe_rejection(result: SearchResult, reason: str) -> str:
+    """Return a reason for which layouts fail, with an example."""
+    example = result.examples.get(reason, "")
+    if reason == "out of memory":
+        short, layout = result.nearest
+        example = f"the nearest is short by {short / 2**30:,.1f} GiB: {layout}"
+    return f"{reason}: {example}"
+
+
+def print_serving(plan: ServingPlan, machine: Machine) -> None:
+    """Print what a served model takes."""
+    print(f"{plan.cards} × {machine.name}, sequences of {plan.context:,} tokens\n")
+    print(f"weights          {plan.weights / 2**30:,.2f} GiB a card of {machine.usable_bytes / 2**30:,.1f}")
+    print(f"cache            {format_bytes(plan.cache_per_token)} a token and card: {plan.max_streams:,} streams fit")
+    print(f"first token      {plan.first_token * 1000:,.0f} ms after a prompt of {plan.context // 2:,} tokens\n")
+    rows = [
+        (
+            str(streams),
+            f"{speed:,.0f}",
+            f"{speed / streams:,.1f}",
+            "" if streams <= plan.max_streams else "does not fit",
+        )
+        for streams, speed in plan.speeds.items()
+    ]
+    print_table(("streams", "tokens/s", "each", ""), rows, [0, 1, 2])
+
+
+def print_clusters(forecasts: Sequence[Forecast]) -> None:
+    """Print clusters of several sizes: the smallest on which a run fits, and the one with the fewest card-hours."""
+    hours = [result.step * result.steps * result.work.ranks / 3600 for result in forecasts]
+    rows = []
+    for result, card_hours in zip(forecasts, hours, strict=True):
+        note = "smallest" * (result is forecasts[0])
+        if card_hours == min(hours):
+            note += ", " * bool(note) + "fewest card-hours"
+        days = result.step * result.steps / 86400
+        cells = (f"{result.work.ranks:,}", f"{result.step:.2f}", f"{days:,.2f}", f"{card_hours:,.0f}")
+        rows.append((*cells, note, describe_layout(result.work)))
+    print_table(("cards", "step s", "days", "card-hours", "", "layout"), rows, [0, 1, 2, 3])
+
+
+def layout_settings(work: Workload) -> str:
+    """Return a layout as settings of a run's file."""
+    parallel, sizes = work.parallel, work.sizes
+    words = [f"parallel.{axis}={getattr(sizes, axis)}" for axis in (*AXES, "expert") if getattr(sizes, axis) > 1]
+    words += [f"parallel.zero_stage={parallel.zero_stage}", f"batch.micro_batch_size={work.micro_batch}"]
+    if sizes.pipeline > 1:
+        words.append(f"parallel.pipeline_schedule={parallel.pipeline_schedule}")
+        words += [f"parallel.stages_per_rank={parallel.stages_per_rank}"] * (parallel.stages_per_rank != "auto")
+    if sizes.context > 1:
+        words.append(f"parallel.context_method={parallel.context_method}")
+    words += [f"parallel.offload.type={parallel.offload.type}"] * (parallel.offload.type != "none")
+    return " ".join([*words, f"train.activation_checkpointing.type={work.checkpointing.type}"])
+
+
+def _matters(term: str, result: SearchResult) -> bool:
+    """Return whether a term is at least a hundredth of a step of any of the best layouts."""
+    return any(plan.seconds[term] > 0.01 * plan.step for plan in result.best)

@@ -1,0 +1,225 @@
+"""Machines: a card, its memory and links, and how much of each a training step reaches."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jingu.config.strict_yaml import parse_yaml
+from jingu.errors import JinguError
+from jingu.runtime.device import device_module, find_device_type, measure_peak_flops, total_memory
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Efficiency(_Part):
+    """What a step reaches of a machine: the constants that calibration fits, each with a physical meaning.
+
+    The defaults were fitted to published runs (`bench/planning.py`).
+
+    Attributes:
+        matmul: share of the best measured product that the products of a step reach.
+        half_gflop: size of a product, in GFLOP, that reaches half of that.
+        attention: share of the best measured product that fused attention reaches.
+        memory: share of the memory bandwidth that elementwise operations reach.
+        kernel_us: time in which the host launches a kernel, in µs; small operations take no less.
+        link: share of the bandwidth within a node that collectives reach.
+        nic: share of the network bandwidth that collectives reach.
+        hop_us: latency of a collective between two neighbours of a ring, in µs.
+    """
+
+    matmul: Positive = 0.85
+    half_gflop: Positive = 8.0
+    attention: Positive = 0.5
+    memory: Positive = 0.7
+    kernel_us: Positive = 9.0
+    link: Positive = 0.8
+    nic: Positive = 0.7
+    hop_us: Positive = 6.0
+
+
+class Machine(_Part):
+    """A cluster's card and its surroundings. Bandwidths are in GB/s, one direction, of one card.
+
+    Attributes:
+        memory_gib: memory of a card that a process can use.
+        peak_tflops: dense products in bf16 (fp16 where there is no bf16), by the vendor.
+        matmul_tflops: the best that anybody has measured of them.
+        memory_gbs: bandwidth of the card's memory.
+        link_gbs: to the other cards of the node.
+        nic_gbs: to other nodes.
+        host_gbs: to main memory.
+        host_gib: a card's share of main memory.
+        disk_gbs: writes of a node to the storage of checkpoints.
+        watts: of a card under load.
+        gpus_per_node: cards of a node.
+        is_shared: whether the ranks of a node share one device, as they do on CPUs.
+    """
+
+    name: str = "custom"
+    memory_gib: Positive
+    peak_tflops: Positive
+    matmul_tflops: Positive
+    memory_gbs: Positive
+    link_gbs: Positive
+    nic_gbs: Positive
+    host_gbs: Positive = 25.0
+    host_gib: Positive = 240.0
+    disk_gbs: Positive = 2.0
+    watts: Positive = 400.0
+    gpus_per_node: Annotated[int, Field(ge=1)] = 8
+    is_shared: bool = False
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a card that tensors can use: without the context of the driver, and fragments."""
+        return (self.memory_gib * 0.95 - (0.0 if self.is_shared else 1.5)) * 2**30
+
+    def with_nodes(self, gpus_per_node: int) -> Machine:
+        """Return the machine with another number of cards in a node; ranks on a CPU share what it has."""
+        update: dict[str, object] = {"gpus_per_node": gpus_per_node}
+        if self.is_shared:
+            shared = ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbs", "link_gbs")
+            update |= {name: getattr(self, name) * self.gpus_per_node / gpus_per_node for name in shared}
+        return self.model_copy(update=update)
+
+
+@cache
+def machine_library() -> dict[str, Machine]:
+    """Return the known machines by name; machines.csv names the sources of their figures."""
+    text = files("jingu.plan").joinpath("machines.csv").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    rows = csv.DictReader(lines)
+    return {row["name"]: Machine.model_validate({k: v for k, v in row.items() if k != "source"}) for row in rows}
+
+
+def find_machine(name: str) -> Machine:
+    """Return a machine: `here`, one of the library, or one that a YAML file describes.
+
+    A file has the fields of `Machine`; with `like`, those of a machine of the library beside its own.
+
+    Raises:
+        JinguError: there is no such machine, or the file is wrong.
+    """
+    if name == "here":
+        return measure_machine()
+    library = machine_library()
+    if name.endswith((".yaml", ".yml")):
+        return _read_machine(Path(name))
+    if name.lower() in library:
+        return library[name.lower()]
+    close = get_close_matches(name.lower(), library, n=3, cutoff=0.4) or list(library)
+    raise JinguError(
+        f"there is no machine {name}.",
+        where="--on",
+        fix=f"Nearest names: {', '.join(close)}; or give a file such as machine.yaml, or here.",
+    )
+
+
+def _read_machine(path: Path) -> Machine:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JinguError(f"the machine file cannot be read: {error}.", where=path) from None
+    document = parse_yaml(text, str(path))
+    if document.problems:
+        raise document.problems[0]
+    values = document.value if isinstance(document.value, dict) else {}
+    like = values.pop("like", None)
+    base = find_machine(str(like)).model_dump() if like is not None else {}
+    try:
+        machine = Machine.model_validate(base | {"name": path.stem} | values)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        fix = f"Its keys are {', '.join(Machine.model_fields)}, and like: a machine of the library."
+        raise JinguError(f"this does not describe a machine ({wrong}).", where=path, fix=fix) from None
+    if machine.matmul_tflops > machine.peak_tflops:
+        raise JinguError(
+            f"matmul_tflops {machine.matmul_tflops:g} is above peak_tflops {machine.peak_tflops:g}.",
+            where=path,
+            fix="The measured products cannot be faster than the peak.",
+        )
+    return machine
+
+
+def nominal_machine(device: torch.device) -> Machine:
+    """Return this machine without measuring it: its own memory, and speeds of the library or of a common CPU.
+
+    Equal machines give equal figures, so that every rank of a run can choose the same layout.
+    """
+    memory = total_memory(device) / 2**30
+    if device.type == "cpu":
+        return Machine(
+            name="here",
+            memory_gib=memory,
+            peak_tflops=0.1,
+            matmul_tflops=0.1,
+            memory_gbs=20.0,
+            link_gbs=5.0,
+            nic_gbs=1.0,
+            gpus_per_node=1,
+            is_shared=True,
+            efficiency=Efficiency(half_gflop=0.01, kernel_us=5.0),
+        )
+    # A card that the library does not name is taken to be a common one.
+    title = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    names = [name for name in machine_library() if all(part in title for part in name.split("-"))]
+    card = machine_library()[max(names, key=len, default="a100-80")]
+    return card.model_copy(update={"name": "here", "memory_gib": memory})
+
+
+def measure_machine() -> Machine:
+    """Measure this machine: products, memory and its size. Several ranks share its cores and its memory."""
+    device = torch.device(find_device_type("auto"))
+    is_card = device.type != "cpu"
+    dtype = torch.bfloat16 if is_card else torch.float32
+    tflops = measure_peak_flops(device, dtype) / 1e12
+    source = torch.ones(2**26 if is_card else 2**23, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if is_card:
+            device_module(device).synchronize()
+
+    # A copy reads and writes.
+    memory = 2 * source.nbytes / _best_seconds(copy) / 1e9
+    small = torch.ones(8, device=device)
+    kernel = _best_seconds(lambda: small.add_(1), 200)
+    return Machine(
+        name="here",
+        memory_gib=total_memory(device) / 2**30,
+        peak_tflops=tflops,
+        matmul_tflops=tflops,
+        memory_gbs=memory,
+        # Ranks of one machine exchange through its memory.
+        link_gbs=memory / 4,
+        nic_gbs=1.0,
+        gpus_per_node=max(1, torch.cuda.device_count()),
+        is_shared=device.type == "cpu",
+        efficiency=Efficiency(half_gflop=0.01, kernel_us=max(kernel * 1e6, 0.5)),
+    )
+
+
+def _best_seconds(function: Callable[[], object], repeats: int = 20) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,230 @@
+"""The bytes that a rank holds at a time, by part, in closed form.
+
+What a rank owns follows exactly from the shapes of the parameters and the axes of the mesh. Activations follow from
+what a block saves for its backward pass, and from how many micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from jingu.model.spec import Experts
+from jingu.parallel.stages import stages_per_rank
+from jingu.plan.workload import BlockSizes, OptimizerName, Software, Stage, Weight, Workload
+
+# Elements of one chunk of logits (jingu/training/loss.py), on a card.
+LOGITS_CHUNK = 2**27
+# What a rank trains; offload moves it to main memory, or to disk.
+STATE = ("weights", "gradients", "optimizer state")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds: bytes on the card by part, and bytes in main memory or on disk by part."""
+
+    card: dict[str, float]
+    offloaded: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes on the card."""
+        return sum(self.card.values())
+
+    @property
+    def state(self) -> float:
+        """Bytes on the card of what the rank trains."""
+        return sum(self.card.get(part, 0.0) for part in STATE)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What a rank owns of a part.
+
+    Attributes:
+        weights: bytes of its shards; state: bytes of their optimizer state.
+        trained: numbers of its shards that are trained.
+        gathered: bytes of what ZeRO gathers of it, in the dtype of products.
+        reduced: numbers of its gradients before ZeRO divides them.
+        rounded: bytes of wider weights, rounded for products.
+    """
+
+    weights: float
+    state: float
+    trained: int
+    gathered: float
+    reduced: int
+    rounded: float
+
+
+@lru_cache(maxsize=16384)
+def owned(
+    part: BlockSizes, sizes: tuple[int, int, int], kv_heads: int, optimizer: OptimizerName, soft: Software
+) -> Owned:
+    """Return what the first rank of a stage owns of a block, or of embedding or head.
+
+    Args:
+        sizes: ranks of tensor, of expert, and those that ZeRO divides over.
+    """
+    weights = state = gathered = rounded = 0.0
+    trained = reduced = 0
+    for weight in part.weights:
+        local, whole = weight.numbers(sizes, kv_heads)
+        itemsize = weight.itemsize(soft)
+        narrow = min(itemsize, soft.compute_bytes)
+        weights += local * itemsize
+        gathered += whole * narrow
+        rounded += whole * narrow * (weight.is_product and narrow < itemsize)
+        if weight.is_trained:
+            trained += local
+            reduced += whole
+            if not weight.is_copy:
+                state += _state_bytes(weight, local, optimizer, part.attended > 0)
+    return Owned(weights, state, trained, gathered, reduced, rounded)
+
+
+def _state_bytes(weight: Weight, local: int, optimizer: OptimizerName, in_block: bool) -> float:
+    """Return the bytes of the optimizer's state of a parameter, of which this rank has `local` numbers in fp32."""
+    *leading, rows, columns = (1, 1, *weight.shape)
+    if len(weight.shape) > 1:
+        if optimizer == "adamw 8-bit" and columns % 256 == 0:
+            return local * (2 + 2 * 4 / 256) + 4
+        if optimizer == "adafactor":
+            # Means of rows and columns are whole on every rank.
+            return 4.0 * prod(leading) * (rows + columns) + 4
+        if optimizer == "muon" and in_block:
+            return local * 4.0
+    return {"lion": local * 4.0, "adafactor": local * 4.0 + 4}.get(optimizer, local * 8.0 + 4)
+
+
+def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
+    """Return how many forward passes of all of a rank's blocks wait for their backward pass, at most."""
+    ranks, batches = work.sizes.pipeline, work.accumulation
+    if ranks == 1:
+        return 1.0
+    if work.software.in_flight is not None:
+        return min(batches, work.software.in_flight)
+    chunks = stages_per_rank(work.parallel)
+    match work.parallel.pipeline_schedule:
+        case "gpipe":
+            return batches
+        case "1f1b":
+            return min(batches, ranks - stage.rank)
+        case "zbv":
+            return min(batches, ranks)
+    # Chunks of blocks, of which a rank has several (Narayanan et al., 2021).
+    warm_up = 2 * (ranks - stage.rank - 1) + (chunks - 1) * ranks + 1
+    return min(batches, warm_up / chunks)
+
+
+def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
+    """Return the bytes that a block keeps of one micro-batch: without checkpointing, selective, and its input."""
+    sizes, soft, spec = work.sizes, work.software, work.spec
+    divided = work.tokens / sizes.tensor
+    spread = divided if soft.sequence_parallel else work.tokens
+    input_bytes = spread * spec.hidden_size * soft.compute_bytes
+    saved = divided * work.saved_bytes(block)
+    inputs = 0.0
+    if soft.sequence_parallel:
+        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
+        inputs = (work.tokens - divided) * (block.attended + 1) * spec.hidden_size * soft.compute_bytes
+        inputs *= soft.saved_per_hidden is None
+    else:
+        # Norms, residuals and their dropout are whole on each rank (Korthikanti et al., 2022, equation 2).
+        saved += (work.tokens - divided) * 10 * spec.hidden_size
+    saved += inputs
+    scores = 0.0
+    if not soft.fused_attention:
+        scores = soft.saved_scores * spec.attention.num_heads / sizes.tensor * work.tokens * work.sequence
+    if isinstance(spec.feed_forward, Experts) and work.sizes.expert > 1:
+        # The rows that other ranks' tokens send are in two more orders.
+        saved += 2 * divided * spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
+    selective = divided * (
+        soft.saved_products * block.product_outputs * soft.compute_bytes + 4 * spec.attention.num_heads
+    )
+    selective += input_bytes + inputs
+    if not soft.fused_attention:
+        selective = saved
+    return saved + scores, selective, input_bytes
+
+
+def stage_memory(work: Workload, stage: Stage) -> RankMemory:
+    """Return what a rank of a stage holds at the fullest moment of a step."""
+    soft, parts = work.software, owned_parts(work, stage)
+    card = {
+        "weights": sum(count * part.weights for part, count in parts),
+        "gradients": soft.gradient_bytes * sum(count * part.trained for part, count in parts),
+        "optimizer state": soft.state_share * sum(count * part.state for part, count in parts),
+        **_gathered(work, stage, parts),
+        **_activations(work, stage),
+    }
+    whole = card.pop("whole gradients", 0.0)
+    offloaded = {}
+    if work.parallel.offload.type != "none":
+        offloaded = {part: card.pop(part) for part in STATE}
+        card["gradients"] = whole
+    card["gradients"] = max(card["gradients"], whole)
+    return RankMemory({part: size for part, size in card.items() if size}, offloaded)
+
+
+def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:
+    """Return what the first rank of a stage owns of each kind of block, of embedding and head, and how often."""
+    sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
+    key = (sizes, work.spec.attention.num_kv_heads, work.optimizer, work.software)
+    return [(owned(part, *key), count) for part, count in stage.parts]
+
+
+def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> dict[str, float]:
+    """Return what ZeRO gathers and keeps whole beside the shards."""
+    soft, zero = work.software, work.parallel.zero_stage
+    if not soft.copies_weights:
+        return {}
+    if work.sizes.data * work.sizes.context == 1:
+        # Wider weights are rounded for the forward pass. The backward pass needs them, unless it recomputes them.
+        if work.checkpointing.type == "full":
+            return {"compute weights": 0.0}
+        return {"compute weights": sum(part.rounded * count for part, count in parts)}
+    gathered = sum(part.gathered * count for part, count in parts)
+    blocks = parts[: len(stage.blocks)]
+    if zero == 3:
+        # The parameters of one block while it computes, and those of the next one.
+        gathered += 2 * max(part.gathered for part, _ in blocks) - sum(part.gathered * count for part, count in blocks)
+    result = {"compute weights": gathered}
+    if zero <= 1 and work.accumulation > 1:
+        # Gradients stay whole until the last micro-batch.
+        result["whole gradients"] = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
+    # Gradients of one block, whole, on their way to the ranks that own them.
+    result["reduction"] = (soft.compute_bytes + soft.reduce_bytes) * max(part.reduced for part, _ in blocks)
+    return result
+
+
+def _activations(work: Workload, stage: Stage) -> dict[str, float]:
+    """Return the bytes of activations in flight, and of one chunk of the loss."""
+    soft, spec, checkpointing = work.software, work.spec, work.checkpointing
+    in_flight = micro_batches_in_flight(work, stage)
+    total = recomputed = 0.0
+    for block, numbers in stage.blocks:
+        saved, selective, input_bytes = block_activations(block, work)
+        checkpointed = 0
+        if checkpointing.type != "none":
+            checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
+        stored = input_bytes if checkpointing.type == "full" else selective
+        total += in_flight * (checkpointed * stored + (len(numbers) - checkpointed) * saved)
+        # A checkpointed block is computed again, one at a time.
+        recomputed = max(recomputed, saved * min(1, checkpointed))
+    result = {"activations": total, "recomputation": recomputed}
+    if stage.has_head:
+        # States and their gradient, logits, and the gradient of the head's weight in fp32.
+        vocabulary = -(-spec.vocab_size // work.sizes.tensor)
+        tokens = work.tokens if soft.whole_logits else min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
+        states = 2 * work.tokens * spec.hidden_size * soft.compute_bytes
+        weight = 4.0 * vocabulary * spec.hidden_size * (not soft.whole_logits)
+        result["loss"] = states + tokens * vocabulary * soft.logit_bytes + weight
+    return result
+
+
+def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:
+    """Return the rank of the pipeline that holds the most on its card, and what it holds."""
+    memories = ((stage, stage_memory(work, stage)) for stage in work.stages)
+    return max(memories, key=lambda pair: pair[1].total)

@@ -1,0 +1,261 @@
+"""Search for the best layout: all that are valid, those that do not fit into memory set aside, ranked by time.
+
+Layouts are tried from the most promising on, and the search ends where no other layout can be faster than the best
+ones: each rank at least computes its share of the products once, and no schedule makes that shorter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from math import inf
+
+from jingu.config.sections.parallel import HostOffloadSettings, NoOffloadSettings, ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.errors import JinguError
+from jingu.model.spec import Experts
+from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
+from jingu.parallel.stages import check_layout
+from jingu.plan.machine import Machine
+from jingu.plan.memory import stage_memory
+from jingu.plan.step_time import blocks_seconds, step_time
+from jingu.plan.workload import Workload
+
+# Pipelines to try: the schedule, and stages of a rank.
+_SCHEDULES = (("1f1b", "auto"), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", "auto"), ("zbv", "auto"))
+_CHECKPOINTING = tuple(ActivationCheckpointingSettings(type=kind) for kind in ("none", "selective", "full"))
+_OFFLOAD = (NoOffloadSettings(), HostOffloadSettings())
+MAX_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its estimates.
+
+    Attributes:
+        seconds: of a step, by term.
+        memory: bytes of the fullest card.
+    """
+
+    work: Workload
+    seconds: dict[str, float]
+    memory: float
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass
+class SearchResult:
+    """The best layouts, and why others are not among them: reasons with their number, and an example of each."""
+
+    best: list[Plan]
+    tried: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    checked: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
+    # The layout that fails by the least memory: its bytes too many.
+    nearest: tuple[float, str] = (inf, "")
+
+    def reject(self, reason: str, example: str, number: int = 1) -> None:
+        """Count layouts that fail for a reason."""
+        self.rejected[reason] += number
+        self.examples.setdefault(reason, example)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the axes with what ZeRO shards: a candidate before batch, schedule and recomputation are chosen."""
+
+    sizes: AxisSizes
+    settings: ParallelSettings
+
+
+def search_layouts(
+    base: Workload, ranks: int, machine: Machine, rows: int, *, best: int = 5, prune: bool = True
+) -> SearchResult:
+    """Return the fastest layouts of a step on a number of ranks.
+
+    Args:
+        base: a step of the run in any layout; its model, sequence and software count.
+        rows: sequences of a step over all ranks.
+        prune: whether to skip layouts that cannot be among the best; without it, all are tried.
+    """
+    result = SearchResult([])
+    # Groups of layouts, by a bound that no layout of the group can beat.
+    groups = list(_groups(base, ranks, rows, machine, result))
+    order = sorted(range(len(groups)), key=lambda number: groups[number].bound) if prune else range(len(groups))
+    top: list[tuple[float, float, int, Plan]] = []
+    for number in order:
+        if prune and len(top) == best and groups[number].bound > top[-1][0]:
+            break
+        for work in _layouts(base, groups[number], result):
+            plan = _evaluate(work, machine, result)
+            if plan is not None:
+                top.append((plan.step, plan.memory, result.tried, plan))
+        top = sorted(top)[:best]
+    result.best = [plan for *_, plan in top]
+    return result
+
+
+def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | None:
+    """Return the estimates of a layout, offloaded if it does not fit otherwise; None if it does not fit at all."""
+    for offload in _OFFLOAD:
+        if offload.type != "none":
+            work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
+        result.tried += 1
+        memories = [stage_memory(work, stage) for stage in work.stages]
+        memory = max(memory.total for memory in memories)
+        offloaded = max(sum(memory.offloaded.values()) for memory in memories)
+        if offloaded > machine.host_gib * 2**30:
+            result.reject("out of main memory", f"{describe_layout(work)} offloads {offloaded / 2**30:,.0f} GiB a card")
+            return None
+        if memory <= machine.usable_bytes:
+            return Plan(work, step_time(work, machine), memory)
+        result.rejected["out of memory"] += 1
+        if memory - machine.usable_bytes < result.nearest[0]:
+            result.nearest = (memory - machine.usable_bytes, describe_layout(work))
+        # No offload helps if what it leaves is too much.
+        if max(memory.total - memory.state for memory in memories) > machine.usable_bytes:
+            return None
+    return None
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Layouts that differ in schedule and offload alone; `bound`: seconds of a step that none of them can beat."""
+
+    bound: float
+    mesh: Grid
+    micro_batch: int
+    accumulation: int
+    checkpointing: ActivationCheckpointingSettings
+
+
+def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_Family]:
+    """Yield meshes with a micro-batch and recomputation."""
+    seconds: dict[tuple[object, ...], float] = {}
+    for mesh in _meshes(base, ranks, result):
+        sizes = mesh.sizes
+        if rows % sizes.data:
+            result.reject("the batch does not divide", f"{rows:,} sequences over {sizes.data:,} data-parallel ranks")
+            continue
+        share = rows // sizes.data
+        for micro, checkpointing in product(_divisors(share, MAX_MICRO_BATCH), _CHECKPOINTING):
+            # The blocks of a forward pass cost the same, whatever ZeRO shards and however many stages there are.
+            key = (sizes.tensor, sizes.context, sizes.expert, mesh.settings.context_method, micro, checkpointing.type)
+            if key not in seconds:
+                work = replace(
+                    base, sizes=sizes, parallel=mesh.settings, micro_batch=micro, checkpointing=checkpointing
+                )
+                seconds[key] = blocks_seconds(work, machine)
+            bound = seconds[key] * (share // micro) / sizes.pipeline
+            yield _Family(bound, mesh, micro, share // micro, checkpointing)
+
+
+def _meshes(base: Workload, ranks: int, result: SearchResult) -> Iterator[Grid]:
+    """Yield all divisions of the ranks over the axes that the model allows."""
+    spec, nodes = base.spec, base.parallel
+    layers = (spec.num_encoder_layers or 0) + spec.num_layers
+    longest = max(1, base.sequence // 512)
+    for pipeline, tensor, context in product(_divisors(ranks), repeat=3):
+        if ranks % (pipeline * tensor * context) or context > longest or tensor > spec.attention.num_heads:
+            continue
+        if pipeline > layers:
+            result.reject("fewer blocks than stages", f"{layers} blocks over {pipeline} stages")
+            continue
+        data = ranks // (pipeline * tensor * context)
+        for zero, shard in {(0, 1), *((zero, size) for zero in (1, 2, 3) for size in (data, 8) if data % size == 0)}:
+            if zero and shard == 1 and data > 1:
+                continue
+            experts = _expert_sizes(base, shard * context)
+            for expert, method in product(experts, ("ulysses", "ring") if context > 1 else ("ulysses",)):
+                settings = nodes.model_copy(
+                    update={
+                        "pipeline": pipeline,
+                        "tensor": tensor,
+                        "context": context,
+                        "zero_stage": zero,
+                        "shard": shard,
+                        "replicate": data // shard,
+                        "expert": expert,
+                        "context_method": method,
+                    }
+                )
+                try:
+                    yield Grid(resolve_axis_sizes(settings, ranks, spec), settings)
+                except JinguError as error:
+                    result.reject(_reason(error), f"{error.what}")
+
+
+def _reason(error: JinguError) -> str:
+    """Return the kind of an error, without its numbers."""
+    where = str(error.where or "layout").rpartition(".")[2]
+    return {"tensor": "heads or dims do not divide", "context": "heads do not divide"}.get(
+        where, f"{where} does not fit"
+    )
+
+
+def _expert_sizes(base: Workload, ranks: int) -> list[int]:
+    part = base.spec.feed_forward
+    if not isinstance(part, Experts):
+        return [1]
+    return [size for size in _divisors(part.num_experts) if ranks % size == 0]
+
+
+def _layouts(base: Workload, group: _Family, result: SearchResult) -> Iterator[Workload]:
+    """Yield the schedules and offloads of a group that fit together."""
+    sizes, kind = group.mesh.sizes, group.checkpointing.type
+    for schedule, stages in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
+        settings = group.mesh.settings.model_copy(update={"pipeline_schedule": schedule, "stages_per_rank": stages})
+        # Many layouts fail for one reason: whether parts fit together is asked once.
+        key = (schedule, stages, sizes.pipeline, settings.zero_stage, kind, sizes.expert > 1, group.accumulation)
+        if key not in result.checked:
+            result.checked[key] = _conflict(settings, kind, base, group)
+        error = result.checked[key]
+        if error is not None:
+            result.reject(_reason(error), error.what)
+            continue
+        yield replace(
+            base,
+            sizes=sizes,
+            parallel=settings,
+            micro_batch=group.micro_batch,
+            accumulation=group.accumulation,
+            checkpointing=group.checkpointing,
+        )
+
+
+def _conflict(settings: ParallelSettings, kind: str, base: Workload, group: _Family) -> JinguError | None:
+    """Return the error of a layout whose parts do not fit together."""
+    try:
+        check_layout(settings, kind, base.spec, group.mesh.sizes, group.accumulation)
+    except JinguError as error:
+        return error
+    return None
+
+
+@cache
+def _divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
+    return tuple(n for n in range(1, min(number, largest or number) + 1) if number % n == 0)
+
+
+def describe_layout(work: Workload) -> str:
+    """Return a layout in a few words."""
+    settings = work.parallel
+    parts = [str(work.sizes), f"ZeRO {settings.zero_stage}", f"micro-batch {work.micro_batch}"]
+    if work.sizes.expert > 1:
+        parts.insert(1, f"{work.sizes.expert} expert")
+    if work.sizes.pipeline > 1:
+        parts.append(settings.pipeline_schedule)
+    if work.sizes.context > 1:
+        parts.append(settings.context_method)
+    if work.checkpointing.type != "none":
+        parts.append(f"{work.checkpointing.type} recomputation")
+    if settings.offload.type != "none":
+        parts.append(f"offload to {settings.offload.type}")
+    return ", ".join(parts)

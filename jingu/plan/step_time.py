@@ -1,0 +1,299 @@
+"""The seconds of a training step, by term: a roofline of each operation, and the collectives that nothing hides.
+
+A term is what a rank of the slowest stage spends. Formulas: Narayanan et al., 2021 (arXiv:2104.04473, pipelines and
+tensor parallelism), Rajbhandari et al., 2020 (ZeRO), Korthikanti et al., 2022 (recomputation), Calculon (Isaev et al.,
+2023, exposed communication).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import log2
+
+from jingu.model.spec import Experts
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
+from jingu.plan.machine import Machine
+from jingu.plan.memory import owned_parts
+from jingu.plan.workload import BlockSizes, Stage, Workload
+
+# Terms of a step, in the order of tables.
+TERMS = (
+    *("matmuls", "attention", "elementwise", "launch", "tensor", "context", "expert", "data", "pipeline"),
+    *("bubble", "optimizer"),
+)
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """Ranks that communicate: their number, and how many of them share a node."""
+
+    ranks: int
+    in_node: int
+
+
+def place_groups(work: Workload, machine: Machine) -> dict[str, Neighbors]:
+    """Return the group of each axis. Neighbours on the last axes of the mesh share a node."""
+    sizes = work.sizes
+    groups, inner = {}, 1
+    for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
+        size = getattr(sizes, axis)
+        groups[axis] = Neighbors(size, max(1, min(size, machine.gpus_per_node // inner)))
+        inner *= size
+    # ZeRO divides over shard × context; experts over the nearest of these ranks.
+    fsdp = sizes.shard * sizes.context
+    room = max(1, machine.gpus_per_node // sizes.tensor)
+    groups["fsdp"] = Neighbors(fsdp, min(fsdp, room))
+    groups["expert"] = Neighbors(sizes.expert, min(sizes.expert, room))
+    groups["expert_fsdp"] = Neighbors(fsdp // sizes.expert, max(1, min(fsdp, room) // sizes.expert))
+    return groups
+
+
+def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float = 1.0) -> float:
+    """Return the time of a gather or a scatter of `size` bytes in all, in a number of calls."""
+    if group.ranks == 1 or not size:
+        return 0.0
+    rates, ranks = machine.efficiency, group.ranks
+    bandwidth = machine.link_gbs * rates.link
+    if group.in_node < ranks:
+        # A node's cards of the group share its traffic, each with its own network card.
+        bandwidth = min(bandwidth, machine.nic_gbs * rates.nic * group.in_node)
+    hops = min(ranks - 1, 2 * log2(ranks) + group.in_node)
+    return calls * hops * rates.hop_us * 1e-6 + size * (ranks - 1) / ranks / (bandwidth * 1e9)
+
+
+def exchange_seconds(size: float, group: Neighbors, machine: Machine) -> float:
+    """Return the time of an all-to-all in which each rank sends `size` bytes in all."""
+    if group.ranks == 1 or not size:
+        return 0.0
+    rates = machine.efficiency
+    near = size * (group.in_node - 1) / group.ranks / (machine.link_gbs * rates.link * 1e9)
+    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9)
+    return rates.hop_us * 1e-6 * min(group.ranks - 1, 8) + max(near, far)
+
+
+# Blocks
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of a block's forward pass for one micro-batch; `backward` are those of its products backward."""
+
+    matmuls: float
+    backward: float
+    attention: float
+    elementwise: float
+
+
+def _matmul_seconds(flops: float, moved: float, machine: Machine) -> float:
+    rates = machine.efficiency
+    peak = machine.matmul_tflops * 1e12 * rates.matmul
+    return max((flops + rates.half_gflop * 1e9) / peak, moved / (machine.memory_gbs * rates.memory * 1e9))
+
+
+def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of all products of a part: of a forward pass, and of a backward pass."""
+    sizes, spec, soft = work.sizes, work.spec, work.software
+    forward = backward = 0.0
+    for weight in part.weights:
+        if not weight.is_product:
+            continue
+        shape = weight.cut(sizes.tensor, spec.attention.num_kv_heads, sizes.expert)
+        rows, count = float(work.tokens), 1
+        if len(shape) == 3 and isinstance(spec.feed_forward, Experts):
+            # Each token goes to some experts, of which this rank has `count`, and so do the tokens of its group.
+            count = shape[0]
+            rows *= spec.feed_forward.num_experts_per_token * sizes.expert / spec.feed_forward.num_experts
+            rows *= soft.expert_imbalance
+        outputs, inputs = shape[-2], shape[-1] * weight.packing
+        flops = 2.0 * rows * outputs * inputs * count
+        moved = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
+        seconds = _matmul_seconds(flops / soft.product_speed, moved, machine)
+        forward += seconds
+        # The gradient of inputs, and that of weights, if they are trained.
+        backward += seconds * (1 + weight.is_trained)
+    return forward, backward
+
+
+def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime:
+    soft, sizes, spec = work.software, work.sizes, work.spec
+    rates = machine.efficiency
+    matmuls, backward = _products_seconds(part, work, machine)
+    attention = 0.0
+    traffic = work.tokens / sizes.tensor * work.saved_bytes(part)
+    if not soft.sequence_parallel:
+        traffic += (work.tokens - work.tokens / sizes.tensor) * 8 * spec.hidden_size * soft.compute_bytes
+    if part.attended:
+        heads = spec.attention.num_heads / sizes.tensor
+        window = min(spec.attention.sliding_window or work.sequence, work.sequence)
+        context = window * (1 - window / (2 * work.sequence)) if part.is_causal and soft.fused_attention else window
+        flops = 4.0 * part.attended * work.tokens * context * heads * spec.attention.head_dim
+        speed = rates.attention if soft.fused_attention else rates.matmul * 0.6
+        attention = flops / (machine.matmul_tflops * 1e12 * speed)
+        if work.parallel.context_method == "ring" and sizes.context > 1 and part.is_causal:
+            # In each round the ring waits for the rank whose tokens see all keys of the round.
+            attention *= 2 - 1 / sizes.context
+        if not soft.fused_attention:
+            traffic += part.attended * heads * work.tokens * work.sequence * soft.saved_scores * 2
+    elementwise = soft.traffic * traffic / (machine.memory_gbs * rates.memory * 1e9)
+    return BlockTime(matmuls, backward, attention, elementwise)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of a rank for one micro-batch, by term; `forward` and `backward` are their sums."""
+
+    terms: dict[str, float]
+    forward: float
+    backward: float
+
+
+def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[dict[str, float], float]:
+    """Return the seconds of a block for one micro-batch by term, and the share of them that a forward pass takes."""
+    soft, spec, sizes = work.software, work.spec, work.sizes
+    groups = place_groups(work, machine)
+    time = _block_time(block, work, machine)
+    share = 1.0 / work.checkpointing.every
+    full = share * (work.checkpointing.type == "full")
+    selective = share * (work.checkpointing.type == "selective")
+    # Selective checkpointing computes cheap operations again; where scores are stored, attention alone.
+    again = (0.0, selective) if soft.fused_attention else (selective, 0.6 * selective)
+    # Collectives of `tensor`: a gather and a scatter around attention and around the feed-forward.
+    passes = 2.0 + full
+    calls = 2 * (block.attended + 1) * passes
+    tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
+    expert = 0.0
+    if isinstance(spec.feed_forward, Experts):
+        sent = tokens_bytes * spec.feed_forward.num_experts_per_token / sizes.tensor
+        expert = 2 * exchange_seconds(sent, groups["expert"], machine)
+    terms = {
+        "matmuls": time.matmuls * (1 + full) + time.backward,
+        "attention": time.attention * (3.5 if soft.fused_attention else 3.0) + time.attention * (full + again[0]),
+        "elementwise": time.elementwise * (2.5 + full + again[1]),
+        "tensor": ring_seconds(tokens_bytes * calls, groups["tensor"], machine, calls),
+        "context": _context_seconds(block, work, groups["context"], machine) * (3.0 + full),
+        "expert": expert * passes,
+    }
+    # The host launches kernels while the card computes: the slower of them counts.
+    launch = soft.kernels * (2 * passes - 1) + calls * (sizes.tensor > 1)
+    terms["launch"] = max(0.0, launch * machine.efficiency.kernel_us * 1e-6 - sum(terms.values()))
+    return terms, 1 / (3.0 + full)
+
+
+def blocks_seconds(work: Workload, machine: Machine) -> float:
+    """Return the seconds of all blocks of a model for one micro-batch."""
+    counts = Counter(work.model.blocks)
+    return sum(count * sum(_block_terms(block, work, machine)[0].values()) for block, count in counts.items())
+
+
+def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
+    """Return the seconds that a rank of a stage needs for one micro-batch, its own collectives among them."""
+    terms = dict.fromkeys(TERMS, 0.0)
+    forward = 0.0
+    for block, numbers in stage.blocks:
+        block_terms, share = _block_terms(block, work, machine)
+        for term, seconds in block_terms.items():
+            terms[term] += len(numbers) * seconds
+        forward += share * len(numbers) * sum(block_terms.values())
+    if stage.has_head:
+        head, head_backward = _products_seconds(work.model.head, work, machine)
+        traffic = work.tokens * work.spec.vocab_size / work.sizes.tensor * 16 / (machine.memory_gbs * 1e9)
+        terms["matmuls"] += head + head_backward
+        terms["elementwise"] += traffic
+        forward += head + traffic / 2
+    return StageTime(terms, forward, sum(terms.values()) - forward)
+
+
+def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
+    """Return the seconds of a forward pass in which ranks of `context` exchange tokens for heads, or pass keys on."""
+    if group.ranks == 1:
+        return 0.0
+    part, sizes = work.spec.attention, work.sizes
+    row = work.tokens * part.head_dim * work.software.compute_bytes / sizes.tensor
+    if work.parallel.context_method == "ring":
+        travelling = 2 * part.num_kv_heads * row * (group.ranks - 1)
+        near = group.in_node == group.ranks
+        rate = machine.link_gbs * machine.efficiency.link if near else machine.nic_gbs * machine.efficiency.nic
+        computed = _block_time(block, work, machine).attention
+        return max(0.0, travelling / (rate * 1e9) - computed)
+    return exchange_seconds((2 * part.num_heads + 2 * part.num_kv_heads) * row, group, machine)
+
+
+# Steps
+
+
+def step_time(work: Workload, machine: Machine) -> dict[str, float]:
+    """Return the seconds of a step by term, for the slowest rank of the pipeline."""
+    times = [(stage, stage_time(work, stage, machine)) for stage in work.stages]
+    slowest, time = max(times, key=lambda pair: pair[1].forward + pair[1].backward)
+    batches, ranks = work.accumulation, work.sizes.pipeline
+    terms = {term: seconds * batches for term, seconds in time.terms.items()}
+    terms["data"] = data_seconds(work, slowest, time, machine)
+    terms["optimizer"] = optimizer_seconds(work, slowest, machine)
+    if ranks > 1:
+        groups = place_groups(work, machine)
+        chunks = stages_per_rank(work.parallel)
+        size = work.tokens / work.sizes.tensor * work.spec.hidden_size * work.software.compute_bytes
+        if not work.software.sequence_parallel:
+            size *= work.sizes.tensor
+        # Each micro-batch crosses a boundary there and back.
+        travel = 2 * chunks * _send_seconds(size, groups["pipeline"], machine)
+        terms["pipeline"] = travel * batches
+        # The slowest rank waits until its first micro-batch has come through the other ranks, and back.
+        others = sum(stage.count * (other.forward + other.backward) for stage, other in times)
+        others -= time.forward + time.backward
+        terms["bubble"] = idle_share(work) * (others + (ranks - 1) * travel)
+    return terms
+
+
+def _send_seconds(size: float, group: Neighbors, machine: Machine) -> float:
+    near = group.in_node == group.ranks
+    rates = machine.efficiency
+    bandwidth = machine.link_gbs * rates.link if near else machine.nic_gbs * rates.nic
+    return rates.hop_us * 1e-6 + size / (bandwidth * 1e9)
+
+
+def idle_share(work: Workload) -> float:
+    """Return which share of the other ranks' time for one micro-batch a rank idles in a step."""
+    schedule = work.parallel.pipeline_schedule
+    share = 1 / stages_per_rank(work.parallel)
+    if schedule in SPLIT_BACKWARD_SCHEDULES:
+        # Gradients of parameters fill a third of it; zbv with enough micro-batches nearly all.
+        share *= 1 / 3 if schedule == "zero_bubble" else 1 / 6
+    return share
+
+
+def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine) -> float:
+    """Return the exposed seconds in which gradients are summed and parameters gathered."""
+    soft, zero = work.software, work.parallel.zero_stage
+    groups = place_groups(work, machine)
+    parts = owned_parts(work, stage)
+    gathered = sum(part.gathered * count for part, count in parts)
+    reduced = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
+    rounds = work.accumulation
+    calls = stage.num_blocks * soft.gathers_per_block
+    gather = ring_seconds(gathered, groups["fsdp"], machine, calls)
+    reduce = ring_seconds(reduced, groups["fsdp"], machine, calls)
+    replicas = 2 * ring_seconds(reduced / groups["fsdp"].ranks, groups["replicate"], machine, calls)
+    if zero == 3:
+        gathers, reductions = 2 * rounds, rounds
+    else:
+        gathers, reductions = 1, rounds if zero == 2 else 1
+    if not soft.overlap:
+        return gathers * gather + reductions * reduce + replicas
+    # What overlaps competes for the card; blocks at both ends of a pass have nothing to hide behind.
+    first = 1.0 / max(1, stage.num_blocks)
+    passes = rounds if zero == 3 else 1
+    exposed = passes * max(first * gather, gather - time.forward * soft.overlap)
+    backward = (gather if zero == 3 else 0.0) + reduce
+    exposed += (rounds if zero >= 2 else 1) * max(first * reduce, backward - time.backward * soft.overlap)
+    return exposed + max(0.0, replicas - max(0.0, time.backward * soft.overlap - backward))
+
+
+def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:
+    """Return the seconds of clipping and the update, and of its travel from and to main memory with offload."""
+    numbers = sum(part.trained * count for part, count in owned_parts(work, stage))
+    if work.parallel.offload.type != "none":
+        # Main memory is a tenth as fast as a card's, and gradients and weights cross the bus.
+        return numbers * (8 / (machine.host_gbs * 1e9) + 30 / (machine.host_gbs * 2e9))
+    return numbers * 34 / (machine.memory_gbs * machine.efficiency.memory * 1e9)

@@ -1,0 +1,370 @@
+"""What a step computes, stores and sends: the sizes that the estimates of memory and time need, and nothing of ranks.
+
+The sizes come from the modules of the model themselves: a block of each kind is built on the meta device, and its
+sharding table says how its parameters are divided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.adapter_layers import is_trained
+from jingu.model.decoder import build_model, parameter_shapes
+from jingu.model.inputs import Inputs
+from jingu.model.sharding_table import ShardedDim, sharded_dims
+from jingu.model.spec import Experts, GatedFeedForward, ModelSpec
+from jingu.parallel.mesh import AxisSizes
+from jingu.parallel.stages import rank_of_stage, split_blocks
+
+OptimizerName = Literal["adamw", "adamw 8-bit", "lion", "adafactor", "muon"]
+_TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter: its shape, the dims that ranks can divide, and whether it is trained.
+
+    Attributes:
+        is_product: whether tokens are multiplied with it.
+        stored: the dtype on a rank: of master weights, of products (frozen beside adapters), or its own bytes.
+        packing: elements in one number, of quantized matrices.
+        is_copy: whether another stage updates it, as the embedding of a tied head.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[ShardedDim, ...]
+    is_trained: bool
+    is_product: bool
+    stored: Literal["master", "compute"] | int = "master"
+    packing: int = 1
+    is_copy: bool = False
+
+    def itemsize(self, software: Software) -> float:
+        """Return the bytes of a number on a rank."""
+        if isinstance(self.stored, int):
+            return self.stored
+        return software.weight_bytes if self.stored == "master" else software.compute_bytes
+
+    def cut(self, tensor: int, kv_heads: int, expert: int) -> tuple[int, ...]:
+        """Return the shape of the first rank's part before ZeRO divides it; no rank has a larger one."""
+        shape = list(self.shape)
+        ranks = {"inner": tensor, "kv_heads": min(tensor, kv_heads), "experts": expert}
+        for kind, dim in self.dims:
+            shape[dim] = -(-shape[dim] // ranks[kind])
+        return tuple(shape)
+
+    def numbers(self, sizes: tuple[int, int, int], kv_heads: int) -> tuple[int, int]:
+        """Return the numbers of the first rank's shard, as `plan_sharding` divides it, and before ZeRO divides it.
+
+        Args:
+            sizes: ranks of tensor, of expert, and those that ZeRO divides over.
+        """
+        tensor, expert, ranks = sizes
+        shape = self.cut(tensor, kv_heads, expert)
+        dim = 0
+        if self.dims and self.dims[0].kind == "experts":
+            # Experts that ZeRO's ranks cannot divide evenly are divided by rows.
+            ranks //= expert
+            by_rows = self.shape[1] % (ranks * (tensor if self.dims[-1].dim == 1 else 1)) == 0
+            dim = int(bool(self.shape[0] // expert % ranks) and by_rows)
+        whole = prod(shape)
+        return whole // shape[dim] * -(-shape[dim] // ranks), whole
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSizes:
+    """A block of a model, or what stands before or after the blocks.
+
+    Attributes:
+        weights: its parameters.
+        saved: bytes of a token that the backward pass needs, without scores of attention.
+        product_outputs: outputs of products and attention of a token: what selective checkpointing saves.
+        attended: attention layers.
+    """
+
+    weights: tuple[Weight, ...] = ()
+    saved: float = 0.0
+    product_outputs: float = 0.0
+    attended: int = 0
+    is_causal: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Software:
+    """How a training system executes a step. The defaults are jingu's; published runs have others.
+
+    Attributes:
+        weight_bytes: of a weight that a rank owns; gradient_bytes: of its gradient.
+        reduce_bytes: of a gradient on its way; compute_bytes: of a number in products and activations.
+        state_share: the optimizer's state, as a multiple of what it is in fp32.
+        copies_weights: whether products use copies of the weights that a rank owns, gathered or rounded.
+        whole_logits: whether the logits of all tokens exist at a time.
+        logit_bytes: of a logit with its gradient, in all dtypes in which it exists.
+        saved_products: share of the products whose results selective checkpointing saves.
+        fused_attention: whether scores are never stored.
+        sequence_parallel: whether norms and residuals are divided over the ranks of `tensor`, too.
+        saved_per_hidden: bytes that a block saves for each number of a token's hidden state; None: counted.
+        saved_scores: bytes that are stored for each score without fused attention.
+        in_flight: micro-batches in flight on every rank of a pipeline; None: the schedule's.
+        traffic: bytes that elementwise operations of a forward pass move, as a multiple of those that are saved.
+        kernels: kernels of a block's forward pass that the host launches.
+        gathers_per_block: collectives that gather a block's parameters under ZeRO 3.
+        overlap: share of the computing time in which gradients and gathered weights travel; 0: none.
+        expert_imbalance: rows of the fullest expert, as a multiple of the mean.
+        product_speed: of products, as a multiple of bf16.
+    """
+
+    weight_bytes: float = 4.0
+    gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    compute_bytes: float = 2.0
+    state_share: float = 1.0
+    copies_weights: bool = True
+    whole_logits: bool = False
+    logit_bytes: float = 6.0
+    saved_products: float = 1.0
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    saved_per_hidden: float | None = None
+    saved_scores: float = 5.0
+    in_flight: int | None = None
+    traffic: float = 1.5
+    kernels: int = 30
+    gathers_per_block: int = 1
+    overlap: float = 0.8
+    expert_imbalance: float = 1.0
+    product_speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run in one layout.
+
+    Attributes:
+        sequence: tokens of a row; micro_batch: rows of a forward pass; accumulation: forward passes of a rank.
+        checkpointing: none, selective or full; of every n-th block.
+    """
+
+    model: ModelSizes
+    sizes: AxisSizes
+    parallel: ParallelSettings
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    checkpointing: ActivationCheckpointingSettings = field(default_factory=ActivationCheckpointingSettings)
+    optimizer: OptimizerName = "adamw"
+    software: Software = field(default_factory=Software)
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes.shape)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence * self.micro_batch * self.accumulation * self.sizes.data
+
+    def saved_bytes(self, block: BlockSizes) -> float:
+        """Return the bytes of a token that a block's backward pass needs, without scores of attention."""
+        per_hidden = self.software.saved_per_hidden
+        return block.saved if per_hidden is None else per_hidden * self.spec.hidden_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a forward pass on the ranks of `tensor` together: those of one rank of `context`."""
+        return self.micro_batch * -(-self.sequence // self.sizes.context)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each rank of the pipeline holds; equal ones once, of which the first has the most in flight."""
+        layers = self.parallel.layers_per_stage
+        key = (
+            self.parallel.pipeline_schedule,
+            self.parallel.stages_per_rank,
+            None if layers is None else tuple(layers),
+        )
+        return _split_stages(self.model, self.sizes.pipeline, key)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank of the pipeline holds.
+
+    Attributes:
+        rank: the first of `count` ranks that hold the same.
+        blocks: its blocks by kind: numbers of the blocks of each.
+        ends: embedding, and norm and head, if it has them.
+    """
+
+    rank: int
+    count: int
+    blocks: tuple[tuple[BlockSizes, tuple[int, ...]], ...]
+    ends: tuple[BlockSizes, ...]
+    has_head: bool
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return sum(len(numbers) for _, numbers in self.blocks)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[BlockSizes, int], ...]:
+        """Kinds of blocks and ends, and how often the rank has each."""
+        return (*((kind, len(numbers)) for kind, numbers in self.blocks), *((end, 1) for end in self.ends))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSizes:
+    """The parts of a model: its blocks, an encoder's first, the embedding, the last norm, and it with the head."""
+
+    spec: ModelSpec
+    blocks: tuple[BlockSizes, ...]
+    embedding: BlockSizes
+    norm: BlockSizes
+    head: BlockSizes
+
+
+@lru_cache(maxsize=1024)
+def _split_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[Stage, ...]:
+    schedule, stages_per_rank, layers = key
+    settings = ParallelSettings(
+        pipeline_schedule=schedule, stages_per_rank=stages_per_rank, layers_per_stage=layers and list(layers)
+    )
+    ranges = [range(len(model.blocks))] if ranks == 1 else split_blocks(settings, ranks, model.spec)
+    stages: dict[tuple[Any, ...], Stage] = {}
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for rank in range(ranks):
+        numbers = [n for n in range(len(ranges)) if ranks == 1 or rank_of_stage(settings, ranks, n) == rank]
+        kinds: dict[BlockSizes, list[int]] = {}
+        for block in (block for number in numbers for block in ranges[number]):
+            kinds.setdefault(model.blocks[block], []).append(block)
+        has_head = len(ranges) - 1 in numbers
+        ends = (model.embedding,) * (0 in numbers)
+        # Embedding and head that are tied, and on one rank, are one parameter.
+        if has_head:
+            ends += (model.norm if ends and model.spec.tie_word_embeddings else model.head,)
+        blocks = tuple((kind, tuple(members)) for kind, members in kinds.items())
+        load = (*((kind, len(members)) for kind, members in blocks), ends, has_head)
+        stages.setdefault(load, Stage(rank, 1, blocks, ends, has_head))
+        counts[load] += 1
+    return tuple(replace(stage, count=counts[load]) for load, stage in stages.items())
+
+
+@lru_cache(maxsize=64)
+def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
+    """Return the sizes of a model, from one block of each kind on the meta device."""
+    dtype = {8: torch.float64, 4: torch.float32}.get(int(compute_bytes), torch.bfloat16)
+    layers = {"num_layers": 1} | ({"num_encoder_layers": 1} if spec.num_encoder_layers else {})
+    with torch.device("meta"):
+        model = build_model(spec.model_copy(update=layers))
+    table = sharded_dims(model)
+    parameters = dict(model.named_parameters())
+    if spec.tie_word_embeddings:
+        # The head has no weight of its own, and is multiplied all the same.
+        parameters["head.weight"] = parameters["embedding.weight"]
+        table["head.weight"] = table["embedding.weight"]
+
+    def part(prefixes: tuple[str, ...], attended: int = 0, number: int = 0, *, is_causal: bool = True) -> BlockSizes:
+        names = [name for name in parameters if name.startswith(prefixes)]
+        # Which parameters are trained may differ from block to block.
+        own = tuple(
+            _weight(parameters[name], name, table[name], spec, name.replace("blocks.0.", f"blocks.{number}."))
+            for name in names
+        )
+        outputs = sum(_outputs(weight, spec) for weight in own if weight.is_product)
+        outputs += attended * spec.attention.num_heads * spec.attention.head_dim
+        return _block(own, saved_bytes(spec, dtype) if attended else 0.0, outputs, attended, is_causal)
+
+    encoders = [part(("encoder.blocks.",), 1, n, is_causal=False) for n in range(spec.num_encoder_layers or 0)]
+    decoders = [part(("blocks.",), 1 + bool(encoders), n) for n in range(spec.num_layers)]
+    ends = ("norm.", "head.")
+    others = tuple(name for name in parameters if "blocks." not in name and not name.startswith(ends))
+    return ModelSizes(spec, (*encoders, *decoders), part(others), part(ends[:1]), part(ends))
+
+
+@lru_cache(maxsize=256)
+def _block(weights: tuple[Weight, ...], saved: float, outputs: float, attended: int, is_causal: bool) -> BlockSizes:
+    """Return the sizes of a block; equal blocks are one object."""
+    return BlockSizes(weights, saved, outputs, attended, is_causal)
+
+
+def _weight(parameter: Tensor, name: str, dims: tuple[ShardedDim, ...], spec: ModelSpec, full_name: str) -> Weight:
+    trained = is_trained(full_name, spec) or (name == "head.weight" and spec.adapter is None)
+    stored: Literal["master", "compute"] | int = "master"
+    if not parameter.is_floating_point():
+        stored = parameter.itemsize
+    elif spec.adapter is not None and not trained and parameter.dim() >= 2 and "router" not in name:
+        stored = "compute"
+    is_product = parameter.dim() >= 2 and not name.endswith((*_TABLES, ".scales"))
+    packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
+    is_copy = name == "head.weight" and spec.tie_word_embeddings
+    return Weight(tuple(parameter.shape), dims, trained, is_product, stored, packing, is_copy)
+
+
+def _outputs(weight: Weight, spec: ModelSpec) -> float:
+    """Return how many outputs of a product a token has: of experts, those of the chosen ones."""
+    outputs = float(weight.shape[-2])
+    if len(weight.shape) == 3 and isinstance(spec.feed_forward, Experts):
+        outputs *= spec.feed_forward.num_experts_per_token
+    return outputs
+
+
+@lru_cache(maxsize=64)
+def saved_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Return how many bytes of a token a decoder's block saves for its backward pass, by counting them.
+
+    A mixture is counted as a feed-forward of the size of what a token uses, and its rows in the order of the experts.
+    """
+    part, rows = spec.feed_forward, 0.0
+    if isinstance(part, Experts):
+        size = part.num_experts_per_token * part.intermediate_size + (part.shared_intermediate_size or 0)
+        rows = part.num_experts_per_token * 2.0 * spec.hidden_size * dtype.itemsize + 8.0 * part.num_experts
+        spec = spec.model_copy(
+            update={"feed_forward": GatedFeedForward(intermediate_size=size, activation=part.activation)}
+        )
+    length = min(64, spec.max_position_embeddings // 2)
+    # Attention on the meta device keeps its probabilities, which grow with the square of the length; kernels of real
+    # devices do not keep them.
+    short, long = (
+        _count_saved(spec, 2, size, dtype) - _count_saved(spec, 1, size, dtype) for size in (length, 2 * length)
+    )
+    return rows + (4 * short - long) / (2 * length)
+
+
+def _count_saved(spec: ModelSpec, layers: int, length: int, dtype: torch.dtype) -> int:
+    update = {"num_layers": layers, "quantization": None}
+    if spec.num_encoder_layers:
+        update["num_encoder_layers"] = 1
+    small = spec.model_copy(update=update)
+    with torch.device("meta"):
+        model = build_model(small).to(dtype)
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name, small))
+    weights = {id(parameter.untyped_storage()) for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        storages[id(tensor.untyped_storage())] = tensor.untyped_storage()
+        return tensor
+
+    inputs = Inputs(tokens, source=Inputs(tokens)) if spec.num_encoder_layers else Inputs(tokens)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        model(inputs)
+    return sum(storage.nbytes() for number, storage in storages.items() if number not in weights)
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Return the number of a model's parameters."""
+    return sum(shape.numel() for shape in parameter_shapes(spec).values())

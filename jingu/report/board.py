@@ -1,0 +1,187 @@
+"""`jingu watch` and `jingu runs`: runs while they train, on the terminal, in a browser, and for Prometheus."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+
+import yaml
+
+from jingu.errors import JinguError
+from jingu.formatting import format_duration, format_number, format_rounded, memory_unit, show_control_characters
+from jingu.report.page import render_page
+from jingu.report.record import Row, RunRecord, get_number, read_run
+
+_REFRESH_SECONDS = 2.0
+# The time left follows from so many of the last lines of metrics.
+_RATE_LINES = 50
+_BAR_WIDTH = 40
+_SAMPLE_CHARS = 300
+
+
+def watch_run(run: Path, web: int | None = None, once: bool = False) -> None:
+    """Show a run until Ctrl-C: on the terminal, or as a page and as metrics for Prometheus.
+
+    Args:
+        web: port on the loopback address; 0: any free one.
+        once: show it once.
+
+    Raises:
+        JinguError: there is no such run, or the port is in use.
+    """
+    read_run(run)
+    if web is not None:
+        _serve(run, web)
+    while True:
+        text = render_board(run)
+        # The cursor goes to the first line, and what follows is cleared.
+        print(f"\033[H\033[J{text}" if sys.stdout.isatty() else text, flush=True)
+        if once:
+            return
+        time.sleep(_REFRESH_SECONDS)
+
+
+def render_board(run: Path) -> str:
+    """Return progress, losses, rates, memory, the last samples and the watchdog's verdict as text."""
+    record = read_run(run)
+    step, steps = _progress(record)
+    last = record.train.get(step, {})
+    time_left = format_duration(_seconds_left(record))
+    filled = round(_BAR_WIDTH * step / steps)
+    memory_size, memory_name = memory_unit(get_number(last, "memory_bytes"))
+    lines = [
+        f"{record.name}: {describe_state(run, record)}, step {step:,} of {steps:,}, {time_left} left",
+        f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {step / steps:.0%}",
+        f"loss {format_number(get_number(last, 'loss'))} · lr {format_number(get_number(last, 'lr'))} · "
+        f"gradient norm {format_number(get_number(last, 'grad_norm'))}",
+        f"{format_rounded(get_number(last, 'tokens_per_second'))} tokens/s · "
+        f"{get_number(last, 'peak_share'):.0%} of peak · "
+        f"{get_number(last, 'memory_bytes') / memory_size:,.1f} {memory_name} a rank",
+    ]
+    if record.evaluations:
+        evaluation = record.evaluations[max(record.evaluations)]
+        lines.append(f"validation loss {format_number(get_number(evaluation, 'loss'))}")
+    for (_, prompt), row in islice(reversed(record.samples.items()), 2):
+        text = show_control_characters(f"{prompt}{row.get('text', '')}")
+        lines += ["", text[:_SAMPLE_CHARS]]
+    verdicts = sorted(run.glob("log/jingu-watch-*/verdict.txt"), key=lambda path: path.stat().st_mtime)
+    lines += ["", verdicts[-1].read_text(encoding="utf-8")] if verdicts else []
+    return "\n".join(lines)
+
+
+def list_runs(folder: Path) -> None:
+    """Print a table of the runs in a folder. Raises JinguError if it has none."""
+    paths = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+    if not paths:
+        raise JinguError("there is no run here.", where=folder, fix="Give the folder that holds runs, such as runs.")
+    width = max(len(path.name) for path in paths)
+    print(f"{'run':<{width}}  {'state':<9} {'step':>15} {'loss':>8} {'validation':>10} {'tokens/s':>9}")
+    for path in paths:
+        record = read_run(path)
+        step, steps = _progress(record)
+        last = record.train.get(step, {})
+        evaluation = record.evaluations[max(record.evaluations)] if record.evaluations else {}
+        losses = [format_number(get_number(row, "loss")) for row in (last, evaluation)]
+        rate = format_rounded(get_number(last, "tokens_per_second"))
+        state = describe_state(path, record)
+        print(f"{path.name:<{width}}  {state:<9} {f'{step:,}/{steps:,}':>15} {losses[0]:>8} {losses[1]:>10} {rate:>9}")
+
+
+def describe_state(run: Path, record: RunRecord) -> str:
+    """Return complete, training, diverged or stopped."""
+    step, steps = _progress(record)
+    if step >= steps:
+        return "complete"
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        # A process that trains has the folder locked.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "training"
+    finally:
+        os.close(descriptor)
+    return "diverged" if record.has_diverged else "stopped"
+
+
+def _progress(record: RunRecord) -> tuple[int, int]:
+    """Return the last logged step, and the number of steps."""
+    step = max(record.train, default=0)
+    try:
+        steps = yaml.safe_load(record.config)["train"]["steps"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        steps = step
+    return step, max(1, steps)
+
+
+def _seconds_left(record: RunRecord) -> float:
+    """Return the time left, from the training time of many steps."""
+    rows: list[Row] = [record.train[step] for step in sorted(record.train)[-_RATE_LINES:]]
+    step, steps = _progress(record)
+    if len(rows) < 2:
+        return math.nan
+    seconds = get_number(rows[-1], "seconds") - get_number(rows[0], "seconds")
+    return (steps - step) * seconds / max(1, rows[-1]["step"] - rows[0]["step"])
+
+
+def format_metrics(record: RunRecord) -> str:
+    """Return the numbers of the last step in the text format of Prometheus."""
+    step, steps = _progress(record)
+    values = {"steps": steps, "seconds_left": _seconds_left(record)} | record.train.get(step, {})
+    evaluation = record.evaluations[max(record.evaluations)] if record.evaluations else {}
+    values |= {f"validation_{key}": value for key, value in evaluation.items()}
+    label = json.dumps(record.name)
+    numbers = {key: get_number(values, key) for key in values if key.isidentifier()}
+    return "".join(f"jingu_{key}{{run={label}}} {value}\n" for key, value in numbers.items() if not math.isnan(value))
+
+
+def make_server(run: Path, port: int) -> ThreadingHTTPServer:
+    """Return a read-only server on the loopback address: the report of the moment, and `/metrics`.
+
+    Raises:
+        JinguError: the port is in use.
+    """
+    # The page loads itself again.
+    routes: dict[str, tuple[str, Callable[[RunRecord], str]]] = {
+        "/": ("text/html; charset=utf-8", render_page),
+        "/metrics": ("text/plain; version=0.0.4", format_metrics),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # Another site's name for this address would let its pages read the run.
+            host = self.headers.get("Host", "").rpartition(":")[0]
+            if self.path not in routes or host not in ("127.0.0.1", "localhost"):
+                self.send_error(404)
+                return
+            kind, render = routes[self.path]
+            body = render(read_run(run)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Refresh", "10")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise JinguError(
+            f"port {port} cannot be used ({error.strerror}).", where="--web", fix="Choose another."
+        ) from None
+
+
+def _serve(run: Path, port: int) -> None:
+    with make_server(run, port) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        print(f"{run} at {address}, for Prometheus at {address}/metrics; Ctrl-C ends it.", flush=True)
+        server.serve_forever()

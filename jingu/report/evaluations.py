@@ -1,0 +1,133 @@
+"""A page of evaluation results: metrics with errors, calibration, and answers to search, the worst ones first."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from jingu import __version__
+from jingu.errors import JinguError
+from jingu.evaluate.evaluation import read_results
+from jingu.report.template import load_template, read_resource
+
+Record = dict[str, Any]
+# Documents of a task that the page shows, so that it stays small; and bins of the calibration curve.
+MAX_DOCUMENTS = 500
+NUM_BINS = 10
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document on the page.
+
+    Attributes:
+        loss: what documents are sorted by; the worst is the highest.
+        state: `right`, `wrong`, or ``, for search.
+        change: `better`, `worse`, or ``, compared with other results.
+        choices: texts, each with its log-probability, probability, and whether it is right; or generated texts.
+    """
+
+    index: int
+    loss: float
+    state: str
+    change: str
+    prompt: str
+    gold: list[str]
+    choices: list[tuple[str, float, float, bool]]
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class ShownTask:
+    """A task on the page.
+
+    Attributes:
+        bins: of the calibration curve: mean confidence, accuracy, and the share of documents.
+    """
+
+    result: Record
+    documents: list[ShownDocument]
+    num_documents: int
+    bins: list[tuple[float, float, float]]
+
+
+def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
+    """Return a page of the results in a folder; None if it has none.
+
+    Args:
+        against: folder with other results of the same tasks: documents with other values are marked.
+    """
+    results = read_results(folder)
+    if not results:
+        return None
+    others = {} if against is None else read_results(against)
+    if against is not None and not others:
+        fix = "Give a folder that `jingu evaluate` has written to."
+        raise JinguError("it has no evaluation results to compare with.", where=against, fix=fix)
+    tasks = [_show_task(result, records, others.get(name, ({}, []))[1]) for name, (result, records) in results.items()]
+    script = read_resource("evaluations.js")
+    return load_template("evaluations.html").render(
+        tasks=tasks,
+        name=folder.resolve().name,
+        against=against,
+        version=__version__,
+        style=Markup(read_resource("page.css")),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _show_task(result: Record, records: list[Record], others: list[Record]) -> ShownTask:
+    by_hash = {record["hash"]: record for record in others}
+    has_choices = result["settings"].get("output_type") == "multiple_choice"
+    documents = [_show_document(record, by_hash.get(record["hash"]), has_choices) for record in records]
+    # Confidence is the probability of the choice that the model takes.
+    confidence = np.array([max(choice[2] for choice in shown.choices) for shown in documents if shown.choices])
+    is_right = np.array([shown.state == "right" for shown in documents if shown.choices], np.float64)
+    numbers = np.minimum(confidence * NUM_BINS, NUM_BINS - 1).astype(int)
+    bins = [
+        (float(confidence[numbers == number].mean()), float(is_right[numbers == number].mean()), float(share))
+        for number in range(NUM_BINS)
+        if len(confidence) and (share := (numbers == number).mean())
+    ]
+    worst = sorted(documents, key=lambda shown: -shown.loss)[:MAX_DOCUMENTS]
+    return ShownTask(result, worst, len(documents), bins)
+
+
+def _show_document(record: Record, other: Record | None, has_choices: bool) -> ShownDocument:
+    # Choices are also scored without a context for acc_mutual_info.
+    pairs = [pair for pair in record["pairs"] if pair[0] or not record["pairs"][0][0]]
+    answers = record["answers"]
+    gold = record["gold"]
+    # The first metric that is a number of a single document decides about right and wrong.
+    values = {key: value for key, value in record["metrics"].items() if isinstance(value, int | float)}
+    key = next(iter(values), None)
+    value = float(values[key]) if key is not None else 0.0
+    state = {1.0: "right", 0.0: "wrong"}.get(value, "") if key is not None else ""
+    change = ""
+    if key is not None and other is not None and other["metrics"].get(key) != value:
+        change = "better" if value > other["metrics"].get(key, 0.0) else "worse"
+    if not has_choices:
+        logprobs = [answer["logprob"] for answer in answers if answer["logprob"]]
+        loss = -logprobs[0] / max(answers[0]["num_tokens"], 1) if logprobs else 1 - value
+        texts = [answer["text"] for answer in answers if answer["text"]]
+        prompt = "".join(pairs[0])
+        return ShownDocument(record["index"], loss, state, change, prompt, list(map(str, gold)), [], texts)
+    # Choices after one context differ in their continuations, else in their contexts.
+    shares_context = pairs[0][0] == pairs[-1][0] or pairs[0][1] != pairs[-1][1]
+    scores = np.array([answer["logprob"] for answer in answers[: len(pairs)]])
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    choices = [
+        (pair[1] if shares_context else pair[0], float(logprob), float(probability), number in gold)
+        for number, (pair, logprob, probability) in enumerate(zip(pairs, scores, probabilities, strict=True))
+    ]
+    loss = 1 - sum(probability for _, _, probability, is_gold in choices if is_gold)
+    prompt = pairs[0][0] if shares_context else pairs[0][1]
+    return ShownDocument(record["index"], loss, state, change, prompt, [], choices, [])

@@ -1,0 +1,123 @@
+"""vLLM's routes for reward models: scores of answers, and documents by their score."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from jingu.infer.request import Request
+from jingu.infer.sampling import SamplingParams
+from jingu.serve import protocol
+from jingu.serve.async_engine import RequestHandle
+from jingu.serve.chat_run import encode_conversation
+from jingu.serve.http_errors import bad_request
+from jingu.serve.responses import respond_once
+from jingu.serve.service import Service, ServiceDependency, run_off_loop
+
+router = APIRouter(prefix="/v1", tags=["scoring"], route_class=protocol.StrictRoute)
+Prompt = str | list[protocol.ChatMessage]
+
+
+@router.post("/score")
+async def score(body: protocol.ScoreRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Score answers to prompts by a reward model: one prompt with each answer, or pairs."""
+    answers = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    prompts = _list_prompts(body.text_1)
+    if len(prompts) not in (1, len(answers)):
+        message = f"`text_1` has {len(prompts)} entries and `text_2` {len(answers)}: send as many, or one `text_1`"
+        raise bad_request(message, "text_1")
+    handle = await _submit(body, prompts, answers, request, service)
+
+    async def collect() -> Any:
+        scores = await _collect_scores(handle)
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+        head = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+        return {**head, "model": body.model, "data": data, "usage": _format_usage(handle)}
+
+    return await respond_once(request, handle, collect())
+
+
+@router.post("/rerank")
+async def rerank(body: protocol.RerankRequest, request: HttpRequest, service: ServiceDependency) -> Response:
+    """Return documents by the reward model's score of each as the answer to a query, the best first."""
+    documents = body.documents
+    handle = await _submit(body, [body.query], documents, request, service)
+
+    async def collect() -> Any:
+        scores = await _collect_scores(handle)
+        ranking = sorted(range(len(documents)), key=lambda index: -scores[index])
+        # 0 means all, as for vLLM.
+        results = [
+            {"index": index, "document": {"text": documents[index]}, "relevance_score": scores[index]}
+            for index in ranking[: body.top_n or None]
+        ]
+        head = {"id": f"rerank-{secrets.token_hex(12)}", "model": body.model}
+        return {**head, "results": results, "usage": _format_usage(handle)}
+
+    return await respond_once(request, handle, collect())
+
+
+def _list_prompts(text_1: Any) -> list[Prompt]:
+    """Return the prompts of `text_1`: a text, texts, or the messages of one conversation."""
+    is_single = isinstance(text_1, str) or isinstance(text_1[0], protocol.ChatMessage)
+    return [text_1] if is_single else list(text_1)
+
+
+async def _submit(
+    body: protocol.ScoringRequest,
+    prompts: Sequence[Prompt],
+    answers: Sequence[str],
+    request: HttpRequest,
+    service: Service,
+) -> RequestHandle:
+    """Submit answers to the engine, each after its prompt or after the only prompt."""
+    adapter = service.find_adapter(body.model)
+    prompt_ids = [await _encode_prompt(body.model, prompt, service) for prompt in prompts]
+    if len(prompt_ids) == 1:
+        prompt_ids *= len(answers)
+    ends_turn = not isinstance(prompts[0], str)
+    requests = []
+    for ids, answer in zip(prompt_ids, answers, strict=True):
+        prompt = (*ids, *await _encode_answer(answer, ends_turn, service))
+        requests.append(Request(prompt, SamplingParams(), 1, adapter=adapter, pooling="score"))
+    return await service.submit(request, requests)
+
+
+async def _encode_prompt(model: str, prompt: Prompt, service: Service) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return await service.encode(prompt)
+    if service.chat_format is None:
+        raise bad_request("the model has no chat template: send text, or start the server with --template")
+    return await encode_conversation(protocol.ChatRequest(model=model, messages=prompt), service)
+
+
+async def _encode_answer(answer: str, ends_turn: bool, service: Service) -> list[int]:
+    """Return the token ids of an answer. In a conversation it is plain text, and ends as the template ends it."""
+    tokenizer = service.model.tokenizer
+    ids = await run_off_loop(partial(tokenizer.encode, answer, parse_special_tokens=not ends_turn), len(answer))
+    chat_format = service.chat_format
+    if not ends_turn or chat_format is None:
+        return ids
+    end_ids = chat_format.eos_token_ids or tokenizer.encode("".join(chat_format.stop))
+    return [*ids, *end_ids]
+
+
+async def _collect_scores(handle: RequestHandle) -> list[float]:
+    """Return the scores. Raises ApiError."""
+    scores = []
+    for (completion,) in await handle.collect():
+        assert completion.embedding is not None
+        scores.append(completion.embedding[0])
+    return scores
+
+
+def _format_usage(handle: RequestHandle) -> dict[str, int]:
+    tokens = handle.stats.prompt_tokens
+    return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}

@@ -1,0 +1,71 @@
+"""`jingu plan calibrate`: fit a machine's efficiency to runs that were made on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+from jingu.config.load import load_stored_config
+from jingu.config.strict_yaml import dump
+from jingu.errors import JinguError, pluralize
+from jingu.model.spec import ModelSpec
+from jingu.parallel.layout import Precision
+from jingu.parallel.stages import plan_layout
+from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
+from jingu.plan.forecast import run_workload
+from jingu.plan.machine import Machine, find_machine
+from jingu.runtime.device import DTYPES
+from jingu.runtime.files import write_error, write_text_atomically
+
+# Logged steps that are left out at the start: they compile and warm up.
+WARM_UP = 1
+
+
+def calibrate(runs: list[Path], on: str, to: Path) -> None:
+    """Fit the efficiency of a machine to runs, and write the machine as a file for `jingu plan --on`.
+
+    Args:
+        on: the machine that the runs were made on: of the library, a YAML file, or `here`.
+
+    Raises:
+        JinguError: a run has no logged steps, or the file cannot be written.
+    """
+    base = find_machine(on)
+    measurements = [_read_run(run, base) for run in runs]
+    efficiency = fit_efficiency(measurements, base.efficiency)
+    before = prediction_errors(measurements, base.efficiency)
+    after = prediction_errors(measurements, efficiency)
+    for run, measurement, old, new in zip(runs, measurements, before, after, strict=True):
+        print(f"{run}: {measurement.seconds:.3f} s a step; planned {old:+.1%} before, {new:+.1%} now")
+    print(
+        f"Median error of {pluralize(len(runs), 'run')}: {median(map(abs, before)):.1%} → {median(map(abs, after)):.1%}"
+    )
+    values = base.model_dump() | {"name": to.stem, "efficiency": efficiency.model_dump()}
+    try:
+        write_text_atomically(to, dump(values))
+    except OSError as error:
+        raise write_error(error, to, "choose another file (--to FILE)") from error
+    print(f"Use it with --on {to}.")
+
+
+def _read_run(run: Path, machine: Machine) -> Measurement:
+    """Return the median step of a run."""
+    config = load_stored_config(run / "config.yaml")
+    try:
+        spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise JinguError(f"the run cannot be read: {error}.", where=run, fix="Name the folder of a run.") from None
+    starts = [record for record in records if record["type"] == "start"]
+    speeds = [record["tokens_per_second"] for record in records if record["type"] == "train"][WARM_UP:]
+    if not starts or not speeds:
+        raise JinguError("the run has too few logged steps.", where=run, fix="Let it log at least two steps.")
+    start = starts[-1]
+    dtype = DTYPES[start["precision"]]
+    masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]
+    precision = Precision(start["precision"], dtype, masters, masters)
+    work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), precision)
+    machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
+    return Measurement(work, machine, start["tokens_per_step"] / median(speeds))

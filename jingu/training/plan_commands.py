@@ -1,0 +1,301 @@
+"""`jingu config show` and `jingu plan`: what follows from the settings of a run, before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from jingu.config import deepspeed
+from jingu.config.batch_plan import BatchPlan
+from jingu.config.load import config_from_tree, dump_yaml, load_config
+from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import PrecisionSettings, resolve_steps
+from jingu.errors import pluralize
+from jingu.formats.huggingface import spec_from_config
+from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
+from jingu.model.decoder import parameter_shapes
+from jingu.model.resolve import find_preset, spec_from_settings
+from jingu.model.spec import ModelSpec
+from jingu.parallel.layout import Precision
+from jingu.parallel.mesh import AxisSizes
+from jingu.parallel.stages import plan_layout, split_blocks
+from jingu.plan.forecast import (
+    estimate_memory,
+    forecast,
+    print_clusters,
+    print_forecast,
+    print_search,
+    print_serving,
+    require_memory,
+    run_workload,
+)
+from jingu.plan.machine import Machine, find_machine
+from jingu.plan.search import SearchResult, search_layouts
+from jingu.plan.serving import plan_serving
+from jingu.runtime.device import total_memory
+from jingu.runtime.ranks import choose_device
+from jingu.text.tokenizer import Tokenizer
+from jingu.training.precision import choose_precision
+from jingu.training.replay_run import replay_run
+from jingu.training.run import apply_tuning, build_run_spec
+from jingu.training.schedule import check_schedule
+
+
+def show_config(config: RunConfig, processes: int | None = None) -> None:
+    """Print every setting of a run, and what follows from them, as a YAML file that can replace the first."""
+    world = processes or 1
+    rows = derive_plan(config, world)
+    width = max(len(name) for name, _ in rows)
+    print(dump_yaml(config))
+    print(f"# What follows, on {pluralize(world, 'rank')}:")
+    for name, text in rows:
+        print(f"#   {name:<{width}}  {text}")
+
+
+def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
+    """Return the arithmetic of a run as pairs of name and text.
+
+    Raises:
+        JinguError: ranks, model or batch cannot be divided.
+    """
+    batch = config.batch
+    steps = config.train.steps
+    check_schedule(config)
+    spec, missing = resolve_spec(config)
+    sizes, plan = plan_layout(config, world, spec)
+    parameters = sum(shape.numel() for shape in parameter_shapes(spec).values())
+    model = f"that of {missing}" if missing else f"{spec.family}, {format_rounded(parameters)} parameters"
+    experts = f", {sizes.expert} expert" if sizes.expert > 1 else ""
+    rows = [
+        ("model", model),
+        ("layout", f"{world:,} = {sizes} (ZeRO {config.parallel.zero_stage}{experts})"),
+        ("tokens a step", f"{plan.tokens_per_step:,} = {batch.global_batch_size:,} × {batch.sequence_length:,}"),
+        ("tokens of the run", f"{plan.tokens_per_step * steps:,} = {steps:,} steps × {plan.tokens_per_step:,}"),
+        ("sequences a rank", f"{plan.rows_per_rank:,} = {batch.global_batch_size:,} / {sizes.data:,}"),
+        (
+            "micro batches a step",
+            f"{plan.accumulation:,} = {plan.rows_per_rank:,} / {plan.micro_batch_size:,} (batch.micro_batch_size)",
+        ),
+        ("tokens a forward pass", f"{plan.micro_batch_size * batch.sequence_length:,}"),
+        ("warm-up", _format_steps(config.schedule.warmup, steps)),
+    ]
+    if sizes.pipeline > 1:
+        stages = split_blocks(config.parallel, sizes.pipeline, spec)
+        blocks = ", ".join(str(len(stage)) for stage in stages)
+        rows.insert(2, ("stages", f"{len(stages)} of {blocks} blocks ({config.parallel.pipeline_schedule})"))
+    if config.schedule.type == "wsd":
+        rows.append(("decay", _format_steps(config.schedule.decay, steps)))
+    memory = f"unknown until {missing} exists" if missing else _format_memory(config, spec, sizes, plan)
+    return [*rows, ("memory of a rank", memory)]
+
+
+def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
+    """Return the spec of the run and None; or the spec of its settings, and the initial model that must exist before
+    the run's spec is known."""
+    initial_model = config.initialize.from_
+    tokenizer = Path(config.tokenizer.path)
+    if tokenizer.exists() and (initial_model is None or Path(initial_model).exists()):
+        spec = build_run_spec(config, Path(config.runs_dir) / config.name, Tokenizer.load(tokenizer))
+        return apply_tuning(spec, config), None
+    spec = spec_from_settings(config.model, config.tokenizer.vocab_size, config.batch.sequence_length)
+    if initial_model is None or config.model.preset is not None:
+        return apply_tuning(spec, config), None
+    return spec, initial_model
+
+
+def _format_memory(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan) -> str:
+    """Return what the fullest rank of the pipeline holds, as text."""
+    precision = choose_precision(config.precision, choose_device(config.device.type, 0))
+    memory = estimate_memory(config, spec, sizes, plan, precision)
+    unit, unit_name = memory_unit(memory.total)
+    parts = " + ".join(f"{size / unit:,.1f} {part}" for part, size in memory.card.items())
+    text = f"{memory.total / unit:,.1f} {unit_name} = {parts}"
+    if memory.offloaded:
+        place = {"host": "in main memory", "disk": "on disk"}[config.parallel.offload.type]
+        text += f"; {sum(memory.offloaded.values()) / unit:,.1f} {unit_name} {place}"
+    return text
+
+
+def _format_steps(length: int | float, steps: int) -> str:
+    """Return a number of steps, and how it follows if it is a share of the run."""
+    text = pluralize(resolve_steps(length, steps), "step")
+    return text if isinstance(length, int) else f"{text} = {length} × {steps:,}"
+
+
+# jingu plan
+
+
+# Nodes that `--gpus-needed` tries at most.
+MAX_NODES = 128
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `jingu plan` was asked for.
+
+    Attributes:
+        has_layout: whether the settings name a layout, or the best one is searched for.
+    """
+
+    config: RunConfig
+    spec: ModelSpec
+    has_layout: bool
+    assumptions: list[str]
+
+
+def plan(
+    target: str,
+    overrides: Sequence[str],
+    on: str = "here",
+    nodes: int = 1,
+    gpus: int | None = None,
+    mode: str | None = None,
+    price: float | None = None,
+    as_json: bool = False,
+) -> int:
+    """Say what a run will take: memory of the fullest rank, time of a step, cost.
+
+    Args:
+        target: a run's file, a preset, a Hugging Face config (or its folder), or a DeepSpeed configuration.
+        on: a machine: of the library, a YAML file, or `here`.
+        gpus: cards of a node; None: as many as the machine has.
+        mode: `search` compares all layouts; `clusters` tries several numbers of nodes; `exact` replays a step of the
+            first rank; `serve` plans generation instead of training. None plans the layout of the settings, or of a
+            model alone the best one.
+
+    Returns:
+        The exit code: 0; 1 if no layout fits into memory.
+
+    Raises:
+        JinguError: the target or the machine is unknown, or the layout is impossible.
+    """
+    machine = find_machine(on)
+    machine = machine.with_nodes(gpus or machine.gpus_per_node)
+    ranks = nodes * machine.gpus_per_node
+    request = _read_target(target, overrides, ranks)
+    config, spec = request.config, request.spec
+    if mode == "serve":
+        serving = plan_serving(spec, machine, gpus or 1, config.batch.sequence_length)
+        if as_json:
+            print(json.dumps(asdict(serving)))
+        else:
+            print_serving(serving, machine)
+        return 0
+    if mode == "clusters":
+        return _plan_clusters(request, machine, as_json=as_json)
+    precision = _machine_precision(config, machine)
+    if mode == "exact":
+        return _replay(request, precision, ranks, as_json=as_json)
+    if mode is None and request.has_layout:
+        work = run_workload(config, spec, *plan_layout(config, ranks, spec), precision)
+    else:
+        result = search_run(config, spec, machine, ranks)
+        if not as_json and (mode or not result.best):
+            print_search(result, machine)
+        if not result.best:
+            return 1
+        work = result.best[0].work
+    outcome = forecast(work, machine, config.train.steps, price, request.assumptions)
+    if as_json:
+        print(json.dumps(outcome.to_json()))
+    elif mode is None:
+        print_forecast(outcome)
+    return 0 if outcome.spare >= 0 else 1
+
+
+def _replay(request: PlanRequest, precision: Precision, ranks: int, *, as_json: bool) -> int:
+    """Replay a step of the first rank, and print its peak and its collectives."""
+    config, spec = request.config, request.spec
+    memory = estimate_memory(config, spec, *plan_layout(config, ranks, spec), precision)
+    # The replay allocates what one rank holds.
+    require_memory(memory, total_memory(torch.device("cpu")) / 2, "the replay, which takes half of this machine,")
+    record = replay_run(config, spec, precision, ranks, 0)
+    if as_json:
+        calls = [
+            {"axis": axis, "operation": operation, "calls": number, "bytes": record.sent[axis, operation]}
+            for (axis, operation), number in record.calls.items()
+        ]
+        print(json.dumps({"begin": record.begin, "peak": record.peak, "collectives": calls}))
+        return 0
+    print(f"tensors before the step: {format_bytes(record.begin)}; at the peak: {format_bytes(record.peak)}\n")
+    rows = [
+        (axis.removeprefix("mesh_"), operation.strip("_"), f"{number:,}", format_bytes(record.sent[axis, operation]))
+        for (axis, operation), number in sorted(record.calls.items())
+    ]
+    print_table(("axis", "collective", "calls", "size"), rows, [2, 3])
+    return 0
+
+
+def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int) -> SearchResult:
+    """Return the best layouts of a run on so many ranks, whatever layout its settings have."""
+    config = config.model_copy(update={"parallel": ParallelSettings()})
+    rows = config.batch.global_batch_size
+    one = BatchPlan(rows, 1, rows, rows * config.batch.sequence_length)
+    sizes = AxisSizes(1, 1, 1, 1, 1, 1)
+    base = run_workload(config, spec, sizes, one, _machine_precision(config, machine))
+    return search_layouts(base, ranks, machine, rows)
+
+
+def _plan_clusters(request: PlanRequest, machine: Machine, *, as_json: bool) -> int:
+    """Print the best layout on 1, 2, 4, ... nodes, as long as the batch suffices."""
+    forecasts, nodes = [], 1
+    while nodes * machine.gpus_per_node <= request.config.batch.global_batch_size and nodes <= MAX_NODES:
+        result = search_run(request.config, request.spec, machine, nodes * machine.gpus_per_node)
+        if result.best:
+            work = result.best[0].work
+            forecasts.append(forecast(work, machine, request.config.train.steps, assumptions=request.assumptions))
+        nodes *= 2
+    if as_json:
+        print(json.dumps([result.to_json() for result in forecasts]))
+    elif forecasts:
+        print_clusters(forecasts)
+    else:
+        print(f"No layout fits on up to {nodes // 2} nodes of {machine.name}.")
+    return 0 if forecasts else 1
+
+
+def _machine_precision(config: RunConfig, machine: Machine) -> Precision:
+    """Return the precision of a run on a machine: cards compute bf16, and CPUs what this one computes."""
+    device = choose_device("cpu", 0) if machine.is_shared else torch.device("cuda")
+    if config.precision.type == "auto" and not machine.is_shared:
+        return choose_precision(PrecisionSettings(type="bf16", reduce=config.precision.reduce), torch.device("cpu"))
+    return choose_precision(config.precision, device)
+
+
+def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanRequest:
+    """Return the run and the model that the first argument names."""
+    path = Path(target).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        config = load_config(path, overrides)
+        spec, missing = resolve_spec(config)
+        assumptions = [f"the model is that of the settings: {missing} does not exist yet"] if missing else []
+        if missing is None and not Path(config.tokenizer.path).exists():
+            assumptions.append(f"the tokenizer has {config.tokenizer.vocab_size:,} entries (tokenizer.vocab_size)")
+        return PlanRequest(config, spec, True, assumptions)
+    if path.is_dir() or path.name == "config.json":
+        spec = spec_from_config(path / "config.json" if path.is_dir() else path)
+    elif path.suffix == ".json":
+        settings, notes = deepspeed.convert(deepspeed.read(path), ranks)
+        config = config_from_tree(settings, overrides)
+        spec, _ = resolve_spec(config)
+        return PlanRequest(config, spec, True, [f"{key}: {note}" for key, note in notes.items()])
+    else:
+        spec = find_preset(target)
+    # A model alone: batches of about four million tokens, as such models are trained with.
+    length = min(spec.max_position_embeddings, 4096)
+    defaults = [
+        f"batch.sequence_length={length}",
+        f"batch.global_batch_size={max(ranks, 2**22 // length // ranks * ranks)}",
+    ]
+    config = config_from_tree({}, [*defaults, *overrides])
+    longest = max(spec.max_position_embeddings, config.batch.sequence_length)
+    spec = spec.model_copy(update={"max_position_embeddings": longest})
+    has_layout = any(word.startswith("parallel.") for word in overrides)
+    batch = config.batch
+    assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens a step"]
+    return PlanRequest(config, spec, has_layout, assumptions)

@@ -1,0 +1,60 @@
+"""Replay a step of a run's layout on one rank: what `jingu.plan.replay` records of it.
+
+All ranks but one may be pretended: their collectives then return at once. Values mean nothing then, sizes do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
+from jingu.config.schema import RunConfig
+from jingu.data.batch import Batch
+from jingu.model.spec import ModelSpec
+from jingu.parallel.layout import Precision
+from jingu.parallel.materialize import materialize
+from jingu.parallel.mesh import build_mesh
+from jingu.parallel.stages import plan_layout
+from jingu.plan.replay import StepRecord, record_step
+from jingu.training.optimizer import build_optimizer, optimizer_settings
+from jingu.training.pretraining import Pretraining
+from jingu.training.session import training_layout
+from jingu.training.step import train_step
+
+
+class _AnyText(Pretraining):
+    """Pretraining on tokens of which only the number matters."""
+
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        length = self.config.batch.sequence_length
+        ids: Tensor = torch.arange(count * (length + 1)).view(count, length + 1) % self.spec.vocab_size
+        return Batch(ids[:, :-1], ids[:, 1:])
+
+
+def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int) -> StepRecord:
+    """Build this rank's part of a run in an existing process group, take two steps, and return what the second did."""
+    sizes, plan = plan_layout(config, ranks, spec)
+    mesh = build_mesh(sizes, torch.device("cpu"))
+    model = materialize(spec, mesh, training_layout(config, compile=False), precision, config.seed)
+    optimizer = build_optimizer(optimizer_settings(config), model)
+    task = _AnyText(None, spec, mesh, config)  # type: ignore[arg-type]
+
+    def step(number: int) -> None:
+        train_step(model, optimizer, task, plan, step=number, max_grad_norm=config.train.max_grad_norm)
+
+    # The first step also builds what stays: schedules, buffers, the optimizer's kernels.
+    step(0)
+    state = [list(model.parameters()), list(optimizer.state.values())]
+    return record_step(lambda: step(1), [state, list(model.buffers())])
+
+
+def replay_run(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int, rank: int) -> StepRecord:
+    """Return what one rank of a run does in a step; the others do not exist."""
+    pretend_ranks(rank, ranks)
+    try:
+        with static_pipeline_stages():
+            return replay_on_rank(config, spec, precision, ranks)
+    finally:
+        dist.destroy_process_group()

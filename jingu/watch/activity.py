@@ -1,0 +1,180 @@
+"""What this rank does at the moment, in a small mapped file that the node's watchdog reads.
+
+The training loop writes its step, phase and micro-batch there: one store into mapped memory, no system call. PyTorch's
+flight recorder counts the collectives. A thread of the rank writes out what it has recorded when the watchdog asks,
+which is only when training stands still.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from jingu.compat.torch_distributed import process_groups, recorded_collectives
+from jingu.runtime.files import write_text_atomically
+from jingu.runtime.ranks import RankInfo, gather_from_all, master_address
+from jingu.runtime.signals import EXIT_STALLED
+from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, SLOT_BYTES, start_time
+
+# Calls of each process group that a report keeps: enough to find the first one in which ranks differ.
+REPORTED_CALLS = 200
+# The thread looks for commands so often, in seconds.
+_POLL_SECONDS = 0.5
+
+
+class Activity:
+    """Records what this rank does. Without a file it records nothing."""
+
+    def __init__(self, slot: mmap.mmap | None = None) -> None:
+        self._slot = slot
+        self._changes = 0
+        self._step = 0
+
+    def enter(self, phase: str, step: int | None = None, micro_batch: int = -1, peer: int = -1) -> None:
+        """Record what this rank does from now on.
+
+        Args:
+            phase: one of `jingu.watch.slot.PHASES`.
+            step: counted from 0; None: as before.
+            micro_batch: -1: none.
+            peer: the rank with which it exchanges hidden states; -1: none.
+        """
+        if self._slot is None:
+            return
+        if step is not None:
+            self._step = step
+        self._changes += 1
+        OPERATION.pack_into(
+            self._slot, 0, self._changes, phase.encode(), self._step, micro_batch, peer, time.monotonic()
+        )
+
+
+@contextmanager
+def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator[Activity]:
+    """Record what this rank does within the block, and have a process of this node watch its ranks.
+
+    Args:
+        folder: in which the watchdogs of all nodes report when training stands still.
+        timeout: seconds after which training stands still; None: nobody watches.
+    """
+    # The watchdog reads the states of processes from Linux's /proc.
+    if timeout is None or ranks.world == 1 or sys.platform != "linux":
+        yield Activity()
+        return
+    # The ranks of a node share a folder in its memory. The first of them makes it, and starts the watchdog.
+    leader = gather_from_all(ranks.host).index(ranks.host)
+    local = ""
+    if leader == ranks.rank:
+        shared_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        local = tempfile.mkdtemp(prefix="jingu-watch-", dir=shared_memory)
+    folders = gather_from_all(local)
+    slots = Path(folders[leader])
+    with _open_slot(slots, ranks) as slot:
+        gather_from_all(None)  # the watchdog must see the slots of all local ranks
+        if leader == ranks.rank:
+            # The first node's folder names this start of the run on all nodes.
+            words = [
+                str(slots),
+                str(folder / Path(folders[0]).name),
+                str(ranks.world),
+                str(timeout),
+                *map(str, master_address()),
+            ]
+            # In a process group of its own: Ctrl-C is for the ranks.
+            watchdog = subprocess.Popen(
+                [sys.executable, "-m", "jingu.watch.watchdog", *words], process_group=0, stdin=subprocess.DEVNULL
+            )
+            threading.Thread(target=watchdog.wait, daemon=True).start()
+        yield Activity(slot)
+
+
+@contextmanager
+def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
+    """Map this rank's slot, describe the process beside it, and answer the watchdog within the block."""
+    name = f"rank-{ranks.rank:05d}"
+    path = slots / f"{name}.slot"
+    path.write_bytes(bytes(SLOT_BYTES))
+    with path.open("r+b") as file, (slots / f"{name}.stack").open("wb") as stack:
+        slot = mmap.mmap(file.fileno(), SLOT_BYTES)
+        # The interpreter's own handler: it writes the stacks even while a call holds the GIL.
+        faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
+        process = {
+            "rank": ranks.rank,
+            "host": ranks.host or socket.gethostname(),
+            "pid": os.getpid(),
+            "start_time": start_time(os.getpid()),
+            "thread": f"{threading.main_thread().ident:016x}",
+        }
+        write_text_atomically(slots / f"{name}.json", json.dumps(process))
+        reporter = _Reporter(slot, slots / f"{name}.calls")
+        reporter.start()
+        try:
+            yield slot
+        except BaseException:
+            # The calls of a rank that fails may show the cause.
+            reporter.report()
+            OPERATION.pack_into(slot, 0, -1, b"failed", 0, -1, -1, time.monotonic())
+            raise
+        else:
+            (slots / f"{name}.json").unlink(missing_ok=True)
+        finally:
+            reporter.stop()
+            faulthandler.unregister(signal.SIGUSR2)
+
+
+class _Reporter(threading.Thread):
+    """Shows that this process runs Python, and does what the watchdog asks for."""
+
+    def __init__(self, slot: mmap.mmap, path: Path) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._slot = slot
+        self._path = path
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            BEAT.pack_into(self._slot, OPERATION.size, time.monotonic())
+            command = self._slot[COMMAND]
+            if command == EXIT:
+                os._exit(EXIT_STALLED)
+            if command == REPORT:
+                self.report()
+                self._slot[COMMAND] = LISTEN
+
+    def report(self) -> None:
+        """Write the latest calls of each process group, with the group's axis and ranks."""
+        with suppress(OSError):
+            write_text_atomically(self._path, json.dumps(_describe_calls()))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def _describe_calls() -> dict[str, Any]:
+    """Return the process groups of this rank by name: axis, ranks, and calls (number, operation, shapes, is done)."""
+    calls: dict[str, list[list[Any]]] = {}
+    for call in recorded_collectives():
+        if not call["is_p2p"]:
+            operation = call["profiling_name"].rpartition(":")[2]
+            sizes = call["input_sizes"] or call["output_sizes"]
+            own = [call["collective_seq_id"], operation, sizes, call["retired"]]
+            calls.setdefault(call["process_group"][0], []).append(own)
+    groups = {}
+    for name, description, members in process_groups():
+        axis = "all ranks" if description == "default_pg" else description.removeprefix("mesh_")
+        groups[name] = {"axis": axis, "ranks": members, "calls": calls.get(name, [])[-REPORTED_CALLS:]}
+    return groups

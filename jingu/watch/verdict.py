@@ -1,0 +1,206 @@
+"""Which rank keeps the others waiting, and what it does instead: from what all ranks report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jingu.errors import join_words
+from jingu.watch.slot import PHASES
+
+# Calls whose inputs have the same shape on every rank of the group.
+_SAME_SHAPES = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
+_BROKEN = ("dead", "stopped", "unreachable")
+# Ranks that wait for one another are followed this far.
+_MAX_NAMED_RANKS = 3
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did when training stood still.
+
+    Attributes:
+        state: running; stopped (by a signal); disk (it waits for a disk); silent (a call holds the interpreter's
+            lock); dead (it has exited); unreachable (the network does not lead to its node).
+        peer: the rank with which it exchanges hidden states; -1: none.
+        seconds: since it last began something.
+        groups: its process groups by name: axis, ranks, and calls (number, operation, shapes, whether it is done).
+        stack: functions that its main thread is in, the innermost first, as `file:line function`.
+    """
+
+    rank: int
+    host: str
+    state: str
+    phase: str = ""
+    step: int = 0
+    micro_batch: int = -1
+    peer: int = -1
+    seconds: float = 0.0
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stack: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits in a call until other ranks join it; in an exchange, for one other rank."""
+
+    rank: int
+    call: str
+    axis: str
+    absent: tuple[int, ...]
+    is_exchange: bool = False
+
+
+def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
+    """Return sentences that name the ranks for which the others wait.
+
+    A rank that has ended or is stopped is at fault; else one whose call differs from that of its group; else the rank
+    to which all waits lead; and if ranks wait for one another, the one for which most of them wait.
+
+    Args:
+        reports: of the ranks that could be asked.
+        seconds: for how long training has stood still.
+    """
+    by_rank = {report.rank: report for report in reports}
+    waits = list(_find_waits(by_rank))
+    missing = tuple(rank for rank in range(world) if rank not in by_rank)
+    broken = tuple(rank for rank, report in by_rank.items() if report.state in _BROKEN)
+    difference = find_difference(reports)
+    if difference is not None:
+        suspects, reason = difference
+    elif broken or missing:
+        suspects, reason = (*broken, *missing), ""
+    else:
+        suspects, reason = _follow(waits, by_rank), ""
+    step = max((report.step for report in reports), default=0)
+    duration = f"stood still for {seconds:.0f} s" if seconds else "ended"
+    lines = [f"Training has {duration} in step {step + 1:,}."]
+    for rank in suspects[:_MAX_NAMED_RANKS]:
+        lines.append(_describe(rank, by_rank.get(rank), waits, reason))
+    if len(suspects) > _MAX_NAMED_RANKS:
+        lines.append(f"  So are {len(suspects) - _MAX_NAMED_RANKS} other ranks.")
+    return "\n".join(lines)
+
+
+def _find_waits(by_rank: dict[int, RankReport]) -> Iterator[Wait]:
+    """Yield each call in which a rank waits for others that have not begun it."""
+    for rank, report in by_rank.items():
+        if report.state == "dead":
+            continue
+        is_in_collective = False
+        for name, group in report.groups.items():
+            for number, operation, _, is_done in group["calls"]:
+                absent = tuple(
+                    other
+                    for other in group["ranks"]
+                    if other != rank and other in by_rank and _last_call(by_rank[other], name) < number
+                )
+                if absent and not is_done:
+                    yield Wait(rank, f"{operation.replace('_', '-')} {number:,}", group["axis"], absent)
+                    is_in_collective = True
+        if report.peer in by_rank and not is_in_collective:
+            call = f"{PHASES[report.phase]} of micro-batch {report.micro_batch + 1}"
+            yield Wait(rank, call, "pipeline", (report.peer,), is_exchange=True)
+
+
+def _last_call(report: RankReport, group: str) -> int:
+    calls = report.groups.get(group, {}).get("calls")
+    return calls[-1][0] if calls else 0
+
+
+def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str] | None:
+    """Return the ranks of the first call that is another operation or has other shapes than in the rest of its group,
+    and a sentence about it; None if all calls agree."""
+    # 1. Gather what each rank called, by group and number.
+    calls: dict[tuple[str, int], dict[int, tuple[str, str]]] = {}
+    axes = {}
+    for report in reports:
+        for name, group in report.groups.items():
+            axes[name] = group["axis"]
+            for number, operation, shapes, _ in group["calls"]:
+                shape = str(shapes) if operation.lstrip("_").startswith(_SAME_SHAPES) else ""
+                calls.setdefault((name, number), {})[report.rank] = (operation, shape)
+    # 2. Find the first call of a group in which they differ. The fewest are at fault.
+    for (name, number), by_member in sorted(calls.items(), key=lambda item: item[0][1]):
+        counts = Counter(by_member.values()).most_common()
+        if len(counts) == 1:
+            continue
+        usual, times = counts[0]
+        suspects = tuple(rank for rank, call in sorted(by_member.items()) if call != usual)
+        own = by_member[suspects[0]]
+        others = "half of the ranks" if times == len(suspects) else "the other ranks"
+        reason = (
+            f"called {_describe_call(own)} as number {number:,} of {_format_axis(axes[name])}, where {others} called "
+            f"{_describe_call(usual)}"
+        )
+        return suspects, reason
+    return None
+
+
+def _describe_call(call: tuple[str, str]) -> str:
+    operation, shapes = call
+    return operation.strip("_").replace("_", "-") + (f" of {shapes}" if shapes else "")
+
+
+def _follow(waits: Sequence[Wait], by_rank: dict[int, RankReport]) -> tuple[int, ...]:
+    """Return the ranks to which all waits lead; if ranks wait for one another, the one for which most wait."""
+    waiting = {wait.rank for wait in waits}
+    awaited = Counter(rank for wait in waits for rank in set(wait.absent))
+    roots = tuple(rank for rank in sorted(awaited) if rank not in waiting)
+    if roots:
+        return roots
+    # A rank that has left the pipeline is at fault, rather than its neighbor, which still expects it there.
+    awaited = Counter(rank for wait in waits if wait.is_exchange for rank in wait.absent) or awaited
+    if awaited:
+        return (awaited.most_common(1)[0][0],)
+    # Nobody waits for another rank: the one that has done nothing for the longest time.
+    return (max(by_rank.values(), key=lambda report: report.seconds).rank,)
+
+
+def _describe(rank: int, report: RankReport | None, waits: Sequence[Wait], reason: str) -> str:
+    """Return the lines about a rank: what the others wait for, and what it does instead."""
+    others = [wait for wait in waits if rank in wait.absent]
+    if report is None:
+        place = f"rank {rank}, whose node does not report,"
+    else:
+        place = f"rank {rank} ({report.host})"
+    if reason:
+        text = f"  {place} {reason}"
+    elif others:
+        call, axis = Counter((wait.call, wait.axis) for wait in others).most_common(1)[0][0]
+        text = f"  {place} has not joined {call} of {_format_axis(axis)}"
+    else:
+        text = f"  {place} is the cause"
+    names = [str(number) for number in sorted({wait.rank for wait in others})]
+    if names:
+        noun = "rank" if len(names) == 1 else "ranks"
+        text += f"; {noun} {join_words(names, 'and')} {'waits' if len(names) == 1 else 'wait'} for it"
+    return f"{text}.\n  {_describe_state(report, waits)}" if report is not None else f"{text}."
+
+
+def _describe_state(report: RankReport, waits: Sequence[Wait]) -> str:
+    if report.state == "dead":
+        return "It has ended with an error." if report.phase == "failed" else "It was killed."
+    if report.state == "stopped":
+        return "It is stopped: something sent it SIGSTOP, or a debugger holds it."
+    if report.state == "unreachable":
+        return "The network between its node and that of rank 0 is down."
+    place = f" in {report.stack[0]}" if report.stack else ""
+    since = f" since {report.seconds:.0f} s"
+    if report.state == "silent":
+        return f"A call{place} holds the interpreter's lock{since}."
+    if report.state == "disk":
+        return f"It waits for a disk{place}{since}."
+    own = next((wait for wait in waits if wait.rank == report.rank), None)
+    if own is not None:
+        peers = "rank" if len(own.absent) == 1 else "ranks"
+        names = join_words([str(rank) for rank in own.absent], "and")
+        return f"It waits for {peers} {names} in {own.call} of {_format_axis(own.axis)}{place}{since}."
+    part = f", micro-batch {report.micro_batch + 1}" if report.micro_batch >= 0 else ""
+    return f"It is{place}{since} ({PHASES[report.phase]}{part})."
+
+
+def _format_axis(axis: str) -> str:
+    return axis if axis == "all ranks" else f"axis `{axis}`"

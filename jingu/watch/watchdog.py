@@ -1,0 +1,276 @@
+"""The watchdog of a node: a process that reads what the node's ranks do, and ends them when training stands still.
+
+It starts with the ranks and ends with them. It imports neither torch nor a library of devices, and looks twice a
+second: training does not notice it. When a rank has done nothing new for the deadline, the watchdogs of all nodes
+write what their ranks do into a folder of the run, and each of them comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jingu.runtime.files import write_text_atomically
+from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, UNTIMED_PHASES, process_state
+from jingu.watch.verdict import RankReport, find_difference, judge
+
+_POLL_SECONDS = 0.5
+# A rank may do nothing new for so many median steps, or for the timeout, if that is longer.
+_DEADLINE_STEPS = 10
+# The first steps compile, and nobody knows yet how long a step takes.
+_FIRST_STEPS = 2
+_FIRST_STEPS_FACTOR = 5
+# After a rank has exited, its group cannot go on. The others are ended by their launcher ten seconds later.
+_SECONDS_AFTER_DEATH = 4.0
+# Time for ranks to report, for other nodes to report, and for ranks to exit.
+_REPORT_SECONDS = 3.0
+_NODE_SECONDS = 10.0
+_EXIT_SECONDS = 3.0
+# The thread of a rank runs twice a second; without a sign for so long, a call holds the interpreter's lock.
+_SILENT_SECONDS = 5.0
+
+
+@dataclass
+class LocalRank:
+    """A rank of this node: its process, and its slot in memory."""
+
+    process: dict[str, Any]
+    path: Path
+    slot: mmap.mmap
+
+    @property
+    def operation(self) -> tuple[int, str, int, int, int, float]:
+        """Number of changes, phase, step, micro-batch, peer, time of the last change."""
+        changes, phase, *numbers = OPERATION.unpack_from(self.slot, 0)
+        return (changes, phase.rstrip(b"\0").decode(), *numbers)
+
+    def is_finished(self) -> bool:
+        """Return whether the rank has ended without an error."""
+        return not self.path.with_suffix(".json").exists()
+
+    def process_state(self) -> str:
+        """Return the state of the process as the kernel names it; empty if it has ended."""
+        return process_state(self.process["pid"], self.process["start_time"])
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the rank's process, if it is still the same."""
+        if self.process_state():
+            with suppress(ProcessLookupError):
+                os.kill(self.process["pid"], number)
+
+    def report(self) -> RankReport:
+        """Return what the rank does, from its slot and the files that it has written."""
+        _, phase, step, micro_batch, peer, changed = self.operation
+        now = time.monotonic()
+        states = {"": "dead", "T": "stopped", "t": "stopped", "D": "disk"}
+        state = states.get(self.process_state(), "running")
+        (beat,) = BEAT.unpack_from(self.slot, OPERATION.size)
+        if state == "running" and now - beat > _SILENT_SECONDS:
+            state = "silent"
+        groups = {}
+        with suppress(OSError, ValueError):
+            groups = json.loads(self.path.with_suffix(".calls").read_text(encoding="utf-8"))
+        text = self.path.with_suffix(".stack").read_text(encoding="utf-8", errors="replace")
+        stack = list(read_stack(text, self.process["thread"]))
+        rank = self.process["rank"]
+        host = self.process["host"]
+        return RankReport(rank, host, state, phase, step, micro_batch, peer, now - changed, groups, stack)
+
+
+def read_stack(text: str, thread: str) -> Iterator[str]:
+    """Yield the functions of a thread from the newest of faulthandler's dumps, the innermost first.
+
+    Args:
+        thread: its identifier in hexadecimal.
+    """
+    _, heading, latest = text.rpartition(f"hread 0x{thread} ")
+    for line in latest.splitlines()[1:] if heading else ():
+        match = re.match(r'  File "(.*)", line (\d+) in (.*)', line)
+        if match is None:
+            return
+        # The last folders tell enough of a path.
+        yield f"{'/'.join(match[1].split('/')[-3:])}:{match[2]} {match[3]}"
+
+
+class Watchdog:
+    """Watches the ranks of one node.
+
+    Args:
+        slots: folder with the slots of this node's ranks.
+        folder: in which the watchdogs of all nodes report; it is made when training stands still.
+        world: number of ranks on all nodes.
+        timeout: seconds after which training stands still, unless its steps are slow.
+        master: address and port at which every node must reach the first one; without an address, none.
+    """
+
+    def __init__(
+        self, slots: Path, folder: Path, world: int, timeout: float, master: tuple[str, int] = ("", 0)
+    ) -> None:
+        self._slots = slots
+        self._folder = folder
+        self._world = world
+        self._timeout = timeout
+        self._master = master
+        self._ranks = [self._open(path) for path in sorted(slots.glob("*.json"))]
+        self._first_step: int | None = None
+        self._last_step = (0, 0.0)
+        self._step_seconds: list[float] = []
+        self._has_ended = False
+        # The first ranks that ended with an error; the others follow.
+        self._first_dead: list[int] = []
+
+    @staticmethod
+    def _open(path: Path) -> LocalRank:
+        process = json.loads(path.read_text(encoding="utf-8"))
+        slot = path.with_suffix(".slot")
+        with slot.open("r+b") as file:
+            return LocalRank(process, slot, mmap.mmap(file.fileno(), 0))
+
+    def watch(self) -> str | None:
+        """Watch until all ranks of this node have ended. Returns the verdict if training has stood still."""
+        verdict = None
+        while verdict is None and not self._has_ended:
+            time.sleep(_POLL_SECONDS)
+            verdict = self.look()
+        return verdict
+
+    def look(self) -> str | None:
+        """Look at all ranks once. Returns the verdict if training stands still."""
+        running = [rank for rank in self._ranks if not rank.is_finished()]
+        dead = [rank.process["rank"] for rank in running if not rank.process_state()]
+        self._first_dead = self._first_dead or dead
+        if len(dead) == len(running):
+            self._has_ended = True
+            return self._judge_the_dead() if running else None
+        self._measure_steps(running)
+        deadline = self._deadline()
+        if dead:
+            deadline = min(deadline, _SECONDS_AFTER_DEATH)
+        idle_seconds = self._idle_seconds(running)
+        return self._investigate(running, idle_seconds) if idle_seconds > deadline else None
+
+    def _measure_steps(self, ranks: list[LocalRank]) -> None:
+        step = max(rank.operation[2] for rank in ranks)
+        last_step, last_time = self._last_step
+        if self._first_step is None:
+            self._first_step = step
+        if step > last_step or not last_time:
+            now = time.monotonic()
+            if last_time:
+                self._step_seconds = [*self._step_seconds[-30:], (now - last_time) / (step - last_step)]
+            self._last_step = (step, now)
+
+    def _is_beginning(self) -> bool:
+        return self._first_step is None or self._last_step[0] < self._first_step + _FIRST_STEPS
+
+    def _deadline(self) -> float:
+        if self._is_beginning():
+            return self._timeout * _FIRST_STEPS_FACTOR
+        return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
+
+    def _idle_seconds(self, ranks: list[LocalRank]) -> float:
+        """Return for how long the slowest of the ranks has begun nothing new; 0 while one does what takes its time."""
+        operations = [rank.operation for rank in ranks]
+        # Nobody knows yet how long rollouts take.
+        untimed = (*UNTIMED_PHASES, "rollout") if self._is_beginning() else UNTIMED_PHASES
+        if any(operation[1] in untimed for operation in operations):
+            return 0.0
+        return time.monotonic() - min(operation[5] for operation in operations)
+
+    def _investigate(self, ranks: list[LocalRank], seconds: float) -> str | None:
+        """Ask all ranks what they do, and come to a verdict; None if they go on in the meantime."""
+        changes = [rank.operation[0] for rank in ranks]
+        # 1. Let each rank report its calls, and then its stacks.
+        for rank in ranks:
+            rank.slot[COMMAND] = REPORT
+        self._wait(lambda: all(rank.slot[COMMAND] == LISTEN for rank in ranks), _REPORT_SECONDS)
+        for rank in ranks:
+            rank.send(signal.SIGUSR2)
+        time.sleep(_POLL_SECONDS)
+        # 2. Tell the other nodes, and wait for what they tell.
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            reports = [rank.report() for rank in ranks]
+            if not self._reaches_master():
+                reports = [replace(report, state="unreachable") for report in reports]
+            own = json.dumps([asdict(report) for report in reports])
+            write_text_atomically(self._folder / f"{ranks[0].path.stem}.json", own)
+        self._wait(lambda: len(self._reports()) == self._world, _NODE_SECONDS)
+        # 3. If a rank goes on, it was only slow.
+        if [rank.operation[0] for rank in ranks] != changes:
+            (self._folder / f"{ranks[0].path.stem}.json").unlink(missing_ok=True)
+            return None
+        return judge(self._reports() or [rank.report() for rank in ranks], self._world, seconds)
+
+    def _reaches_master(self) -> bool:
+        """Return whether the network leads from this node to the one where the ranks have met."""
+        try:
+            if self._master[0]:
+                socket.create_connection(self._master, timeout=_REPORT_SECONDS).close()
+        except ConnectionRefusedError:
+            return True  # its machine answers
+        except OSError:
+            return False
+        return True
+
+    def _judge_the_dead(self) -> str | None:
+        """Return a verdict on ranks that have all ended, unless they said themselves why: their calls differ, or one
+        was killed first."""
+        reports = [rank.report() for rank in self._ranks]
+        first = [report for report in reports if report.rank in self._first_dead and report.phase != "failed"]
+        if find_difference(reports) is None:
+            reports = first
+        return judge(reports, 0, 0.0) if reports and len(first) < len(self._ranks) else None
+
+    def _reports(self) -> list[RankReport]:
+        reports = []
+        for path in sorted(self._folder.glob("rank-*.json")):
+            reports += [RankReport(**report) for report in json.loads(path.read_text(encoding="utf-8"))]
+        return reports
+
+    @staticmethod
+    def _wait(is_done: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not is_done() and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def end_ranks(self) -> None:
+        """End the ranks of this node: by their own threads, and those that do not answer by force."""
+        for rank in self._ranks:
+            rank.slot[COMMAND] = EXIT
+        self._wait(lambda: not any(rank.process_state() for rank in self._ranks), _EXIT_SECONDS)
+        for rank in self._ranks:
+            rank.send(signal.SIGKILL)
+
+
+def main(slots: Path, folder: Path, world: int, timeout: float, master: tuple[str, int]) -> None:
+    """Watch the ranks of this node to their end, print the verdict, and end the ranks."""
+    try:
+        watchdog = Watchdog(slots, folder, world, timeout, master)
+        verdict = watchdog.watch()
+        if verdict is None:
+            return
+        print(f"\njingu: {verdict}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(folder / "verdict.txt", verdict + "\n")
+        watchdog.end_ranks()
+    finally:
+        shutil.rmtree(slots, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), (sys.argv[5], int(sys.argv[6])))

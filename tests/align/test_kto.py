@@ -1,0 +1,154 @@
+"""KTO: its loss, what it learns, and that the divergence is that of the global batch in every layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jingu.align.preference_losses import AnswerLogProbs, kto_losses
+from jingu.config.sections.tasks import KtoSettings
+from jingu.data.open_sources import open_sources
+from jingu.data.supervised import PreferenceDataset
+from jingu.text.tokenizer import Tokenizer
+from tests.align.preferences import preference_run, train_here, train_on_ranks
+from tests.conftest import MakeRun
+from tests.rank_pool import RankPool
+
+LABELS = {
+    "data.objective": {"type": "preference", "template": "plain", "rows": "labels"},
+    "task": {"type": "kto"},
+    "batch.sequence_length": 32,
+}
+
+
+@pytest.fixture
+def base(tiny_run: MakeRun, train_on: Any) -> str:
+    config = tiny_run({"train.steps": 4}, name="base")
+    train_on(1, config)
+    return f"{config.runs_dir}/base"
+
+
+def test_kto_learns_the_labels(tiny_run: MakeRun, base: str, tmp_path: Path, done: Any) -> None:
+    changes = {**LABELS, "initialize.from": base, "train.steps": 20, "evaluation.every": 20, "optimizer.lr": 3e-3}
+    config = preference_run(tiny_run, tmp_path, changes, name="kto")
+    train_here(config)
+    # At the start policy and reference are the same: every answer has the loss sigmoid(0).
+    assert done(config).column("loss")[0] == pytest.approx(0.5, abs=1e-9)
+    assert done(config).column("kl")[0] == pytest.approx(0.0, abs=1e-9)
+    assert done(config).column("loss")[-1] < 0.45
+    assert done(config).column("margin", "evaluation")[-1] > 0.1
+
+
+def test_mismatched_rows_have_the_answer_of_the_row_before(tiny_run: MakeRun, tmp_path: Path) -> None:
+    config = preference_run(tiny_run, tmp_path, LABELS, name="kto")
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    (dataset,) = open_sources(config, tokenizer).sources
+    assert isinstance(dataset, PreferenceDataset)
+    for row in range(5):
+        (number,) = dataset.row_documents(row)
+        rows = {index: int(dataset.row_documents(index)[0]) for index in range(len(dataset))}
+        before = next(index for index, value in rows.items() if value == (number - 1) % len(dataset))
+        own, other = dataset.read(np.array([row, before])).labels
+        mismatched = dataset.read_mismatched(np.array([row]))
+        assert mismatched.labels[mismatched.labels >= 0].tolist() == other[other >= 0].tolist()
+        prompt = int((own >= 0).argmax())
+        assert (mismatched.tokens[0, : prompt + 1] == dataset.read(np.array([row])).tokens[0, : prompt + 1]).all()
+
+
+@pytest.mark.slow
+def test_layouts_are_equal(tiny_run: MakeRun, base: str, tmp_path: Path, done: Any, ranks: RankPool) -> None:
+    changes = {**LABELS, "initialize.from": base, "train.steps": 3, "evaluation.every": 3}
+    one = preference_run(tiny_run, tmp_path, changes, name="one")
+    train_here(one)
+    layouts = [
+        {"parallel.shard": 2, "parallel.zero_stage": 3},
+        {"parallel.tensor": 2},
+        {"parallel.context": 2},
+        {"parallel.pipeline": 2},
+        {"batch.micro_batch_size": 8},
+    ]
+    for number, layout in enumerate(layouts):
+        config = preference_run(tiny_run, tmp_path, {**changes, **layout}, name=f"many-{number}")
+        assert ranks.run(train_on_ranks, 1 if "batch" in str(layout) else 2, config)[0] == 0
+        for name in ("loss", "grad_norm"):
+            assert done(config).column(name) == pytest.approx(done(one).column(name), rel=1e-9), (layout, name)
+        for name in ("loss", "kl"):
+            own, expected = (done(item).column(name, "evaluation") for item in (config, one))
+            assert own == pytest.approx(expected, rel=1e-9), (layout, name)
+
+
+def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Policy and reference of 4 answers of 3 tokens, and both of mismatched ones."""
+    generator = torch.Generator().manual_seed(2)
+    policy, mismatched, reference, mismatched_reference = torch.nn.functional.logsigmoid(
+        torch.randn(4, 4, 3, dtype=torch.float64, generator=generator)
+    )
+    return policy.clone().requires_grad_(), reference, mismatched, mismatched_reference
+
+
+SETTINGS = KtoSettings(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+DESIRABLE = torch.tensor([True, False, False, True])
+
+
+def compute() -> tuple[torch.Tensor, torch.Tensor]:
+    policy, reference, mismatched, mismatched_reference = draw()
+    divergence = (mismatched - mismatched_reference).sum(-1).mean().clamp_min(0)
+    answers = AnswerLogProbs(policy.sum(-1), reference.sum(-1), torch.full((4,), 3))
+    loss = kto_losses(SETTINGS, answers, DESIRABLE, divergence).mean()
+    return loss, torch.autograd.grad(loss, policy)[0]
+
+
+def test_equals_the_formula_of_the_paper() -> None:
+    policy, reference, mismatched, mismatched_reference = draw()
+    z = max(0.0, float((mismatched - mismatched_reference).sum(-1).mean()))
+    ratios = (policy - reference).sum(-1)
+    desirable = 1.2 * (1 - 1 / (1 + torch.exp(-0.3 * (ratios - z))))
+    undesirable = 0.7 * (1 - 1 / (1 + torch.exp(-0.3 * (z - ratios))))
+    expected = torch.where(DESIRABLE, desirable, undesirable).mean()
+    loss, gradient = compute()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, policy)[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_equals_trl() -> None:
+    from trl import KTOTrainer
+
+    policy, reference, mismatched, mismatched_reference = draw()
+    outputs = SimpleNamespace(log_probs=policy, entropy=policy.detach(), mean_logits=policy.detach())
+    fake = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=SETTINGS.beta,
+        desirable_weight=SETTINGS.desirable_weight,
+        undesirable_weight=SETTINGS.undesirable_weight,
+        _compute_kl_logps=lambda model, batch: mismatched.sum(-1),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    ids = torch.ones(4, 4, dtype=torch.long)
+    mask = ids.clone()
+    mask[:, 0] = 0
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": mask,
+        "label": DESIRABLE,
+        "ref_logps": reference.sum(-1),
+        "ref_KL_logps": mismatched_reference.sum(-1),
+    }
+    expected = KTOTrainer._compute_loss(fake, lambda **_: outputs, inputs, False)
+    loss, gradient = compute()
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, policy)[0], rtol=1e-6, atol=1e-9)

@@ -1,0 +1,359 @@
+"""Learning from rewards, end to end on tiny models."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.align import policy_learning
+from jingu.align.commands import train
+from jingu.align.policy_learning import POLICY_LEARNING, Alarms
+from jingu.align.rollout_commands import replay, score
+from jingu.align.rollouts import Generator
+from jingu.config.load import dump_yaml
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
+from jingu.report.page import render_page
+from jingu.report.record import read_run
+from jingu.runtime.signals import StopRequest
+from jingu.training.commands import train_on_rank
+from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
+from tests.rank_pool import RankPool
+
+pytestmark = pytest.mark.usefixtures("peak")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = ({"prompt": f"def f{number}", "answer": "("} for number in range(5))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def make(tiny_run: MakeRun, prompts: Path) -> MakeRun:
+    """Makes a run of 3 steps with 4 answers to each of 4 prompts; changes go by dotted keys."""
+
+    def make(changes: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+        rewards = [{"type": "regex", "pattern": ".*[aeiou].*"}, {"type": "length", "max_tokens": 3, "audit": True}]
+        settings = {
+            "task": {
+                "type": "grpo",
+                "prompts": str(prompts),
+                "prompts_per_step": 4,
+                "answers_per_prompt": 4,
+                "max_new_tokens": 6,
+                "rewards": rewards,
+            },
+            "batch": {"sequence_length": 17, "micro_batch_size": 4},
+            "train.steps": 3,
+        }
+        settings |= changes or {}
+        settings.setdefault("batch.global_batch_size", 16 // settings.get("task.updates_per_step", 1))
+        return tiny_run(settings, **more)
+
+    return make
+
+
+def rollout(run: Done, step: int) -> list[dict[str, Any]]:
+    lines = (run.folder / "rollouts" / f"step_{step}.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
+def test_a_step_leaves_a_record(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    config = make()
+    assert train(config) == 0
+    run = done(config)
+    samples = rollout(run, 2)
+    assert [(sample["weights_step"], sample["choice"]) for sample in samples] == [(1, n) for n in range(4)] * 4
+    line = run.lines("train")[1]
+    rewards = torch.tensor([sample["reward"] for sample in samples]).double()
+    assert line["reward"] == pytest.approx(rewards.mean().item())
+    assert line["rewards/regex"] == line["reward"]
+    assert line["entropy"] == pytest.approx(5.96, abs=0.05)  # log 389, nearly
+    assert line["mismatch_max"] < 1e-13
+    # Group advantages, by hand.
+    groups = rewards.view(4, 4)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    first = torch.tensor([sample["advantages"][0] for sample in samples]).double()
+    assert torch.allclose(first, expected.flatten())
+
+
+def test_a_run_that_stops_within_a_rollout_ends_with_the_same_weights(
+    make: MakeRun, done: Callable[[RunConfig], Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make(name="whole")
+    parts = make({"checkpoint.every": 1, "checkpoint.async_save": False}, name="parts")
+    assert train(whole) == 0
+    generate = Generator.generate
+    calls = []
+
+    def fail_once(self: Generator, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            generate(self, *arguments, **options)
+            raise KeyboardInterrupt
+        return generate(self, *arguments, **options)
+
+    monkeypatch.setattr(Generator, "generate", fail_once)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts)
+    assert train(parts) == 0
+    assert len(calls) == 4
+    tensors = done(parts).tensors()
+    for name, tensor in done(whole).tensors().items():
+        assert torch.equal(tensor, tensors[name]), name
+    assert rollout(done(whole), 3) == rollout(done(parts), 3)
+
+
+def train_here(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
+    with peak_unmeasured():
+        options: dict[str, Any] = {"task_factory": POLICY_LEARNING}
+        return [train_on_rank(config, this_rank(rank, world), StopRequest(), **options) for config in configs]
+
+
+LAYOUTS = {
+    "zero3": (2, {"parallel.zero_stage": 3}),
+    "tensor": (2, {"parallel.tensor": 2}),
+    "pipeline": (2, {"parallel.pipeline": 2}),
+    "context": (2, {"parallel.context": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["zero3", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "context"))]
+)
+def test_layouts_agree(layout: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done]) -> None:
+    # Two updates, so that the step needs log-probabilities by the old weights; and KL from a reference.
+    start = make({"train.steps": 1}, name="start")
+    assert train(start) == 0
+    task = {"task.updates_per_step": 2, "task.kl": {"type": "kl", "beta": 0.1}, "train.steps": 2}
+    task["initialize"] = {"from": str(done(start).folder)}
+    single = make(task, name="single")
+    assert train(single) == 0
+    world, changes = LAYOUTS[layout]
+    config = make({**task, **changes, "batch.micro_batch_size": 2}, name="divided")
+    assert ranks.run(train_here, world, [config]) == [[0]] * world
+    for step in (1, 2):
+        for one, other in zip(rollout(done(single), step), rollout(done(config), step), strict=True):
+            assert one["ids"] == other["ids"]
+    for name in ("loss", "grad_norm", "reward", "entropy", "kl"):
+        expected = done(single).column(name)
+        assert done(config).column(name) == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+    tensors = done(config).tensors()
+    for name, tensor in done(single).tensors().items():
+        assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_at_learning_rate_0_the_ratio_stays_1(family: str, make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    model = {"model.family": family}
+    config = make({**model, "task.updates_per_step": 2, "task.prompts_per_step": 4, "optimizer.lr": 1e-300})
+    assert train(config) == 0
+    # With equal weights of the groups, the loss is the mean of -A, and nothing is clipped.
+    assert done(config).column("clipped") == [0.0] * 3
+    assert max(done(config).column("mismatch_max")) < 1e-13
+
+
+def test_bad_settings_are_refused_before_a_model_is_built(
+    make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_learning.PolicyLearning, "__init__", lambda *_: pytest.fail("a task was made"))
+    (tmp_path / "functions.py").write_text("def reward(completions, gold): ...\n")
+    function = f"{tmp_path}/functions.py:reward"
+    for changes, words in (
+        ({"task.rewards": []}, "there is no reward to train on"),
+        ({"task.rewards": [{"type": "number", "column": "gold"}]}, "the rows have no column gold"),
+        ({"task.rewards": [{"type": "python", "function": "nowhere:reward"}]}, "nowhere cannot be imported"),
+        ({"task.rewards": [{"type": "python", "function": function}]}, "missing a required argument: 'gold'"),
+        ({"task.updates_per_step": 3, "batch.global_batch_size": 4}, "a multiple of task.updates_per_step, 3"),
+        ({"batch.global_batch_size": 7}, "it is 7, and should be left out, or 16"),
+        ({"task.max_new_tokens": 16}, "exceed batch.sequence_length 17"),
+        ({"train.neftune_alpha": 5.0}, "with noise"),
+    ):
+        with pytest.raises(JinguError, match=words):
+            train(make(changes))
+
+
+def test_a_step_is_replayed_and_its_answers_are_scored(
+    make: MakeRun, done: Callable[[RunConfig], Done], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = make({"checkpoint.every": 1, "checkpoint.async_save": False, "checkpoint.keep_last": 5})
+    assert train(config) == 0
+    folder = done(config).folder
+    assert replay(folder, 3) == 0
+    assert "from the checkpoint of step 2: the same answers" in capsys.readouterr().out
+    # Other answers are noticed.
+    path = folder / "rollouts" / "step_1.jsonl"
+    assert score(config, path, tmp_path / "scored.jsonl") == 0
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in scored] == [sample["reward"] for sample in rollout(done(config), 1)]
+    assert "length (audit)" in capsys.readouterr().out
+    path.write_text(path.read_text().replace('"choice": 0', '"choice": 7', 1))
+    assert replay(folder, 1) == 1
+    with pytest.raises(JinguError, match="no answers of step 9"):
+        replay(folder, 9)
+    with pytest.raises(JinguError, match="line 1 is no JSON object"):
+        (tmp_path / "bad.jsonl").write_text("[1]\n")
+        score(config, tmp_path / "bad.jsonl")
+
+
+def test_groups_without_a_difference_are_replaced(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    config = make({"task.max_resampling": 3, "task.answers_per_prompt": 2, "batch.global_batch_size": 8})
+    assert train(config) == 0
+    plain = make({"task.answers_per_prompt": 2, "batch.global_batch_size": 8}, name="plain")
+    assert train(plain) == 0
+    assert done(plain).column("dead_groups")[0] > done(config).column("dead_groups")[0]
+    assert done(config).column("resampled_groups")[0] > 0
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "reinforce++", "remax"])
+def test_every_baseline_trains(advantage: str, make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    start = make({"train.steps": 1}, name="start")
+    assert train(start) == 0
+    task = {"task.advantage": advantage, "task.kl": {"type": "kl", "estimator": "k1", "beta": 0.1}, "train.steps": 2}
+    config = make({**task, "task.overlong_tokens": 2, "initialize": {"from": str(done(start).folder)}})
+    assert train(config) == 0
+    samples = rollout(done(config), 1)
+    # At first the model is its own reference, and only shaping changes a reward.
+    assert done(config).column("kl")[0] == pytest.approx(0.0, abs=1e-12)
+    for sample in samples:
+        penalty = {"length": -1.0}.get(sample["finish_reason"], -min(max((len(sample["ids"]) - 4) / 2, 0), 1))
+        assert sample["reward"] == pytest.approx(sample["rewards"]["regex"] + penalty)
+    advantages = torch.tensor([sample["advantages"][0] for sample in samples])
+    if advantage != "remax":
+        assert advantages.abs().max() > 0
+    assert all(value > 0 for value in done(config).column("grad_norm"))
+
+
+def test_the_report_shows_what_was_learned(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    config = make()
+    assert train(config) == 0
+    page = render_page(read_run(done(config).folder))
+    for title in ("Rewards", "Length", "Answers and groups", "Entropy and KL", "Mismatch of generation and training"):
+        assert f"<b>{title}</b>" in page
+
+
+def test_models_of_another_vocabulary_are_refused(
+    make: MakeRun, tiny_run: MakeRun, done: Callable[[RunConfig], Done]
+) -> None:
+    other = tiny_run({"model.vocab_size": 400, "train.steps": 1, "schedule.warmup": 0}, name="other")
+    assert train(other) == 0
+    folder = str(done(other).folder)
+    teacher = {"type": "distill", "prompts": make().task.prompts, "teacher": folder, "max_new_tokens": 6}
+    teacher |= {"prompts_per_step": 4, "answers_per_prompt": 4}
+    for changes, where in (
+        ({"task.kl": {"type": "kl", "reference": folder}}, "task.kl.reference"),
+        ({"task": teacher}, "task.teacher"),
+    ):
+        with pytest.raises(JinguError, match=f"^{where}: the model has a vocabulary of 400 entries"):
+            train(make(changes, name=where))
+
+
+def test_a_student_comes_closer_to_its_teacher(
+    make: MakeRun, tiny_run: MakeRun, done: Callable[[RunConfig], Done]
+) -> None:
+    teacher = tiny_run(name="teacher")
+    assert train(teacher) == 0
+    task = make().task
+    settings = {"type": "distill", "prompts": task.prompts, "teacher": str(done(teacher).folder), "max_new_tokens": 6}
+    changes = {"task": {**settings, "prompts_per_step": 4, "answers_per_prompt": 4}, "train.steps": 20}
+    config = make({**changes, "batch.global_batch_size": 16, "optimizer.lr": 1e-2}, name="student")
+    assert train(config) == 0
+    kl = done(config).column("kl")
+    assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
+    # The advantage is the teacher's log-probability minus the student's; their mean is minus the divergence.
+    advantages = [value for sample in rollout(done(config), 1) for value in sample["advantages"]]
+    assert sum(advantages) / len(advantages) == pytest.approx(-kl[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [("llama", "fp32"), ("llama", "fp64"), ("mixtral", "fp32"), ("qwen3", "fp32")]
+)
+def test_exact_training_computes_what_was_generated(
+    family: str, precision: str, make: MakeRun, done: Callable[[RunConfig], Done]
+) -> None:
+    changes = {"model.family": family, "precision": {"type": precision}, "task.exact": True}
+    config = make(changes)
+    assert train(config) == 0
+    assert done(config).column("mismatch_max") == [0.0] * 3
+    # The same gradients, up to rounding. (The first step's data is the same.)
+    plain = make({**changes, "task.exact": False}, name="plain")
+    assert train(plain) == 0
+    assert done(config).column("grad_norm")[0] == pytest.approx(done(plain).column("grad_norm")[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_exact_training_of_long_rows_with_adapters(
+    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path
+) -> None:
+    start = make({"train.steps": 1, "batch.sequence_length": 320}, name="start")
+    assert train(start) == 0
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "def f(x, y): return x\n" * 15}) + "\n")
+    changes: dict[str, Any] = {
+        "task.exact": True,
+        "task.prompts": str(tmp_path / "long.jsonl"),
+        "task.temperature": 0.7,
+    }
+    changes |= {"batch.sequence_length": 320, "tune": {"type": "lora"}, "precision": {"type": "fp32"}}
+    config = make({**changes, "initialize": {"from": str(done(start).folder)}, "task.updates_per_step": 2})
+    assert train(config) == 0
+    assert len(rollout(done(config), 1)[0]["prompt_ids"]) > 128  # several spans of keys
+    assert done(config).column("mismatch_max") == [0.0] * 3
+
+
+FATAL_REWARD = """
+import os, signal
+from pathlib import Path
+
+def reward(completions):
+    calls = Path(__file__).with_suffix(".calls")
+    number = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(number))
+    if number in KILLS:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_within_rollouts_ends_with_the_same_weights(
+    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path
+) -> None:
+    finished = []
+    for name, kills in (("undisturbed", ()), ("killed", (1, 3, 4))):
+        (tmp_path / f"{name}.py").write_text(f"KILLS = {kills}\n{FATAL_REWARD}")
+        rewards = [{"type": "python", "function": f"{tmp_path}/{name}.py:reward"}]
+        config = make({"task.rewards": rewards, "checkpoint.every": 1}, name=name)
+        (tmp_path / f"{name}.yaml").write_bytes(dump_yaml(config).encode())
+        command = [sys.executable, "-m", "jingu", "train", str(tmp_path / f"{name}.yaml")]
+        codes = []
+        while 0 not in codes and len(codes) < 6:
+            codes.append(subprocess.run(command, capture_output=True, timeout=300).returncode)
+        assert codes == [-signal.SIGKILL] * len(kills) + [0]
+        finished.append(done(config))
+    undisturbed, killed = (run.tensors() for run in finished)
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in undisturbed.items())
+    assert rollout(finished[0], 3) == rollout(finished[1], 3)
+
+
+def test_alarms_name_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = Alarms()
+    for step in range(30):
+        # The reward rises, and what it should measure falls.
+        alarms.check(
+            {"reward": step / 30, "rewards/truth": 1 - step / 30, "truncated": 0.1, "dead_groups": 0.1}, ["truth"]
+        )
+    assert [record.message for record in caplog.records if "the audit truth falls" in record.message]
+    assert len(caplog.records) == 1  # once
+    alarms.check({"reward": 0.0, "rewards/truth": 0.0, "truncated": 0.6, "dead_groups": 0.9}, ["truth"])
+    assert "raise task.max_new_tokens" in caplog.text and "set task.max_resampling" in caplog.text

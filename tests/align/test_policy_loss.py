@@ -1,0 +1,230 @@
+"""Losses and advantages of policies: equal to TRL's, to formulas, and to what enumeration gives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jingu.align.advantages import (
+    generalized_advantages,
+    greedy_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    overlong_penalty,
+    returns_to_go,
+    whiten,
+)
+from jingu.align.policy_loss import PolicyBatch, batch_loss, importance_weights, kl_loss, loss_denominator
+from jingu.config.sections.policies import GrpoSettings, KlSettings
+
+LENGTHS = (3, 5, 1, 4)
+
+
+def make_batch(seed: int = 0) -> tuple[PolicyBatch, Tensor]:
+    """Rows of answers of several lengths, with log-probabilities far enough from the old ones to be clipped."""
+    generator = torch.Generator().manual_seed(seed)
+    old_BT = -torch.rand(4, 5, generator=generator, dtype=torch.float64) * 3
+    logprob_BT = old_BT + 0.5 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    advantages_B1 = torch.randn(4, 1, generator=generator, dtype=torch.float64)
+    labels_BT = torch.where(torch.arange(5) < torch.tensor(LENGTHS)[:, None], 7, -100)
+    batch = PolicyBatch(
+        labels_BT, labels_BT, advantages=advantages_B1.expand(4, 5), sampled=old_BT + 0.1, old=old_BT, reference=old_BT
+    )
+    return batch, logprob_BT.requires_grad_()
+
+
+def loss_and_gradient(settings: GrpoSettings) -> tuple[Tensor, Tensor]:
+    batch, logprob_BT = make_batch()
+    loss = batch_loss(batch, logprob_BT, settings)[0] / loss_denominator(batch, settings)
+    return loss.detach(), torch.autograd.grad(loss, logprob_BT)[0]
+
+
+def trl_loss_and_gradient(**options: Any) -> tuple[Tensor, Tensor]:
+    """The same by GRPOTrainer, which gets the log-probabilities in the place of those of a model."""
+    trl = pytest.importorskip("trl")
+    batch, logprob_BT = make_batch()
+    mask_BT = (batch.labels >= 0).long()
+    assert batch.advantages is not None
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprob_BT, torch.zeros(4, 5), None),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        importance_sampling_level="token",
+        loss_type="dapo",
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        beta=0.0,
+        use_vllm=False,
+        max_completion_length=9,
+    )
+    vars(trainer).update(options)
+    inputs = {
+        "prompt_ids": torch.zeros(4, 2, dtype=torch.long),
+        "prompt_mask": torch.ones(4, 2, dtype=torch.long),
+        "completion_ids": torch.zeros(4, 5, dtype=torch.long),
+        "completion_mask": mask_BT,
+        "advantages": batch.advantages[:, 0],
+        "num_items_in_batch": mask_BT.sum().double(),
+        "old_per_token_logps": batch.old,
+    }
+    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    return loss.detach(), torch.autograd.grad(loss, logprob_BT)[0]
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"loss": "grpo"}, {"loss_type": "grpo"}),
+    "dapo": ({}, {}),
+    "dr_grpo": ({"loss": "dr_grpo", "max_new_tokens": 9}, {"loss_type": "dr_grpo"}),
+    "gspo": ({"loss": "grpo", "ratio": "sequence"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    # TRL bounds the weight from above alone, by its absolute value.
+    "cispo": ({"objective": "cispo", "clip_low": 1.0, "clip_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
+    "narrow": ({"clip_low": 0.05, "clip_high": 0.05}, {"epsilon_low": 0.05, "epsilon_high": 0.05}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_losses_equal_trl(name: str) -> None:
+    ours, theirs = CASES[name]
+    for one, other in zip(loss_and_gradient(GrpoSettings(**ours)), trl_loss_and_gradient(**theirs), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_the_first_update_is_plain_policy_gradient() -> None:
+    batch, logprob_BT = make_batch()
+    mask_BT = batch.labels >= 0
+    assert batch.advantages is not None
+    expected_BT = -(batch.advantages * mask_BT) / mask_BT.sum()
+    for changes in ({}, {"objective": "cispo"}, {"ratio": "sequence", "loss": "grpo"}):
+        settings = GrpoSettings(**changes)  # type: ignore[arg-type]
+        on_policy = PolicyBatch(**{**vars(batch), "old": logprob_BT.detach()})
+        loss = batch_loss(on_policy, logprob_BT, settings)[0] / loss_denominator(batch, settings)
+        gradient_BT = torch.autograd.grad(loss, logprob_BT)[0]
+        if "loss" in changes:
+            expected_BT = -(batch.advantages * mask_BT) / mask_BT.sum(1, keepdim=True) / 4
+        assert torch.allclose(gradient_BT, expected_BT, rtol=1e-12)
+
+
+def test_truncated_importance_weights() -> None:
+    sampled = torch.tensor([-1.0, -2.0, -3.0])
+    assert torch.equal(importance_weights(sampled, sampled, 2.0), torch.ones(3))
+    weights = importance_weights(sampled, sampled - torch.tensor([0.5, 5.0, -0.5]), 2.0)
+    assert weights.tolist() == pytest.approx([1.6487, 2.0, 0.6065], abs=1e-4)
+
+
+# Advantages
+
+
+def test_advantages_of_groups_by_hand() -> None:
+    reward_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0], [2.0, torch.nan, 4.0, torch.nan]]).double()
+    plain_PG = group_advantages(reward_PG, "none")
+    assert plain_PG.tolist() == [[0.5, -0.5, -0.5, 0.5], [0.0] * 4, [-1.0, 0.0, 1.0, 0.0]]
+    scaled_PG = group_advantages(reward_PG, "group")
+    assert torch.allclose(scaled_PG[0], plain_PG[0] / (reward_PG[0].std() + 1e-4))
+    assert torch.allclose(scaled_PG[2], plain_PG[2] / (2.0**0.5 + 1e-4))
+    left_PG = leave_one_out_advantages(reward_PG)
+    assert left_PG[0, 0].item() == pytest.approx(1.0 - (0.0 + 0.0 + 1.0) / 3)
+    assert greedy_advantages(reward_PG, torch.tensor([1.0, 0.0, 1.0]).double())[2].tolist() == [1.0, 0.0, 3.0, 0.0]
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_advantages_of_a_group_sum_to_0(rewards: list[list[float]]) -> None:
+    reward_PG = torch.tensor(rewards, dtype=torch.float64)
+    for advantage_PG in (group_advantages(reward_PG, "group"), leave_one_out_advantages(reward_PG)):
+        assert torch.allclose(advantage_PG.sum(1), torch.zeros(len(rewards)).double(), atol=1e-9)
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+def test_bias_of_baselines_by_enumeration(group: int) -> None:
+    """The mean of the group scales the policy gradient by (G - 1) / G; leaving one out gives it exactly."""
+    logits_A = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    reward_A = torch.tensor([1.0, 0.0, 0.4], dtype=torch.float64)
+    expected_A = torch.autograd.grad(logits_A.softmax(0) @ reward_A, logits_A)[0]
+    totals = {"group": torch.zeros(3).double(), "rloo": torch.zeros(3).double(), "std": torch.zeros(3).double()}
+    for answers in product(range(3), repeat=group):
+        chosen_G = torch.tensor(answers)
+        logprob_A = logits_A.log_softmax(0)
+        probability = logprob_A[chosen_G].sum().exp().detach()
+        reward_1G = reward_A[chosen_G][None]
+        for name, advantage_1G in (
+            ("group", group_advantages(reward_1G, "none")),
+            ("rloo", leave_one_out_advantages(reward_1G)),
+            ("std", group_advantages(reward_1G, "group")),
+        ):
+            surrogate = (logprob_A[chosen_G] * advantage_1G[0]).mean()
+            totals[name] += probability * torch.autograd.grad(surrogate, logits_A, retain_graph=True)[0]
+    assert torch.allclose(totals["group"], expected_A * (group - 1) / group, rtol=1e-12)
+    assert torch.allclose(totals["rloo"], expected_A, rtol=1e-12)
+    factors = totals["std"] / expected_A
+    assert factors.max() - factors.min() > 0.01  # the standard deviation changes the direction
+
+
+def test_generalized_advantages_have_their_limits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    reward_RT, value_RT = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
+    returns_RT = reward_RT.flip(1).cumsum(1).flip(1)
+    assert torch.allclose(generalized_advantages(reward_RT, value_RT, 1.0, 1.0), returns_RT - value_RT)
+    assert torch.allclose(returns_to_go(reward_RT), returns_RT)
+    next_RT = torch.cat([value_RT[:, 1:], torch.zeros(3, 1)], 1)
+    differences_RT = reward_RT + 0.9 * next_RT - value_RT
+    assert torch.allclose(generalized_advantages(reward_RT, value_RT, 0.9, 0.0), differences_RT)
+    # The recursion of Schulman et al., for one place in the middle.
+    advantages_RT = generalized_advantages(reward_RT, value_RT, 0.9, 0.8)
+    expected_R = sum((0.9 * 0.8) ** step * differences_RT[:, 2 + step] for step in range(4))
+    assert torch.allclose(advantages_RT[:, 2], torch.as_tensor(expected_R))
+
+
+def test_whitening_and_overlong_penalty() -> None:
+    values_RT = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 9.0]], dtype=torch.float64)
+    mask_RT = torch.tensor([[True, True, False], [True, True, False]])
+    white_RT = whiten(values_RT, mask_RT)
+    assert white_RT[mask_RT].mean().item() == pytest.approx(0.0) and white_RT[mask_RT].std().item() == pytest.approx(1)
+    assert white_RT[:, 2].tolist() == [0.0, 0.0]
+    penalties = overlong_penalty(torch.tensor([10.0, 80.0, 85.0, 90.0, 100.0]), 100, 20)
+    assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
+    """By exact gradients over 5 answers: both placements end at π_ref · exp(r / β) / Z."""
+    generator = torch.Generator().manual_seed(3)
+    reference_A = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
+    reward_A = torch.rand(5, generator=generator, dtype=torch.float64)
+    beta = 0.5
+    optimum_A = (reference_A + reward_A / beta).softmax(0)
+    logits_A = reference_A.clone().requires_grad_()
+    mask_A = torch.ones(5, dtype=torch.bool)
+    for _ in range(3000):
+        logprob_A = logits_A.log_softmax(0)
+        probability_A = logprob_A.detach().exp()
+        score_A = reward_A.clone()
+        loss_A = torch.zeros_like(score_A)
+        if estimator == "k1":
+            score_A -= beta * (logprob_A.detach() - reference_A)
+        else:
+            loss_A = beta * kl_loss(logprob_A, reference_A, mask_A)
+        score_A -= (probability_A * score_A).sum()
+        gradient_A = torch.autograd.grad((probability_A * (loss_A - score_A * logprob_A)).sum(), logits_A)[0]
+        with torch.no_grad():
+            logits_A -= 1.0 * gradient_A
+    assert 0.5 * (logits_A.softmax(0) - optimum_A).abs().sum() < 1e-3
+
+
+def test_estimators_of_kl_that_mislead_are_not_offered() -> None:
+    with pytest.raises(ValueError, match="k2"):
+        KlSettings(estimator="k3")  # type: ignore[arg-type]

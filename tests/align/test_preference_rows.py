@@ -1,0 +1,193 @@
+"""Rows of preference data: every form becomes the same answers, and rows without a difference are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.align.commands import prepare, preview
+from jingu.align.preference_rows import parse_preference_row
+from jingu.chat.messages import ConversationError
+from jingu.data.open_sources import open_sources
+from jingu.data.supervised import decode_parts, encode_part
+from jingu.errors import JinguError
+from jingu.text.tokenizer import Tokenizer
+from tests.conftest import MakeRun
+
+USER = {"role": "user", "content": "Q"}
+
+
+def message(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [message("A")], "rejected": [message("B")]},
+        {"prompt": [USER], "chosen": "A", "rejected": "B"},
+        {"prompt": "Q", "chosen": [message("A")], "rejected": [message("B")]},
+        {"prompt": "Q", "chosen": [USER, message("A")], "rejected": [USER, message("B")]},
+        {"chosen": [USER, message("A")], "rejected": [USER, message("B")]},
+        {"instruction": "Q", "chosen": "A", "rejected": "B"},
+        {"question": "Q", "chosen": "A", "rejected": "B"},
+        {"messages": [USER], "chosen": message("A"), "rejected": message("B")},
+        {
+            "conversations": [{"from": "human", "value": "Q"}],
+            "chosen": {"from": "gpt", "value": "A"},
+            "rejected": {"from": "gpt", "value": "B"},
+        },
+        {"conversations": [{"from": "human", "value": "Q"}], "chosen": "A", "rejected": "B"},
+        {"messages": [USER], "chosen": "A", "rejected": "B"},
+    ],
+)
+def test_conversations(row: dict[str, Any]) -> None:
+    pair = parse_preference_row({**row, "margin": 2})
+    assert [[(item.role, item.content) for item in answer.messages] for answer in pair.answers] == [
+        [("user", "Q"), ("assistant", "A")],
+        [("user", "Q"), ("assistant", "B")],
+    ]
+    assert pair.margin == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        ({"prompt": "Human: Q Assistant:", "chosen": " A", "rejected": " B"}, "Human: Q Assistant:", [" A", " B"]),
+        # Without a prompt, it is what both begin with, and the space belongs to the answers.
+        ({"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"}, "Human: Q Assistant:", [" A", " B"]),
+    ],
+)
+def test_texts(row: dict[str, Any], prompt: str, answers: list[str]) -> None:
+    pair = parse_preference_row(row)
+    assert [answer.segments for answer in pair.answers] == [((prompt, False), (text, True)) for text in answers]
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Q", "completion": "A"},
+        {"messages": [USER, message("A")]},
+        {"instruction": "Q", "output": "A"},
+    ],
+)
+def test_labels(row: dict[str, Any], label: str) -> None:
+    for value in (True, False):
+        parsed = parse_preference_row({**row, label: value})
+        assert (len(parsed.answers), parsed.is_desirable) == (1, value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ([], "expected an object with fields"),
+        ({"prompt": "Q", "chosen": "A"}, "it has only chosen"),
+        ({"prompt": "Q", "completion": "A"}, "expected the fields chosen and rejected, or label or kto_tag"),
+        ({"prompt": "Q", "completion": "A", "label": "good"}, "field label: expected true or false"),
+        ({"prompt": "Q", "chosen": "A", "rejected": ""}, "field rejected: field completion: expected text"),
+        ({"prompt": "Q", "chosen": "A", "rejected": 3}, "field rejected: expected a text, a message, or a list"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": "x"}, "field margin: expected a number"),
+        ({"chosen": "A", "rejected": "B"}, "field prompt: expected text that is not empty"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
+    ],
+)
+def test_bad_rows_say_what_is_wrong(row: Any, words: str) -> None:
+    with pytest.raises(ConversationError) as error:
+        parse_preference_row(row)
+    assert words in str(error.value)
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=9),
+    st.booleans(),
+    st.integers(-500_000, 500_000).map(lambda n: n / 1000),
+)
+def test_parts_survive_storage(is_trained: list[bool], is_rejected: bool, margin: float) -> None:
+    stored = encode_part(np.array(is_trained), is_rejected, margin).astype(np.int64)
+    decoded = decode_parts(stored)
+    assert decoded[0].tolist() == is_trained
+    assert set(decoded[1].tolist()) == {is_rejected}
+    np.testing.assert_allclose(decoded[2], margin, atol=1e-9)
+
+
+def make(tiny_run: MakeRun, tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> Any:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return tiny_run(
+        {
+            "data.input": str(file),
+            "data.path": str(tmp_path / "data"),
+            "data.validation_fraction": 0,
+            "data.objective": {"type": "preference", "template": "chatml"},
+            "batch.sequence_length": 256,
+            "task": {"type": "dpo"},
+            **changes,
+        }
+    )
+
+
+GOOD = {"prompt": [USER], "chosen": "yes", "rejected": "not at all", "margin": 1.5}
+
+
+def test_a_pair_is_a_row_of_two_documents(tiny_run: MakeRun, tmp_path: Path) -> None:
+    config = make(tiny_run, tmp_path, [GOOD])
+    prepare(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    (dataset,) = open_sources(config, tokenizer).sources
+    rows = dataset.read(np.array([0]))
+    tokens, labels, documents, weights = rows.tokens[0], rows.labels[0], rows.documents[0], rows.weights[0]
+    prompt = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    for number, answer in enumerate(["yes<|im_end|>", "not at all<|im_end|>"]):
+        own = documents == number
+        text = tokenizer.decode(tokens[own].tolist(), keep_special_tokens=True)
+        assert text.startswith(prompt + answer)
+        assert tokenizer.decode(labels[own & (labels >= 0)].tolist(), keep_special_tokens=True).startswith(answer)
+        # Positions start again, and the last token of an answer is read: a reward is its score.
+        assert rows.to_batch().positions[0][own].tolist() == list(range(own.sum()))
+    assert (weights[documents >= 0] == 1.5).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "Q", "chosen": "same", "rejected": "same"}, "chosen and rejected are the same"),
+        ({"prompt": "Q", "completion": "A", "label": True}, "an answer with a label is no pair"),
+        (
+            {"chosen": [USER, message("A")], "rejected": [{"role": "user", "content": "other"}, message("B")]},
+            "chosen and rejected have different prompts",
+        ),
+    ],
+)
+def test_rows_without_a_comparison_are_refused_or_skipped(
+    row: dict[str, Any], words: str, tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make(tiny_run, tmp_path, [GOOD, row])
+    with pytest.raises(JinguError, match=f"row 2: {words}"):
+        prepare(config)
+    skipping = make(tiny_run, tmp_path, [GOOD, row], **{"data.on_error": "skip"})
+    prepare(skipping)
+    assert "dropped: 1 bad" in capsys.readouterr().out
+    preview(config, rows=1)
+    output = capsys.readouterr().out
+    assert "⟦yes│" in output.replace("y│es", "yes").replace("y│e│s", "yes") and "⟦-1:" in output
+    assert words in output
+
+
+def test_too_long_rows_are_dropped_or_truncated(
+    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"prompt": "Q:", "chosen": " yes" * 80, "rejected": " no"}
+    prepare(make(tiny_run, tmp_path, [GOOD, long], **{"batch.sequence_length": 160}))
+    assert "1 too long" in capsys.readouterr().out
+    objective = {"type": "preference", "template": "chatml", "overflow": "truncate"}
+    path = str(tmp_path / "truncated")
+    changes = {"batch.sequence_length": 160, "data.objective": objective, "data.path": path}
+    prepare(make(tiny_run, tmp_path, [GOOD, long], **changes))
+    assert "1 truncated" in capsys.readouterr().out

@@ -1,0 +1,78 @@
+"""Reward models: what they learn, and that transformers computes the same from an exported folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from jingu.align.commands import train
+from jingu.align.reward_list import Rewards
+from jingu.config.sections.rewards import Reward
+from jingu.errors import JinguError
+from jingu.formats.export import convert
+from jingu.formats.models import open_model
+from jingu.infer.engine import Engine
+from jingu.infer.inference_model import load
+from jingu.text.tokenizer import Tokenizer
+from tests.align.preferences import preference_run, train_here
+from tests.conftest import MakeRun
+
+
+def reward_run(tiny_run: MakeRun, folder: Path, **changes: Any) -> Any:
+    settings = {"task": {"type": "reward", "centering": 0.01}, "train.steps": 20, "optimizer.lr": 3e-3}
+    return preference_run(tiny_run, folder, {**settings, "evaluation.every": 20, **changes}, name="reward")
+
+
+def test_a_reward_model_learns_and_transformers_agrees(tiny_run: MakeRun, tmp_path: Path, done: Any) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    config = reward_run(tiny_run, tmp_path)
+    train_here(config)
+    losses = done(config).column("loss")
+    assert losses[0] == pytest.approx(math.log(2), abs=0.05)
+    assert losses[-1] < 0.3
+    # Export, load with transformers, and import again.
+    folder = tmp_path / "exported"
+    convert(done(config).folder, folder, "fp32")
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert type(theirs).__name__ == "LlamaForSequenceClassification" and theirs.num_labels == 1
+    again = open_model(folder)
+    assert again.spec.score_head
+    ids = torch.arange(5, 25).view(1, -1)
+    with torch.no_grad():
+        expected = theirs.double()(ids).logits[0, 0]
+    model = load_decoder(folder)
+    hidden = model(ids)
+    torch.testing.assert_close((hidden @ model.head_weight().t())[0, -1, 0], expected, rtol=1e-6, atol=1e-6)
+
+
+def load_decoder(folder: Path) -> Any:
+    from jingu.formats.stored_model import load_model
+
+    return load_model(open_model(folder), torch.float64, torch.device("cpu"))
+
+
+def test_a_reward_model_scores_answers_of_a_rollout(tiny_run: MakeRun, tmp_path: Path, done: Any) -> None:
+    config = reward_run(tiny_run, tmp_path, **{"train.steps": 2, "evaluation.every": 0})
+    train_here(config)
+    folder = done(config).folder
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    settings = TypeAdapter(Reward).validate_python({"type": "model", "model": str(folder)})
+    rewards = Rewards([settings], (), tokenizer)
+    answers = [{"prompt": "x", "completion": "y", "prompt_ids": [5, 6, 7], "completion_ids": [8, 9]}]
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    model = load_decoder(folder)
+    expected = float((model(ids) @ model.head_weight().t())[0, -1, 0])
+    assert rewards.score(answers)[0]["model"] == pytest.approx(expected, abs=1e-5)
+    # The engine, with which the server scores, opens the run as well.
+    ((score,),) = Engine(load(folder, "fp32", "cpu")).embed(ids.tolist(), "score")
+    assert score == pytest.approx(expected, abs=1e-5)
+    plain = tiny_run(name="plain", **{"train.steps": 1})
+    assert train(plain) == 0
+    with pytest.raises(JinguError, match="has no score head"):
+        Rewards([settings.model_copy(update={"model": str(done(plain).folder)})], (), tokenizer)

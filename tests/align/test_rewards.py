@@ -1,0 +1,233 @@
+"""Rewards: functions, verifiers, servers, and the sandbox."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import venv
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from pydantic import TypeAdapter
+
+from jingu.align.reward_list import Rewards
+from jingu.config.sections.rewards import Reward
+from jingu.errors import JinguError
+from jingu.runtime.sandbox import Limits, run_python
+from jingu.text.tokenizer import Tokenizer
+
+
+def build(*settings: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> Rewards:
+    tokenizer = cast(Tokenizer, None)  # only reward models have a use for it
+    return Rewards([TypeAdapter(Reward).validate_python(each) for each in settings], columns, tokenizer)
+
+
+def answer(completion: str, expected: Any = "", **more: Any) -> dict[str, Any]:
+    return {"prompt": "question", "completion": completion, "completion_ids": [1, 2, 3], "answer": expected, **more}
+
+
+@pytest.mark.parametrize(
+    ("settings", "completion", "expected", "score"),
+    [
+        ({"type": "exact"}, " yes\n", "yes", 1.0),
+        ({"type": "exact"}, "yes.", "yes", 0.0),
+        ({"type": "number"}, "So 3 + 4 = 7, thus 1,007.0.", 1007, 1.0),
+        ({"type": "number"}, "none", "7", 0.0),
+        ({"type": "regex", "pattern": r"<a>.*</a>"}, "<a>x\ny</a>", "", 1.0),
+        ({"type": "regex"}, "abc", r"[ab]+", 0.0),
+        ({"type": "math"}, r"It is $\frac{2}{4}$.", r"$0.5$", 1.0),
+        ({"type": "math"}, r"It is $\frac{1}{4}$.", r"$0.5$", 0.0),
+        ({"type": "json_schema", "column": "answer"}, '{"a": 1}', {"required": ["a"]}, 1.0),
+        ({"type": "json_schema", "column": "answer"}, '{"b": 1}', '{"required": ["a"]}', 0.0),
+        ({"type": "json_schema", "column": "answer"}, "{", {}, 0.0),
+        ({"type": "length", "max_tokens": 3}, "", "", 1.0),
+        ({"type": "length", "max_tokens": 2}, "", "", 0.5),
+        ({"type": "length", "min_tokens": 4}, "", "", 0.75),
+    ],
+)
+def test_verifiers(settings: dict[str, Any], completion: str, expected: Any, score: float) -> None:
+    rewards = build(settings)
+    assert rewards.score([answer(completion, expected)]) == [{settings["type"]: score}]
+    rewards.close()
+
+
+def test_a_verifier_that_hangs_gives_0_and_goes_on() -> None:
+    rewards = build({"type": "regex", "pattern": r"(T|(.)\2*)*#", "timeout": 0.3})
+    hang = answer("a" * 40)
+    assert rewards.score([answer("T#"), hang, answer("T#")]) == [{"regex": 1.0}, {"regex": 0.0}, {"regex": 1.0}]
+    rewards.close()
+
+
+FUNCTIONS = """
+from __future__ import annotations
+import os, time
+from dataclasses import dataclass
+@dataclass
+class Score:  # Dataclasses look up the module that they are in.
+    value: float
+def length(completions, answer, **others):
+    print("this must not get between the replies")
+    assert sorted(others) == ["completion_ids", "prompts"]
+    return [len(text) + len(gold) for text, gold in zip(completions, answer)]
+async def later(completion_ids): return [None, float(sum(completion_ids[1]))]
+def nan(completions): return [0.0, float("nan")]
+def short(completions): return [1.0]
+def words(completions): return ["much", "little"]
+def slow(completions): time.sleep(1000)
+def dies(completions): os._exit(3)
+def fails(completions): raise LookupError("no such thing")
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return f"{path}:"
+
+
+def test_functions_and_weights(functions: str) -> None:
+    rewards = build(
+        {"type": "python", "function": functions + "length", "weight": 0.5},
+        {"type": "python", "function": functions + "later", "weight": -1.0},
+        {"type": "exact", "audit": True},
+    )
+    scores = rewards.score([answer("ab", "c"), answer("abc", "abc")])
+    assert scores == [{"length": 3.0, "later": None, "exact": 0.0}, {"length": 6.0, "later": 6.0, "exact": 1.0}]
+    assert [rewards.total(values) for values in scores] == [1.5, -3.0]
+    assert rewards.total({"length": None, "later": None, "exact": 1.0}) is None
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nan", "returned nan for an answer to the prompt 'question'"),
+        ("short", "returned 1 value for 2 answers"),
+        ("words", "could not convert string to float"),
+        ("slow", "did not return within 0.5 seconds"),
+        ("dies", "its process ended with exit code 3"),
+        ("fails", "LookupError: no such thing"),
+    ],
+)
+def test_a_function_that_fails_is_an_error_in_words(functions: str, name: str, words: str) -> None:
+    rewards = build({"type": "python", "function": functions + name, "timeout": 0.5 if name == "slow" else 60.0})
+    with pytest.raises(JinguError, match=words):
+        rewards.score([answer("a"), answer("b")])
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([{"type": "exact"}, {"type": "exact"}], "two rewards have the name exact"),
+        ([{"type": "exact", "column": "gold"}], r"no column gold.*Their columns are answer"),
+        ([{"type": "regex", "pattern": "("}], "no regular expression"),
+        ([{"type": "judge", "template": "{question}"}], "a field that the rows lack"),
+    ],
+)
+def test_rewards_that_cannot_be_computed_are_refused(settings: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(JinguError, match=words):
+        build(*settings)
+
+
+class Handler(BaseHTTPRequestHandler):
+    failures = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if Handler.failures:
+            Handler.failures -= 1
+            self.send_error(503)
+            return
+        if self.path == "/v1/chat/completions":
+            assert self.headers["Authorization"] == "Bearer secret"
+            grade = body["messages"][0]["content"].count("x")
+            reply: Any = {"choices": [{"message": {"content": f"Grade: {grade}" if grade else "?"}}]}
+        else:
+            reply = {"scores": [len(text) for text in body["completions"]]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_servers(server: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    judge = {"type": "judge", "url": f"{server}/v1", "api_key_file": str(tmp_path / "key")}
+    rewards = build({"type": "http", "url": server}, {**judge, "template": "Grade {completion}."})
+    Handler.failures = 1
+    assert rewards.score([answer("xx"), answer("a")]) == [{"http": 2.0, "judge": 2.0}, {"http": 1.0, "judge": None}]
+    Handler.failures = 1
+    rewards = build({"type": "http", "url": server, "retries": 0})
+    with pytest.raises(JinguError, match=r"gave no scores in 1 attempt .*503"):
+        rewards.score([answer("a")])
+
+
+PROGRAMS = {
+    "right": ("def f(x): return x + 1", True),
+    "threads": ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", True),
+    "scratch": ("open('file', 'w').write('x')\nassert open('file').read() == 'x'", True),
+    "wrong": ("assert False", False),
+    "leaves": ("import os\nos._exit(0)", False),
+    "loops": ("while True: pass", False),
+    "sleeps": ("import time\ntime.sleep(100)", False),
+    "prints": ("while True: print('x' * 1000)", False),
+    "forks": ("import os\nos.fork()", False),
+    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", False),
+    "starts a program": ("import subprocess\nsubprocess.run(['true'])", False),
+    "fills memory": ("x = bytearray(2**30)", False),
+    "fills the disk": ("file = open('file', 'wb')\nwhile True: file.write(bytes(2**20))", False),
+    "writes many files": ("for n in range(100): open(f'{n}', 'wb').write(bytes(2**20))", False),
+    "writes elsewhere": ("open('/var/tmp/file', 'w')", False),
+    "writes to shared memory": ("open('/dev/shm/file', 'w')", False),
+    "mounts": ("import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/mnt', b'tmpfs', 0, 0) == 0", False),
+    "sees others": ("import os\nassert os.getpid() == 1\nos.kill(2, 0)", False),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_sandbox_ends_what_misbehaves(name: str) -> None:
+    program, passes = PROGRAMS[name]
+    assert run_python(program, Limits(seconds=0.5 if not passes else 5.0)) is passes
+
+
+def test_the_scratch_folder_does_not_hide_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a virtual environment below /tmp."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    for program, passes in PROGRAMS["scratch"], PROGRAMS["fills the disk"]:
+        assert run_python(program, Limits(seconds=5.0)) is passes
+
+
+def test_the_sandbox_has_no_network(server: str) -> None:
+    port = int(server.rpartition(":")[2])
+    program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"
+    socket.create_connection(("127.0.0.1", port), timeout=1).close()  # from outside there is one
+    assert not run_python(program, Limits(seconds=3.0))
+
+
+def test_code_passes_tests() -> None:
+    rewards = build({"type": "python_tests", "column": "answer"})
+    tests = "assert f(1) == 2"
+    answers = [
+        answer("So:\n```python\ndef f(x):\n    return x + 1\n```\nDone.", tests),
+        answer("def f(x): return x", tests),
+    ]
+    assert rewards.score(answers) == [{"python_tests": 1.0}, {"python_tests": 0.0}]

@@ -1,0 +1,197 @@
+"""Held-out tasks: planted leaks are refused by name, and only a record of all ancestors proves anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jingu.cli import main
+from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
+from jingu.evaluate import contamination
+from jingu.evaluate.task_mixture import TaskMixture
+from jingu.training.commands import train
+from jingu.tune.prepare import prepare
+from tests.conftest import Library, MakeRun
+
+PLAIN = "{{question}}:"
+LONG = "Read this question about {{question}} with care and write the right answer:"
+PASSAGE = " ".join(f"passage{number}" for number in range(40))
+
+
+def write_task(folder: Path, name: str, template: str = PLAIN, rows: list[str] | None = None, **metadata: Any) -> None:
+    """Write a task with three rows for training and three for the test; `rows` replaces those for training."""
+    questions = {"train": rows or [f"{name} train question {n} of three" for n in range(3)]}
+    questions["test"] = [f"{name} test question {n} with many more words, namely {name}{n}, in it" for n in range(3)]
+    for split, texts in questions.items():
+        lines = [json.dumps({"question": text, "choices": ["a", "b"], "label": 0}) for text in texts]
+        (folder / f"{name}-{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    content = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {split: f"{name}-{split}.jsonl" for split in questions}},
+        "training_split": "train",
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": template,
+        "doc_to_target": "label",
+        "doc_to_choice": "choices",
+        "metadata": metadata,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+def write_mixture(folder: Path, *tasks: str, held_out: tuple[str, ...] = ("secret",)) -> Path:
+    members = [{"task": task} for task in tasks]
+    content = {"mixture": "mixed", "members": members, "include": ["."], "held_out": [*held_out]}
+    file = folder / "mixture.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        ({"task_cluster": "made_up"}, "leak with secret (both are in the task cluster made_up)"),
+        ({"task_cluster": "paraphrase"}, "leak with secret (the task clusters made_up and paraphrase are related)"),
+        ({"sources": ["wiki", "books"]}, "leak with secret (both come from books)"),
+        (
+            {"rows": ["SECRET test, question 1 - with many more words: namely secret1 in it!"]},
+            "they share rows, or 13 words of rows, ",
+        ),
+        ({"rows": [f"{PASSAGE} and more"]}, "leak with secret (they share rows, or 13 words of rows, 28 in all)"),
+        ({"template": LONG.replace("with care", "with great care")}, "both have the template “read this question"),
+        ({"template": LONG.replace("right", "best")}, "up to one word"),
+    ],
+)
+def test_planted_leaks_are_refused_by_name(leak: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write_task(tmp_path, "secret", LONG, task_cluster="made_up", related_clusters=["paraphrase"], sources=["books"])
+    with (tmp_path / "secret-test.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"question": PASSAGE, "choices": ["a", "b"], "label": 1}))
+    write_task(tmp_path, "clean", template=LONG.replace("right answer", "good story"), task_cluster="stories")
+    write_task(tmp_path, "leak", **leak)
+    assert [lock["task"] for lock in TaskMixture(write_mixture(tmp_path, "clean")).held_out] == ["secret"]
+    with pytest.raises(JinguError, match="what belongs together with held-out tasks") as error:
+        TaskMixture(write_mixture(tmp_path, "clean", "leak"))
+    assert words in str(error.value) and "clean with" not in str(error.value)
+
+
+def test_the_split_is_closed(tmp_path: Path) -> None:
+    """A task leaks through another one, and a cluster stands for its tasks."""
+    write_task(tmp_path, "secret", task_cluster="made_up")
+    write_task(tmp_path, "near", sources=["web"], task_cluster="made_up")
+    write_task(tmp_path, "far", sources=["web"])
+    assert TaskMixture(write_mixture(tmp_path, "far")).held_out
+    with pytest.raises(JinguError, match=r"near with secret .*; far with near \(both come from web\)"):
+        TaskMixture(write_mixture(tmp_path, "near", "far"))
+    with pytest.raises(JinguError, match=r"far with near"):
+        TaskMixture(write_mixture(tmp_path, "far", held_out=("made_up",)))
+    with pytest.raises(JinguError, match=r"secret@default with secret \(they are the same task"):
+        TaskMixture(write_mixture(tmp_path, "secret@default"))
+    # A mixture within another one holds out what its file says.
+    inner = write_mixture(tmp_path, "far", held_out=("near",)).rename(tmp_path / "inner.yaml")
+    outer = {"mixture": "outer", "members": [{"mixture": inner.name}], "include": ["."]}
+    (tmp_path / "outer.yaml").write_text(yaml.safe_dump(outer), encoding="utf-8")
+    with pytest.raises(JinguError, match=r"far with near"):
+        TaskMixture(tmp_path / "outer.yaml")
+    with pytest.raises(JinguError, match="there is no task nothing"):
+        TaskMixture(write_mixture(tmp_path, "far", held_out=("nothing",)))
+
+
+def run_on(make_run: MakeRun, mixture: Path, name: str, initial: Path | None = None) -> RunConfig:
+    """Train on a mixture for one step."""
+    config = make_run(
+        {
+            "name": name,
+            "data.input": str(mixture),
+            "data.path": str(mixture.parent / f"data-{name}"),
+            "data.objective": {"type": "supervised", "template": "chatml"},
+            "data.validation_fraction": 0,
+            "model.max_position_embeddings": 64,
+            "train.steps": 1,
+            "initialize.from": None if initial is None else str(initial),
+        }
+    )
+    if initial is not None:
+        config = config.model_copy(update={"model": type(config.model)()})
+    prepare(config)
+    train(config)
+    return config
+
+
+def test_only_records_of_all_ancestors_prove_it(
+    tiny_run: MakeRun, library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_task(tmp_path, "secret", LONG, task_cluster="made_up")
+    write_task(tmp_path, "other", task_cluster="made_up")
+    write_task(tmp_path, "stories")
+    clean = write_mixture(tmp_path, "stories")
+    runs = tmp_path / "runs"
+
+    def evaluate(model: Path, task: str = "secret") -> str:
+        capsys.readouterr()
+        output = ["--output", str(tmp_path / "evaluations")]
+        assert main(["evaluate", str(model), task, "--include", str(tmp_path), "--limit", "1", *output]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{task}: "))
+
+    run_on(tiny_run, clean, "first")
+    assert evaluate(runs / "first") == "secret: held out"
+    assert evaluate(runs / "first" / "checkpoints" / "step-00000001") == "secret: held out"
+    assert evaluate(runs / "first", "stories") == "stories: not held out: the model was trained on stories"
+    assert "does not hold it out" in evaluate(runs / "first", "other")
+    # Training goes on from an export, whose record is that of the run.
+    assert main(["export", str(runs / "first"), "--to", str(tmp_path / "exported")]) == 0
+    run_on(tiny_run, clean, "second", tmp_path / "exported")
+    assert evaluate(runs / "second") == "secret: held out"
+    # The same rows under another name are still held out; other rows and other templates are not.
+    content = (tmp_path / "secret.yaml").read_text(encoding="utf-8")
+    (tmp_path / "renamed.yaml").write_text(content.replace("task: secret", "task: renamed"), encoding="utf-8")
+    assert evaluate(runs / "second", "renamed") == "renamed: held out"
+    (tmp_path / "renamed.yaml").write_text(
+        content.replace("task: secret", "task: renamed").replace("with care", "without any care at all"), "utf-8"
+    )
+    assert "was not compared with this template" in evaluate(runs / "second", "renamed")
+    # An ancestor that was trained on the cluster.
+    leaky = write_mixture(tmp_path, "other", held_out=())
+    run_on(tiny_run, leaky, "leaky")
+    run_on(tiny_run, write_mixture(tmp_path, "stories"), "descendant", runs / "leaky")
+    assert evaluate(runs / "descendant") == (
+        f"secret: not held out: {runs / 'leaky'} was trained on other, of the same task cluster"
+    )
+    # Models from elsewhere have no record.
+    (tmp_path / "exported" / "provenance.json").unlink()
+    assert "there is no record of what the model was trained on" in evaluate(tmp_path / "exported")
+
+
+def test_text_is_proved_by_a_search(
+    tiny_run: MakeRun, library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_task(tmp_path, "secret")
+    config = tiny_run({"train.steps": 1, "model.max_position_embeddings": 64})
+    train(config)
+    arguments = ["evaluate", f"{config.runs_dir}/{config.name}", "secret", "--include", str(tmp_path), "--limit", "1"]
+    assert main(arguments) == 0
+    assert "was not searched for it (jingu evaluate contamination)" in capsys.readouterr().out
+    search = {"tokenizer": library.tokenizer, "processes": 1, "output": tmp_path / "out", "include": [str(tmp_path)]}
+    contamination.contamination(["secret"], [config.data.path], **search)
+    assert main(arguments) == 0
+    assert "secret: held out" in capsys.readouterr().out
+    # What the search says of another version of the data set does not count.
+    file = Path(config.data.path) / contamination.SUMMARY_NAME
+    content = json.loads(file.read_text(encoding="utf-8"))
+    (entry,) = content["tasks"].values()
+    for key, words in (
+        ("dirty", "not held out: 2 of its rows occur in "),
+        ("too_short", "2 of its rows are too short"),
+    ):
+        file.write_text(json.dumps({**content, "tasks": {entry["data"]: {**entry, key: 2}}}), encoding="utf-8")
+        assert main(arguments) == 0
+        assert words in capsys.readouterr().out
+    file.write_text(json.dumps({**content, "checksums": ["another"]}), encoding="utf-8")
+    assert main(arguments) == 0
+    assert "was not searched for it" in capsys.readouterr().out
+    file.unlink()

@@ -1,0 +1,90 @@
+"""Judges that always prefer a position, that know the answer, that do not answer, and a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import scipy.stats
+
+from jingu.cli import main
+from jingu.evaluate.judging import Verdict, judge_pairs, server_judge, summarize
+
+# The second answer is better in the first three of four.
+ITEMS = [("2 + 2?", "wrong", "right"), ("x", "wrong", "right"), ("y", "wrong", "right"), ("z", "right", "wrong")]
+
+
+def know(prompts: Sequence[str]) -> list[Verdict]:
+    return ["A" if "[Answer A]\nright" in prompt else "B" for prompt in prompts]
+
+
+def test_a_judge_that_knows_is_believed() -> None:
+    summary = summarize(judge_pairs(ITEMS, know))
+    assert (summary["wins"], summary["ties"], summary["losses"], summary["win_rate"]) == (3, 0, 1, 0.75)
+    assert summary["flip_rate"] == 0 and summary["first_position_rate"] == 0.5
+    assert summary["p"] == pytest.approx(scipy.stats.binomtest(1, 4).pvalue)
+
+
+@pytest.mark.parametrize(("letter", "share"), [("A", 1.0), ("B", 0.0)])
+def test_a_judge_that_prefers_a_position_judges_ties(letter: Verdict, share: float) -> None:
+    summary = summarize(judge_pairs(ITEMS, lambda prompts: [letter] * len(prompts)))
+    assert (summary["ties"], summary["flip_rate"], summary["first_position_rate"]) == (4, 1.0, share)
+    assert summary["win_rate"] == 0.5 and summary["p"] == 1
+
+
+def test_a_judge_that_does_not_answer_judges_ties() -> None:
+    summary = summarize(judge_pairs(ITEMS, lambda prompts: [None] * len(prompts)))
+    assert (summary["ties"], summary["without_verdict"], summary["flip_rate"]) == (4, 8, 0)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server that knows; it refuses requests that are not pinned."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            is_valid = self.path == "/v1/chat/completions" and body["temperature"] == 0 and body["model"] == "big"
+            text = f"Answer {know([body['messages'][0]['content']])[0]} is better."
+            reply = json.dumps({"choices": [{"message": {"content": text}}]} if is_valid else {}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def test_a_server_judges_the_results_of_two_models(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in ((1, "one"), (2, "two")):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [
+            {"index": index, "hash": str(index), "pairs": [[item[0], ""]], "answers": [{"text": item[number]}]}
+            for index, item in enumerate(ITEMS)
+        ]
+        (folder / "qa.samples.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        (folder / "qa.json").write_text(json.dumps({"task": "qa"}), encoding="utf-8")
+    command = ["evaluate", "judge", str(tmp_path / "one"), str(tmp_path / "two"), "--by", server]
+    assert main([*command, "--name", "big"]) == 0
+    assert "win rate" in capsys.readouterr().out
+    judged = json.loads((tmp_path / "two" / "judged.json").read_text(encoding="utf-8"))
+    assert judged["summary"] == summarize(judge_pairs(ITEMS, server_judge(server, "big")))
+    assert judged["summary"]["win_rate"] == 0.75 and judged["records"][3]["verdicts"] == ["A", "B"]
+    assert main([*command, "--name", "small"]) == 2
+    assert "the judge does not answer ('choices')" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([*command[:3], str(tmp_path / "empty"), "--by", server]) == 2
+    assert "no generated answers in common" in capsys.readouterr().err

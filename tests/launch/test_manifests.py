@@ -1,0 +1,153 @@
+"""Scripts for Slurm and manifests for clusters: what they start, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from jingu.cli import main
+from jingu.launch import manifests, slurm
+from jingu.launch.node import combine_codes, find_interface
+from jingu.launch.start import Start
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    Path("run.yaml").write_text("name: My.run_7b\n")
+    return "run.yaml"
+
+
+def test_slurm_script(run_file, capsys):
+    words = ["--nodes", "2", "--slots", "8", "--time", "12:00:00", "--sbatch", "partition=gpu", "--sbatch", "exclusive"]
+    assert main(["launch", "slurm", *words, "--write", "train", run_file, "optimizer.lr=0.5"]) == 0
+    script = capsys.readouterr().out
+    assert script == Path("slurm/my-run-7b.sbatch").read_text()
+    settings = ["nodes=2", "ntasks-per-node=1", "time=12:00:00", "partition=gpu", "exclusive", "requeue"]
+    settings += ["signal=USR1@180", "output=slurm/my-run-7b-%j.log", "open-mode=append", "job-name=my-run-7b"]
+    assert {f"#SBATCH --{setting}" for setting in settings} <= set(script.splitlines())
+    assert "jingu.launch.node slurm/my-run-7b.json\n" in script
+    assert "[ $code -eq 75 ] && scontrol requeue $SLURM_JOB_ID\n" in script
+    subprocess.run(["bash", "-n", "slurm/my-run-7b.sbatch"], check=True)
+    start = Start.from_json(Path("slurm/my-run-7b.json").read_text())
+    assert start.words == ["train", "{config}"] and start.slots == [list(range(8))] * 2
+    assert yaml.safe_load(start.config)["optimizer"]["lr"] == 0.5
+
+
+def test_slurm_array_of_parts(run_file, capsys):
+    assert main(["launch", "slurm", "--nodes", "5", "--write", "data", "build", run_file]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=1-5\n" in script and "#SBATCH --nodes=1\n" in script
+    assert "-m jingu data build run.yaml --part $SLURM_ARRAY_TASK_ID/5\n" in script
+
+
+def test_what_slurm_refuses_is_in_its_words(run_file, monkeypatch, capsys):
+    monkeypatch.setattr(slurm.shutil, "which", lambda _: None)
+    assert main(["launch", "slurm", run_file]) == 2
+    assert "there is no sbatch on this machine." in capsys.readouterr().err
+    monkeypatch.setattr(slurm.shutil, "which", lambda _: "/usr/bin/sbatch")
+    refusal = SimpleNamespace(returncode=1, stderr="sbatch: error: Invalid account specified\n", stdout="")
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: refusal)
+    assert main(["launch", "slurm", run_file]) == 2
+    assert "Slurm refuses the job (Invalid account specified)." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", manifests.MANIFESTS)
+def test_every_kind_of_manifest_starts_the_same(run_file, capsys, kind):
+    words = ["--manifest", kind, "--image", "registry/jingu:1", "--nodes", "3", "--slots", "4", "train", run_file]
+    assert main(["launch", "kubernetes", *words]) == 0
+    text = capsys.readouterr().out
+    manifest = yaml.safe_load(text)
+    starts = []
+
+    def visit(node):
+        if isinstance(node, dict):
+            value = node.get("JINGU_START") or (node.get("name") == "JINGU_START" and node["value"])
+            starts.extend([value] if value else [])
+            list(map(visit, node.values()))
+        elif isinstance(node, list):
+            list(map(visit, node))
+
+    visit(manifest)
+    assert starts and len(set(starts)) == 1
+    start = Start.from_json(starts[0])
+    assert start.slots == [[0, 1, 2, 3]] * 3 and start.words == ["train", "{config}"]
+    assert "registry/jingu:1" in text and "jingu.launch.node" in text
+    assert manifest.get("metadata", manifest)["name"] == "my-run-7b"
+
+
+def test_manifests_have_the_fields_of_their_schemas(run_file, capsys):
+    """Names from the custom resource definitions of Kubeflow Trainer 2, JobSet 0.8 and the training operator 1.9."""
+    shapes = {}
+    for kind in ("trainjob", "jobset", "pytorchjob"):
+        main(["launch", "kubernetes", "--manifest", kind, "--nodes", "2", run_file])
+        shapes[kind] = yaml.safe_load(capsys.readouterr().out)
+    job = shapes["trainjob"]
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(job["spec"]["trainer"]) == {"image", "command", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
+    jobs = shapes["jobset"]["spec"]["replicatedJobs"]
+    assert (shapes["jobset"]["apiVersion"], jobs[0]["replicas"]) == ("jobset.x-k8s.io/v1alpha2", 1)
+    assert jobs[0]["template"]["spec"]["completionMode"] == "Indexed"
+    replicas = shapes["pytorchjob"]["spec"]["pytorchReplicaSpecs"]
+    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 1)
+    assert [c["name"] for c in replicas["Worker"]["template"]["spec"]["containers"]] == ["pytorch"]
+
+
+def test_a_refusal_of_the_cluster_is_one_sentence(run_file, monkeypatch, capsys):
+    monkeypatch.setattr(manifests.shutil, "which", lambda _: None)
+    assert main(["launch", "kubernetes", "--apply", run_file]) == 2
+    assert "there is no kubectl on this machine." in capsys.readouterr().err
+    monkeypatch.setattr(manifests.shutil, "which", lambda _: "/usr/bin/kubectl")
+    refusal = SimpleNamespace(returncode=1, stderr='error: no matches for kind "TrainJob"\n', stdout="")
+    monkeypatch.setattr(manifests.subprocess, "run", lambda *_, **__: refusal)
+    assert main(["launch", "kubernetes", "--apply", run_file]) == 2
+    assert 'the cluster refuses the manifest (error: no matches for kind "TrainJob").' in capsys.readouterr().err
+
+
+def test_codes_of_ranks_become_one():
+    assert combine_codes([0, 0]) == 0
+    assert combine_codes([1, 2, -9]) == 2
+    assert combine_codes([-9, 70, 70]) == 70
+    assert combine_codes([0, -6]) == 6
+
+
+def test_interface_of_an_address():
+    assert find_interface("127.0.0.1") == ""
+    assert find_interface("no-such-host.invalid") == ""
+    interfaces = {name for _, name in socket.if_nameindex()}
+    assert find_interface("192.0.2.1") in interfaces | {""}
+
+
+@pytest.mark.slow
+def test_pods_of_a_trainjob_train_to_the_same_bits(tiny_run, done, train_on, tmp_path, monkeypatch, capsys):
+    """A stand-in for a cluster: a process for each pod, with the command and the variables of the manifest and those
+    that the operator adds."""
+    from jingu.config.load import dump_yaml
+
+    settings = {"train.steps": 4}
+    train_on(2, tiny_run(settings, name="local"))
+    file = tmp_path / "pods.yaml"
+    file.write_text(dump_yaml(tiny_run(settings, name="pods")))
+    capsys.readouterr()
+    assert main(["launch", "kubernetes", "--nodes", "2", str(file)]) == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["spec"]["trainer"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    variables = {item["name"]: item["value"] for item in trainer["env"]}
+    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    pods = [
+        subprocess.Popen(trainer["command"], env={**os.environ, **variables, "PET_NODE_RANK": str(rank)})
+        for rank in range(trainer["numNodes"])
+    ]
+    assert [pod.wait(timeout=300) for pod in pods] == [0, 0]
+    assert done(tiny_run(name="pods")).column("loss") == done(tiny_run(name="local")).column("loss")
+    assert json.loads(variables["JINGU_START"])["name"] == "pods"

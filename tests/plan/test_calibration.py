@@ -1,0 +1,60 @@
+"""Calibration: constants are found again, and few measurements do not move them far."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jingu.config.load import dump_yaml
+from jingu.errors import JinguError
+from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
+from jingu.plan.machine import Efficiency, find_machine
+from jingu.plan.step_time import step_time
+from jingu.training.plan_calibrate import calibrate
+from tests.plan.test_memory import LLAMA, settings, workload
+
+
+def measurements(efficiency: Efficiency) -> list[Measurement]:
+    """Return steps of several layouts, as a machine of this efficiency takes them."""
+    result = []
+    for ranks, parallel in ((1, {}), (2, {"tensor": 2}), (4, {"zero_stage": 3}), (2, {"pipeline": 2})):
+        config, spec = settings({**LLAMA, "hidden_size": 960, "intermediate_size": 4096}, parallel)
+        work = workload(config, spec, ranks)
+        machine = find_machine("a100-80").model_copy(update={"efficiency": efficiency})
+        result.append(Measurement(work, find_machine("a100-80"), sum(step_time(work, machine).values())))
+    return result
+
+
+def test_a_slower_machine_is_recognized() -> None:
+    slow = Efficiency(kernel_us=20.0, hop_us=15.0)
+    steps = measurements(slow)
+    before = prediction_errors(steps, Efficiency())
+    after = prediction_errors(steps, fit_efficiency(steps))
+    assert max(map(abs, before)) > 0.3
+    assert max(map(abs, after)) < 0.1
+
+
+def test_exact_predictions_change_nothing() -> None:
+    fitted = fit_efficiency(measurements(Efficiency())).model_dump()
+    assert fitted == pytest.approx(Efficiency().model_dump(), rel=1e-6)
+
+
+def test_a_calibrated_machine_file_can_be_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, spec = settings(LLAMA, {"zero_stage": 2})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_yaml(config))
+    (run / "model.json").write_text(spec.to_json())
+    tokens = config.batch.global_batch_size * config.batch.sequence_length
+    start = {"type": "start", "step": 0, "ranks": 2, "precision": "bf16", "tokens_per_step": tokens}
+    steps = [{"type": "train", "step": n, "tokens_per_second": tokens / 0.1} for n in range(5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, *steps)))
+    calibrate([run], "a100-80", tmp_path / "cluster.yaml")
+    assert "0.100 s a step" in capsys.readouterr().out
+    machine = find_machine(str(tmp_path / "cluster.yaml"))
+    assert machine.efficiency.kernel_us > Efficiency().kernel_us
+    (run / "metrics.jsonl").write_text(json.dumps(start) + "\n")
+    with pytest.raises(JinguError, match="too few logged steps"):
+        calibrate([run], "a100-80", tmp_path / "cluster.yaml")

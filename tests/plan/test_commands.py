@@ -1,0 +1,101 @@
+"""`jingu plan` on the command line: its guide's commands, foreign configurations, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jingu.cli import main
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "planning.md").read_text(encoding="utf-8")
+COMMANDS = [line for line in re.findall(r"^jingu (plan .*)$", GUIDE, re.MULTILINE) if "calibrate" not in line]
+RUN = """
+model: {num_layers: 4, hidden_size: 256, num_heads: 8}
+tokenizer: {vocab_size: 1000, path: nowhere}
+batch: {sequence_length: 128, global_batch_size: 128, micro_batch_size: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a folder with a run's file and a machine's."""
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "cluster.yaml").write_text("like: h100\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_guide_work(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command, comments=True)
+    # The search over many cards is tried elsewhere.
+    words = [word.replace("llama-3-8b", "llama-3.2-1b") for word in words]
+    if "--gpus-needed" in words:
+        words += ["--gpus", "2", "batch.global_batch_size=4"]
+    if "--exact" in words:
+        words += ["batch.global_batch_size=4"]
+    assert main(words) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 2
+
+
+def test_a_plan_as_json_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--on", "h100", "--gpus", "4", "--json", "--price", "2", "parallel.tensor=2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["ranks"] == 4
+    assert sum(plan["memory"].values()) == pytest.approx(plan["memory_total"])
+    assert sum(plan["seconds"].values()) == pytest.approx(plan["step_seconds"])
+    assert 0 < plan["mfu"] < 1
+    assert plan["tokens_per_second"] == pytest.approx(128 * 128 / plan["step_seconds"])
+    assert plan["price"] == pytest.approx(plan["days"] * 24 * 4 * 2)
+    assert plan["assumptions"] == ["the tokenizer has 1,000 entries (tokenizer.vocab_size)"]
+
+
+def test_a_run_that_does_not_fit_is_short_by_so_much(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["batch.global_batch_size=8", "parallel.zero_stage=0"]
+    assert main(["plan", "llama-2-70b", "--on", "h100", "--gpus", "8", *settings]) == 1
+    assert re.search(r"does not fit: short by [\d,.]+ GiB", capsys.readouterr().out)
+
+
+def test_other_systems_configurations_are_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deepspeed = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    (folder / "ds_config.json").write_text(json.dumps(deepspeed))
+    assert main(["plan", "ds_config.json", "model.preset=llama-3.2-1b", "--on", "a100-80", "--gpus", "8"]) == 0
+    assert "8 shard, ZeRO 3, micro-batch 1" in capsys.readouterr().out
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "config.json", "--on", "a100-80", "--gpus", "2", "batch.global_batch_size=8"]) == 0
+    assert "8 sequences of 128 tokens a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run.yaml", "--on", "h10"], "Nearest names: h100"),
+        (["llama-3-9b", "--on", "h100"], "llama-3-8b"),
+        (
+            ["run.yaml", "--on", "h100", "--gpus", "3", "parallel.tensor=3"],
+            "8 attention heads cannot be divided over 3",
+        ),
+        (["run.yaml", "--on", "h100", "--gpus", "8", "parallel.pipeline=8"], "4 blocks cannot be shared by 8 stages"),
+        (["nothing.json", "--on", "h100"], "nothing.json"),
+        (["llama-2-70b", "--serve", "--on", "rtx-4090"], "short by"),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""Machines: the library, files, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jingu.errors import JinguError
+from jingu.plan.machine import find_machine
+
+
+def test_an_unknown_machine_names_the_nearest() -> None:
+    with pytest.raises(JinguError, match=r"there is no machine h10\. Nearest names: h100, "):
+        find_machine("h10")
+
+
+def test_a_file_changes_a_machine_of_the_library(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("like: a100-80\nnic_gbs: 12.5\ngpus_per_node: 4\nefficiency: {nic: 0.5}\n")
+    machine = find_machine(str(file))
+    assert (machine.name, machine.nic_gbs, machine.gpus_per_node) == ("cluster", 12.5, 4)
+    assert machine.memory_gbs == find_machine("a100-80").memory_gbs
+    assert machine.efficiency.nic == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("like: a100-80\nmemory_gib: -3\n", "memory_gib: Input should be greater than 0"),
+        ("like: a100-80\nnics: 8\n", "nics: Extra inputs are not permitted"),
+        ("memory_gib: many\n", "memory_gib: Input should be a valid number"),
+        ("like: a100-80\npeak_tflops: .inf\n", "peak_tflops: Input should be a finite number"),
+        ("like: a100-80\nmatmul_tflops: 400\n", "matmul_tflops 400 is above peak_tflops 312"),
+        ("like: a1000\n", "there is no machine a1000"),
+        ("- a100\n", "this does not describe a machine"),
+    ],
+)
+def test_nonsense_in_a_machine_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(text)
+    with pytest.raises(JinguError, match=message):
+        find_machine(str(file))
+
+
+def test_a_machine_file_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match="the machine file cannot be read"):
+        find_machine(str(tmp_path / "nothing.yaml"))
+
+
+def test_this_machine_is_measured() -> None:
+    machine = find_machine("here")
+    assert machine.peak_tflops > 0.001
+    assert machine.memory_gbs > 0.1
+    assert machine.with_nodes(4).memory_gib == pytest.approx(
+        machine.memory_gib / 4 if machine.is_shared else machine.memory_gib
+    )

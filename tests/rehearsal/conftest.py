@@ -1,0 +1,16 @@
+"""Processes that pretend to have a card, as no other test may see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def cards() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,173 @@
+"""The engine on a pretended card answers as on the CPU, and the host waits for the card once a decoding step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.config.sections.model import ModelSettings
+from jingu.formats.export import export_hf
+from jingu.infer.card_sampling import SamplingRow, sample_rows
+from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.inference_model import load
+from jingu.infer.request import Constraint, Request
+from jingu.infer.sampling import SamplingParams, apply_penalties, token_probs
+from jingu.model.decoder import Decoder
+from jingu.model.resolve import spec_from_settings
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer_training import train_tokenizer
+from tests.rank_pool import RankPool
+from tests.rehearsal import card
+
+GREEDY = SamplingParams()
+PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.2, logit_bias={40: 2.0})
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+DECODING: dict[str, Request] = {
+    "greedy": Request((7, 8, 9, 10), GREEDY, 8),
+    "penalties": Request((7, 8, 9, 11, 7), PENALTIES, 8),
+    "stop ids": Request((7, 8), GREEDY, 8, stop_token_ids=(9, 10, 11), min_tokens=3),
+    "log-probabilities": Request((40, 41), GREEDY, 8, logprobs=3),
+    "grammar": Request((60, 61), GREEDY, 12, constraint=Constraint("json_schema", SCHEMA)),
+}
+OTHERS: dict[str, Request] = {
+    "beams": Request((7, 8, 9), GREEDY, 6, num_beams=3, n=2),
+    "prompt log-probabilities": Request((7, 8, 9, 10), GREEDY, 3, logprobs=1, prompt_logprobs=True),
+    "scores": Request((7, 8, 9), GREEDY, 3, continuations=((4, 5), (6, 7, 8))),
+    "embedding": Request((7, 8, 9), GREEDY, 1, pooling="mean"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    train_tokenizer(iter(["some text"]), 270, ["<|endoftext|>"]).save(place / "tokenizer")
+    sizes = {"hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "intermediate_size": 42}
+    spec = spec_from_settings(ModelSettings(**sizes, initializer_range=0.3), 270, 64)
+    model = Decoder(spec)
+    init_weights(model, spec, 3)
+    export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / "base")
+    return place / "base"
+
+
+def answer(engine: Engine, requests: list[Request]) -> tuple[list[list[Any]], int]:
+    """Return what each request is answered, and how often the host waited in the step in which it waited most."""
+    answers: dict[int, list[Any]] = {engine.submit(request): [] for request in requests}
+    most: list[tuple[str, str]] = []
+    steps = 0
+    while engine.busy:
+        with card.watch() as waits:
+            events = engine.step()
+        steps += 1
+        # The first steps allocate the cache.
+        if steps > 2 and len(waits) > len(most):
+            most = waits
+        for event in events:
+            token = event.token and (event.token.id, event.token.logprob, event.token.top)
+            prompt = [(token.id, token.logprob) for token in event.prompt_logprobs]
+            fields = (event.choice, token, event.finish_reason, event.error, event.cumulative_logprob, prompt)
+            answers[event.request_id].append((*fields, event.score and event.score.token_logprobs, event.embedding))
+    assert len(most) <= 1, most
+    return list(answers.values()), len(most)
+
+
+def run(_rank: int, _world: int, folder: Path, requests: list[Request], drafts: int) -> Any:
+    """Return the answers on the CPU and on the card, and the waits there."""
+    card.install()
+    settings = EngineSettings(num_speculative_tokens=drafts)
+    expected, _ = answer(Engine(load(folder, "fp32", "cpu"), settings), requests)
+    return expected, *answer(Engine(load(folder, "fp32", "card"), settings), requests)  # type: ignore[arg-type]
+
+
+def flatten(values: Any) -> list[Any]:
+    if isinstance(values, (list, tuple)):
+        return [leaf for value in values for leaf in flatten(value)]
+    return [values]
+
+
+def assert_equal(result: Any, expected: Any) -> None:
+    """Compare answers: numbers nearly, and all else exactly."""
+    leaves, expected_leaves = flatten(result), flatten(expected)
+    for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
+        if isinstance(expected_leaf, float):
+            assert leaf == pytest.approx(expected_leaf, rel=1e-4, abs=1e-5), number
+        else:
+            assert leaf == expected_leaf, number
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_decoding(drafts: int, folder: Path, cards: RankPool) -> None:
+    """All kinds of requests in one batch; also with draft tokens from the text so far."""
+    expected, result, waits = cards.run(run, 1, folder, list(DECODING.values()), drafts)[0]
+    assert_equal(result, expected)
+    assert waits == 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_requests(name: str, folder: Path, cards: RankPool) -> None:
+    expected, result = cards.run(run_unwatched, 1, folder, [OTHERS[name], DECODING["greedy"]])[0]
+    assert_equal(result, expected)
+
+
+def run_unwatched(_rank: int, _world: int, folder: Path, requests: list[Request]) -> Any:
+    card.install()
+    results = []
+    for device in ("cpu", "card"):
+        engine = Engine(load(folder, "fp32", device))  # type: ignore[arg-type]
+        answers: dict[int, list[Any]] = {engine.submit(request): [] for request in requests}
+        while engine.busy:
+            for event in engine.step():
+                token = event.token and (event.token.id, event.token.logprob)
+                prompt = [(token.id, token.logprob) for token in event.prompt_logprobs]
+                score = event.score and event.score.token_logprobs
+                numbers = (event.cumulative_logprob, score, event.embedding)
+                answers[event.request_id].append((event.choice, token, prompt, *numbers))
+        results.append(list(answers.values()))
+    return results
+
+
+def test_seeds(folder: Path, cards: RankPool) -> None:
+    """A sample depends on its seed alone: not on other requests, and not on draft tokens."""
+    sampled = [
+        Request((7, 8, 9), SamplingParams(temperature=1.3, top_k=50, top_p=0.9, seed=seed), 8) for seed in (1, 2, 1)
+    ]
+    results = [
+        cards.run(run, 1, folder, requests, drafts)[0][1]
+        for requests, drafts in (([*sampled, DECODING["greedy"]], 0), (sampled[:1], 0), (sampled, 3))
+    ]
+    ids = [[[event[1][0] for event in answer] for answer in result] for result in results]
+    assert ids[0][0] == ids[0][2] == ids[1][0] == ids[2][0] != ids[0][1]
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.5, 1.0, 1.7]),
+        top_k=st.sampled_from([None, 1, 3, 100]),
+        top_p=st.sampled_from([1.0, 0.9, 0.3]),
+        min_p=st.sampled_from([0.0, 0.2]),
+        repetition_penalty=st.sampled_from([1.0, 1.5]),
+        presence_penalty=st.sampled_from([0.0, 0.7]),
+        frequency_penalty=st.sampled_from([0.0, -0.4]),
+        logit_bias=st.sampled_from([{}, {2: 3.0, 5: -float("inf")}]),
+    ),
+    st.integers(0, 99),
+)
+def test_the_distribution_is_that_of_the_host(params: SamplingParams, seed: int) -> None:
+    """Evenly spaced random numbers hit each token as often as its probability says."""
+    logits_V = torch.randn(11, generator=torch.Generator().manual_seed(seed))
+    prompt, output = [1, 2, 3], [3, 3, 7]
+    count = 400
+    row = SamplingRow(params, prompt, output)
+    rows = [replace(row, uniform=number / count) for number in range(count)]
+    tokens = [token.token_id for token in sample_rows(logits_V.expand(count, -1), rows)]
+    expected_V = token_probs(apply_penalties(logits_V, prompt, output, params), params)
+    shares_V = torch.tensor(tokens).bincount(minlength=11) / count
+    torch.testing.assert_close(shares_V, expected_V.float(), rtol=0, atol=1.01 / count)

@@ -1,0 +1,92 @@
+"""Whole runs on a pretended card: evaluation, samples, checkpoints beside training, resuming, offload."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jingu.align.commands import TASKS
+from jingu.checkpoint.async_save import AsyncSaver
+from jingu.checkpoint.resume import step_folder
+from jingu.checkpoint.retention import Retention
+from jingu.checkpoint.store import CheckpointReader
+from jingu.config.schema import RunConfig
+from jingu.runtime.ranks import RankInfo
+from jingu.runtime.signals import StopRequest
+from jingu.training.commands import train_on_rank
+from tests.align.preferences import preference_run
+from tests.conftest import Done, MakeRun, peak_unmeasured
+from tests.rank_pool import RankPool
+from tests.rehearsal import card
+
+
+def train(rank: int, world: int, config: RunConfig, device: str) -> None:
+    """Train a run to its end."""
+    card.install()
+    with peak_unmeasured():
+        ranks = RankInfo(rank, world, torch.device(device), "here")
+        assert train_on_rank(config, ranks, StopRequest(), task_factory=TASKS[config.task.type]) == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {"parallel.offload": {"type": "host"}}, id="offload"),
+        pytest.param(1, {}, id="one", marks=pytest.mark.slow),
+        pytest.param(2, {"parallel.zero_stage": 3}, id="zero", marks=pytest.mark.slow),
+    ],
+)
+def test_runs(world: int, layout: dict[str, Any], tiny_run: MakeRun, done: Any, cards: RankPool) -> None:
+    """Losses, evaluations and samples are those of the CPU, and the run goes on from its checkpoint."""
+    settings = {**layout, "train.steps": 2, "checkpoint.every": 1, "evaluation.every": 1, "evaluation.num_sequences": 2}
+    results: list[Done] = []
+    for device in ("cpu", card.NAME):
+        config = tiny_run(settings, name=device)
+        cards.run(train, world, config, device)
+        results.append(done(config))
+    expected, result = results
+    assert result.column("loss") == pytest.approx(expected.column("loss"), rel=1e-9)
+    for mine, theirs in zip(result.lines("evaluation"), expected.lines("evaluation"), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+    shutil.rmtree(step_folder(result.folder / "checkpoints", 2))
+    cards.run(train, world, config, card.NAME)
+    expected_tensors = expected.tensors()
+    for name, tensor in done(config).tensors().items():
+        torch.testing.assert_close(tensor, expected_tensors[name], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_preferences(kind: str, tiny_run: MakeRun, tmp_path: Path, done: Any, cards: RankPool) -> None:
+    base = tiny_run({"train.steps": 1}, name="base")
+    cards.run(train, 1, base, "cpu")
+    start = str(Path(base.runs_dir) / "base")
+    results: list[Done] = []
+    for device in ("cpu", card.NAME):
+        changes = {"task": {"type": kind}, "initialize.from": start, "train.steps": 2, "evaluation.every": 2}
+        config = preference_run(tiny_run, tmp_path, changes, name=device)
+        cards.run(train, 1, config, device)
+        results.append(done(config))
+    expected, result = results
+    assert result.column("loss") == pytest.approx(expected.column("loss"), rel=1e-9)
+
+
+def save_beside_training(_rank: int, _world: int, folder: Path) -> None:
+    card.install()
+    tensors = {"w": torch.arange(6.0).view(2, 3).to(card.NAME), "b": torch.ones(4)}
+    saver = AsyncSaver(tensors)
+    saver.save(folder, tensors, {}, Retention(1))
+    saver.wait_for_copy()
+    tensors["w"].add_(1.0)
+    outcome = saver.poll(None)
+    saver.close()
+    assert outcome is not None and outcome.problem is None
+
+
+def test_a_checkpoint_has_the_values_of_its_step(cards: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    cards.run(save_beside_training, 1, folder)
+    assert torch.equal(CheckpointReader(folder).read("w"), torch.arange(6.0).view(2, 3))

@@ -1,0 +1,95 @@
+"""The board of a run: on the terminal, as a page, as metrics; and the list of runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from jingu.cli import main
+from jingu.report.board import make_server, render_board
+from jingu.runtime.files import lock_folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run at step 20 of 100, of which steps take 2 s, and the last ones 4 s."""
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    rows = [{"type": "start", "step": 0}]
+    for step in range(1, 21):
+        seconds = 2.0 * step + 2.0 * max(0, step - 18)
+        values = {"loss": 5 - step / 10, "lr": 1e-3, "seconds": seconds, "tokens_per_second": 1234.0}
+        rows.append({"type": "train", "step": step, **values, "memory_bytes": 3 * 2**30, "peak_share": 0.25})
+    rows.append({"type": "evaluation", "step": 20, "loss": 3.25})
+    rows.append({"type": "sample", "step": 20, "prompt": "Once", "text": " upon\x1b[2J a time"})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text("train: {steps: 100}\n")
+    (folder / "model.json").write_text("{}")
+    return folder
+
+
+def test_board_shows_progress_and_samples(run):
+    text = render_board(run)
+    # 42 s for 19 steps, 80 times.
+    assert text.startswith("mine: stopped, step 20 of 100, 2 min 57 s left\n[████████")
+    assert "] 20%\nloss 3 · lr 0.001" in text
+    assert "1,234 tokens/s · 25% of peak · 3.0 GiB a rank\nvalidation loss 3.25" in text
+    assert "Once upon␛[2J a time" in text and "\x1b" not in text
+
+
+def test_board_shows_the_verdict_of_the_watchdog(run):
+    folder = run / "log" / "jingu-watch-1"
+    folder.mkdir(parents=True)
+    (folder / "verdict.txt").write_text("Training has stood still for 60 s in step 21.\n")
+    assert "Training has stood still" in render_board(run)
+
+
+def test_runs_are_listed_with_their_state(run, capsys):
+    other = run.with_name("done")
+    other.mkdir()
+    (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    (other / "config.yaml").write_text("train: {steps: 20}\n")
+    with lock_folder(run, "", ""):
+        assert main(["runs", str(run.parent)]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["run", "state", "step", "loss", "validation", "tokens/s"]
+    assert first.split() == ["done", "complete", "20/20", "3", "3.25", "1,234"]
+    assert second.split() == ["mine", "training", "20/100", "3", "3.25", "1,234"]
+
+
+def test_a_folder_without_runs_is_one_sentence(tmp_path, capsys):
+    assert main(["runs", str(tmp_path)]) == 2
+    assert "there is no run here." in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "missing")]) == 2
+    assert "there is no run here." in capsys.readouterr().err
+
+
+def test_page_and_metrics_are_served_on_the_loopback_address_only(run):
+    with make_server(run, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with urllib.request.urlopen(address) as page:
+            assert "mine" in page.read().decode() and page.headers["Refresh"] == "10"
+        with urllib.request.urlopen(f"{address}/metrics") as metrics:
+            lines = metrics.read().decode().splitlines()
+        assert 'jingu_loss{run="mine"} 3.0' in lines and 'jingu_validation_loss{run="mine"} 3.25' in lines
+        for request in (f"{address}/config.yaml", urllib.request.Request(address, headers={"Host": "evil.example:80"})):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(request)
+        server.shutdown()
+        assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_port_in_use_is_one_sentence(run, capsys):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert main(["watch", str(run), "--web", str(port)]) == 2
+    assert f"--web: port {port} cannot be used (Address already in use)." in capsys.readouterr().err

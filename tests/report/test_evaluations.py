@@ -1,0 +1,57 @@
+"""The page of evaluation results: values, calibration, the worst and the changed answers, and hostile text."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jingu.cli import main
+from jingu.report.evaluations import render_evaluations
+
+
+def write(folder: Path, logprobs: list[list[float]], text: str = "Q") -> Path:
+    """Results of a task with two choices, of which the first is right."""
+    folder.mkdir()
+    records = []
+    for index, (right, wrong) in enumerate(logprobs):
+        answers = [{"logprob": value, "is_greedy": False, "num_tokens": 1, "text": ""} for value in (right, wrong)]
+        record: dict[str, Any] = {"index": index, "hash": str(index), "cluster": None, "gold": [0], "answers": answers}
+        pairs = [[f"{text} {index}:", " yes"], [f"{text} {index}:", " no"]]
+        records.append(json.dumps({**record, "pairs": pairs, "metrics": {"acc,none": float(right > wrong)}}))
+    metric = {"value": 0.75, "stderr": 0.2, "method": "mean", "interval": [0.4, 0.9], "size": 4}
+    settings = {"output_type": "multiple_choice", "metadata": {"description": "Yes or no"}}
+    result = {"task": "yes", "num_fewshot": 0, "results": {"acc,none": metric}, "counts": {"truncated": 2}}
+    (folder / "yes.json").write_text(json.dumps({**result, "settings": settings}), encoding="utf-8")
+    (folder / "yes.samples.jsonl").write_text("\n".join(records), encoding="utf-8")
+    return folder
+
+
+def test_the_worst_answers_come_first_and_changed_ones_are_marked(tmp_path: Path) -> None:
+    folder = write(tmp_path / "new", [[-1, -2], [-3, -1], [-1, -3], [-1, -9]])
+    other = write(tmp_path / "old", [[-2, -1], [-3, -1], [-1, -3], [-1, -9]])
+    page = render_evaluations(folder, other)
+    assert page is not None and "truncated: 2." in page
+    documents = re.findall(r'<details class="(\w+) (\w*)"><summary><span>(\d)</span>', page)
+    assert documents == [("wrong", "", "1"), ("right", "better", "0"), ("right", "", "2"), ("right", "", "3")]
+    # Document 1 takes the wrong choice with a probability of 1 / (1 + e^-2).
+    assert re.search(r"<td> yes \(right\)</td><td>-3</td><td>0\.119", page)
+    # Calibration: two documents in [0.8, 0.9), one of them right.
+    assert 'cx="88.1" cy="50.0"' in page
+
+
+def test_text_of_models_is_escaped(tmp_path: Path) -> None:
+    page = render_evaluations(write(tmp_path / "new", [[-1, -2]], "<script>alert(1)</script>"))
+    assert page is not None and "<script>alert" not in page and "&lt;script&gt;alert" in page
+
+
+def test_report_of_a_folder_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "new", [[-1, -2]])
+    assert main(["report", str(tmp_path / "new")]) == 0
+    assert '<h2 id="task1">yes</h2>' in (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
+    assert render_evaluations(tmp_path) is None
+    assert main(["report", str(tmp_path / "new"), "--against", str(tmp_path)]) == 2
+    assert "it has no evaluation results to compare with" in capsys.readouterr().err

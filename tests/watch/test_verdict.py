@@ -1,0 +1,96 @@
+"""Verdicts from made-up reports, and the parts of the watchdog that need no ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jingu.watch.slot import process_state, start_time
+from jingu.watch.verdict import RankReport, judge
+from jingu.watch.watchdog import Watchdog, read_stack
+
+SHAPES = [[4]]
+
+
+def report(rank: int, last: int, state: str = "running", world: int = 4, **fields: object) -> RankReport:
+    """A rank that waits in the call `last` of all ranks, after those before."""
+    calls = [[number, "all_reduce", SHAPES, number < last] for number in range(1, last + 1)]
+    groups = {"0": {"axis": "all ranks", "ranks": list(range(world)), "calls": calls}}
+    return RankReport(rank, f"node{rank}", state, "gradients", 7, groups=groups, **fields)
+
+
+@given(
+    st.integers(2, 9).flatmap(lambda world: st.tuples(st.just(world), st.integers(0, world - 1))), st.integers(1, 50)
+)
+def test_the_rank_that_is_behind_is_named(size, last):
+    world, culprit = size
+    reports = [report(rank, last if rank == culprit else last + 1, world=world) for rank in range(world)]
+    text = judge(reports, world, 61.0)
+    assert text.startswith("Training has stood still for 61 s in step 8.\n")
+    assert f"rank {culprit} (node{culprit}) has not joined all-reduce {last + 1} of all ranks;" in text
+    assert text.count("has not joined") == 1
+
+
+def test_a_node_that_does_not_report_is_named():
+    text = judge([report(rank, 3) for rank in (0, 1, 2)], 4, 61.0)
+    assert "rank 3, whose node does not report, is the cause." in text
+
+
+def test_a_stopped_rank_goes_before_one_that_is_behind():
+    text = judge([report(0, 3), report(1, 2), report(2, 2, "stopped"), report(3, 3)], 4, 61.0)
+    assert "rank 2 (node2) has not joined" in text and "rank 1 (" not in text
+
+
+def test_another_operation_goes_before_a_rank_that_failed_for_it():
+    wrong = report(1, 3)
+    wrong.groups["0"]["calls"][1][1] = "all_gather"
+    text = judge([report(0, 3, "dead"), wrong, report(2, 3), report(3, 3)], 4, 0.0)
+    assert "rank 1 (node1) called all-gather of [[4]] as number 2 of all ranks, where the other ranks called" in text
+    assert text.startswith("Training has ended in step 8.")
+
+
+def test_states_have_sentences():
+    sentences = {
+        "silent": "A call in a.py:1 f holds the interpreter's lock since 61 s.",
+        "disk": "It waits for a disk in a.py:1 f since 61 s.",
+        "unreachable": "The network between its node and that of rank 0 is down.",
+    }
+    for state, sentence in sentences.items():
+        culprit = report(3, 2, state, stack=["a.py:1 f"], seconds=61.0)
+        assert sentence in judge([*(report(rank, 3) for rank in range(3)), culprit], 4, 61.0)
+
+
+def test_stack_of_a_thread_is_the_newest_one():
+    dump = """Thread 0x00aa (most recent call first):
+  File "/x/old.py", line 1 in f
+Thread 0x00bb (most recent call first):
+  File "/x/other.py", line 2 in g
+
+Current thread 0x00aa (most recent call first):
+  File "/a/b/c/new.py", line 3 in h
+  File "/x/main.py", line 4 in <module>
+
+Thread 0x00bb (most recent call first):
+  File "/x/other.py", line 2 in g
+"""
+    assert list(read_stack(dump, "00aa")) == ["b/c/new.py:3 h", "/x/main.py:4 <module>"]
+    assert list(read_stack(dump, "00cc")) == []
+
+
+def test_another_process_with_the_same_number_is_not_the_rank():
+    own = os.getpid()
+    assert process_state(own, start_time(own)) in ("R", "S")
+    assert process_state(own, start_time(own) + 1) == ""
+    assert process_state(2**22 + 1, 0) == ""
+
+
+def test_a_master_that_refuses_is_reached(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    assert Watchdog(tmp_path, tmp_path, 1, 60.0, ("127.0.0.1", port))._reaches_master()
+    assert Watchdog(tmp_path, tmp_path, 1, 60.0)._reaches_master()
+    assert not Watchdog(tmp_path, tmp_path, 1, 60.0, ("no-such-host.invalid", 1))._reaches_master()
