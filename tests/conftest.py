@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from jingu.infer.request import Token
     from jingu.runtime.ranks import RankInfo
 
-# How long an example takes says little on a busy machine.
-hypothesis.settings.register_profile("jingu", deadline=None)
+# How long an example takes says little on a busy or slow machine.
+hypothesis.settings.register_profile("jingu", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("jingu")
 
 # Nothing here has to survive a power cut, and bringing it to the disk is a sixth of a tiny run's time.

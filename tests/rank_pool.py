@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.limits import PATIENCE
+
 
 class RankError(AssertionError):
     """A call failed on some rank; carries that rank's traceback."""
@@ -27,7 +29,7 @@ class RankPool:
     thread each, and returns the results by rank. The function must be importable (defined in a module).
     """
 
-    def __init__(self, timeout: float = 600.0) -> None:
+    def __init__(self, timeout: float = PATIENCE) -> None:
         self._timeout = timeout
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
@@ -126,7 +128,7 @@ def _serve(pipe: Connection) -> None:
                 store=dist.FileStore(store, world),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=300),
+                timeout=timedelta(seconds=PATIENCE),
             )
             try:
                 dist.barrier()  # a rank that is done at once would break off those that still connect

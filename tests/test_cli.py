@@ -20,6 +20,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.signals import handle_signals
+from tests.limits import PATIENCE
 
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
 # The least that each command can be called with.
@@ -72,7 +73,7 @@ def run_python(code: str, *, pipe: str = "") -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHON": sys.executable, "CODE": code, "PYTHONPATH": str(Path(jingu.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
 
 

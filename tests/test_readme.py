@@ -25,6 +25,7 @@ from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
 from jingu.report.record import read_run
 from tests.forked_rank import fork_ranks
+from tests.limits import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 ENGLISH = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -137,7 +138,7 @@ def test_make_targets_exist(target: str, runs: str) -> None:
     assert ["make", target] in commands(ENGLISH)
     # Under `make test` a make within this one would otherwise announce the folder it enters and leaves.
     command = ["make", "--dry-run", "--no-print-directory", target]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert runs in done.stdout.splitlines()[-1]
 
@@ -205,7 +206,7 @@ def test_serving_works_as_written(after_quickstart: Path) -> None:
     answers = []
     for words in requests:
         command = [word.replace("http://127.0.0.1:8000", address) for word in words]
-        answers.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+        answers.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout)
     server.terminate()
     assert server.wait(300) == 0
     assert isinstance(json.loads(answers[0])["generated_text"], str)

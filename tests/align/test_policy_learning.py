@@ -26,6 +26,7 @@ from jingu.report.record import read_run
 from jingu.runtime.signals import StopRequest
 from jingu.training.commands import train_on_rank
 from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
+from tests.limits import PATIENCE
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peak")
@@ -338,7 +339,7 @@ def test_a_run_that_is_killed_within_rollouts_ends_with_the_same_weights(
         command = [sys.executable, "-m", "jingu", "train", str(tmp_path / f"{name}.yaml")]
         codes = []
         while 0 not in codes and len(codes) < 6:
-            codes.append(subprocess.run(command, capture_output=True, timeout=300).returncode)
+            codes.append(subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode)
         assert codes == [-signal.SIGKILL] * len(kills) + [0]
         finished.append(done(config))
     undisturbed, killed = (run.tensors() for run in finished)

@@ -20,6 +20,7 @@ from jingu.checkpoint.resume import all_steps, step_folder
 from jingu.checkpoint.retention import Retention
 from jingu.checkpoint.save_folder import failure_notes, partial_path, read_state, shard_name, verify, write_failure_note
 from jingu.checkpoint.store import CheckpointReader, load
+from tests.limits import PATIENCE
 from tests.parallel.layouts import block_at
 
 
@@ -233,7 +234,7 @@ def test_the_writer_process_ends_with_killed_training(tmp_path):
     writer = psutil.Process(int(process.stdout.readline()))
     process.stdout.close()
     assert process.wait() == -signal.SIGKILL
-    assert psutil.wait_procs([writer], timeout=300)[1] == []
+    assert psutil.wait_procs([writer], timeout=PATIENCE)[1] == []
     assert not folder.exists() or verify(folder) == []
 
 

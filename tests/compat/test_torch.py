@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jingu.compat.torch import TorchDispatchMode, tree_leaves
+from tests.limits import PATIENCE
 
 
 def test_a_name_that_is_gone_is_reported(torch_compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ for shape in ((16, 32), (48, 96), (64, 32), (176, 64)):
 def test_unpack_int4(capability: str) -> None:
     """In the order of each kind of CPU."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", UNPACK], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", UNPACK], env=environment, check=True, timeout=PATIENCE)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")

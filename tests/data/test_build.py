@@ -30,6 +30,7 @@ from jingu.errors import JinguError
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.limits import PATIENCE
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -488,7 +489,7 @@ if __name__ == "__main__":
 def test_workers_end_with_a_killed_build(make_config: MakeConfig) -> None:
     command = [sys.executable, "-c", ORPHANS, make_config(num_workers=2).model_dump_json()]
     # The workers hold the pipe too: it closes, and the call returns, only when the last of them has ended.
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PATIENCE)
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
 

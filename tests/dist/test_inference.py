@@ -32,6 +32,7 @@ from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.conftest import this_rank
+from tests.limits import PATIENCE
 from tests.rank_pool import RankPool
 
 SETTINGS = EngineSettings(max_num_seqs=3, prefill_chunk_size=16)
@@ -241,7 +242,10 @@ def test_generate_and_serve_on_two_ranks(folders: dict[str, Path]) -> None:
     folder = str(folders["llama"])
     alone, shared = (
         subprocess.run(
-            command("generate", folder, "a", "--max-tokens", "20", *more), capture_output=True, text=True, timeout=300
+            command("generate", folder, "a", "--max-tokens", "20", *more),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
         for more in ((), ("--processes", "2"))
     )
@@ -263,7 +267,7 @@ def test_generate_and_serve_on_two_ranks(folders: dict[str, Path]) -> None:
             sent = urllib.request.Request(
                 f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
-            with urllib.request.urlopen(sent, timeout=100) as answer:
+            with urllib.request.urlopen(sent, timeout=PATIENCE) as answer:
                 text = json.load(answer)["choices"][0]["text"]
             assert text and alone.stdout.startswith(f"a{text}")
         server.send_signal(signal.SIGTERM)

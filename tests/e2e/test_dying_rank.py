@@ -16,11 +16,11 @@ import jingu
 from jingu.cli import main
 from tests.e2e.conftest import read_until
 from tests.forked_rank import fork_ranks
+from tests.limits import PATIENCE
 
 LONG = {"train.steps": 50_000, "parallel.zero_stage": 2, "precision.type": "fp32"}
 LOCAL = ["-m", "jingu", "train", "{file}", "--processes", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "jingu", "train", "{file}"]
-TIMEOUT = 300
 """Seconds after which a job counts as hanging; the engines' own timeouts are many minutes."""
 
 
@@ -33,8 +33,8 @@ def start(words: list[str], file: str) -> subprocess.Popen[str]:
 def wait(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Return the exit code and the rest of stderr, after checking that no rank outlives the job."""
     ranks = psutil.Process(process.pid).children(recursive=True)
-    _, stderr = process.communicate(timeout=TIMEOUT)
-    assert not psutil.wait_procs(ranks, timeout=TIMEOUT)[1]
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE)[1]
     return process.returncode, stderr
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jingu
+from tests.limits import PATIENCE
 
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 PROGRAMS = ("sshd", "ssh", "unshare", "ip", "tc")
@@ -41,7 +42,7 @@ def on_nodes(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=500,
+            timeout=PATIENCE,
             check=False,
         )
         return result.stdout

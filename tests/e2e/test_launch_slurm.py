@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jingu
+from tests.limits import PATIENCE
 
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "unshare", "ip")
@@ -43,7 +44,7 @@ def test_a_job_saves_at_the_signal_is_requeued_and_ends_with_the_same_bits(
     script = SCRIPT.format(folder=folder, python=sys.executable, file=run_file(settings, name="job"))
     environment = {**os.environ, "PATH": PATH, "PYTHONPATH": str(Path(jingu.__file__).parents[1])}
     words = ["unshare", "--net", "--mount", "bash", str(CLUSTER), str(folder), "bash", "-c", script]
-    subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, check=True, timeout=400)
+    subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, check=True, timeout=PATIENCE)
     log = next((folder / "slurm").glob("*.log")).read_text()
     job = (folder / "job").read_text()
     assert "JobState=COMPLETED" in job and "Restarts=1" in job, log

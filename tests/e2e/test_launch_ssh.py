@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from jingu.cli import main
 from jingu.errors import JinguError
 from jingu.launch.ssh import check_versions
 from tests.e2e.conftest import read_until
+from tests.limits import PATIENCE, free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 needs_sshd = pytest.mark.skipif(SSHD is None or shutil.which("ssh") is None, reason="needs sshd and ssh")
-TIMEOUT = 300
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +30,7 @@ def ssh_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("sshd")
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     settings = {
         "Port": port,
         "HostKey": folder / "host",
@@ -78,7 +75,7 @@ def test_two_nodes_train_to_the_same_bits(run_file, tiny_run, done, train_on, ho
     train_on(2, tiny_run(settings, name="local"))
     words = ["--hostfile", str(hostfile), "--ssh-options", ssh_options, "--exclude", "127.0.0.2:1"]
     process = start(*words, run_file(settings | {"train.steps": 9}, name="remote"), "train.steps=4")
-    _, output = process.communicate(timeout=TIMEOUT)
+    _, output = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
     local, remote = (done(tiny_run(settings, name=name)) for name in ("local", "remote"))
     assert remote.column("loss") == local.column("loss")
@@ -96,9 +93,9 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(run_file, tiny_run, done, hostfi
     ranks = [child for node in mine for child in node.children(recursive=True)]
     assert len(mine) == 2 and len(ranks) >= 2
     process.send_signal(signal.SIGINT)
-    _, output = process.communicate(timeout=TIMEOUT)
+    _, output = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Stopped and saved at step" in output, output
-    assert not psutil.wait_procs(mine + ranks, timeout=30)[1]
+    assert not psutil.wait_procs(mine + ranks, timeout=PATIENCE)[1]
     assert done(tiny_run(settings, name="stopped")).checkpoint().is_dir()
 
 

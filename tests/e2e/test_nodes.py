@@ -18,15 +18,10 @@ from jingu.runtime import ranks as ranks_module
 from jingu.runtime.ranks import check_equal_on_all_ranks
 from jingu.training.run import lock_run, open_run
 from tests.e2e.conftest import read_until
-from tests.e2e.test_dying_rank import LOCAL, LONG, TIMEOUT
+from tests.e2e.test_dying_rank import LOCAL, LONG
+from tests.limits import PATIENCE, free_port
 
 ROOT = str(Path(jingu.__file__).parents[1])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def start_node(number: int, port: int, *words: str) -> subprocess.Popen[str]:
@@ -44,7 +39,7 @@ def test_two_nodes_with_different_settings_do_not_train(run_file, tiny_run, done
     file = run_file(config, name="two-nodes")
     port = free_port()
     nodes = [start_node(0, port, file), start_node(1, port, file, "optimizer.lr=0.123", "seed=77")]
-    output = "".join(node.communicate(timeout=TIMEOUT)[1] for node in nodes)
+    output = "".join(node.communicate(timeout=PATIENCE)[1] for node in nodes)
     assert all(node.returncode not in (0, None) for node in nodes)
     host = socket.gethostname()
     lr = tiny_run(config).optimizer.lr
@@ -80,7 +75,7 @@ def test_the_ranks_of_a_killed_launcher_exit(run_file, tiny_run, done, tmp_path)
     assert len(ranks) == 2
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT)
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
     for rank in alive:
         rank.kill()
     assert not alive

@@ -16,6 +16,7 @@ from jingu.cli import main
 from jingu.launch import manifests, slurm
 from jingu.launch.node import combine_codes, find_interface
 from jingu.launch.start import Start
+from tests.limits import PATIENCE, free_port
 
 
 @pytest.fixture
@@ -139,15 +140,12 @@ def test_pods_of_a_trainjob_train_to_the_same_bits(tiny_run, done, train_on, tmp
     capsys.readouterr()
     assert main(["launch", "kubernetes", "--nodes", "2", str(file)]) == 0
     trainer = yaml.safe_load(capsys.readouterr().out)["spec"]["trainer"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     variables = {item["name"]: item["value"] for item in trainer["env"]}
-    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     pods = [
         subprocess.Popen(trainer["command"], env={**os.environ, **variables, "PET_NODE_RANK": str(rank)})
         for rank in range(trainer["numNodes"])
     ]
-    assert [pod.wait(timeout=300) for pod in pods] == [0, 0]
+    assert [pod.wait(timeout=PATIENCE) for pod in pods] == [0, 0]
     assert done(tiny_run(name="pods")).column("loss") == done(tiny_run(name="local")).column("loss")
     assert json.loads(variables["JINGU_START"])["name"] == "pods"

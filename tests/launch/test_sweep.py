@@ -16,6 +16,7 @@ from jingu.config.load import dump_yaml
 from jingu.errors import JinguError
 from jingu.launch import sweep as sweep_module
 from jingu.launch.sweep import plan_sweep
+from tests.limits import PATIENCE
 
 GRID = ["--grid", "optimizer.lr=1e-2,1e-9", "--grid", "train.steps=2"]
 
@@ -141,7 +142,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(run_file, tmp_path):
         # Steps are logged from the first one on.
         next(line for line in process.stderr if "step 5 of 3000" in line)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     run = tmp_path / "runs" / "mine-sweep" / "mine-train.steps_3000"
     (saved,) = [int(folder.name.split("-")[-1]) for folder in (run / "checkpoints").glob("step-*")]
@@ -152,7 +153,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(run_file, tmp_path):
         assert process.stderr is not None
         next(line for line in process.stderr if f"step {saved + 2} of 3000" in line)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     starts = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in starts if row["type"] == "start"] == [0, saved]

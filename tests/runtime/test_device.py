@@ -12,6 +12,7 @@ import torch
 
 from jingu.runtime.device import collapse_to_huge_pages, make_worker_threads, run_in_thread
 from jingu.runtime.signals import handle_signals
+from tests.limits import PATIENCE
 
 
 def test_what_lies_in_large_pages_is_what_lay_there() -> None:
@@ -48,7 +49,7 @@ def test_what_is_done_aside_leaves_no_threads() -> None:
             run_in_thread(lambda: 1 // 0)
     finally:
         torch.set_num_threads(before)
-    deadline = time.monotonic() + 120  # a thread that has said its last word may be about to end
+    deadline = time.monotonic() + PATIENCE  # a thread that has said its last word may be about to end
     while threads() > threads_before and time.monotonic() < deadline:
         os.sched_yield()
     assert threads() <= threads_before

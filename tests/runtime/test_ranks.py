@@ -29,6 +29,7 @@ from jingu.runtime.ranks import (
     wait_until_all_done,
 )
 from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
+from tests.limits import PATIENCE
 
 ALONE = RankInfo(0, 1, torch.device("cpu"))
 
@@ -89,7 +90,7 @@ def test_threads_of_groups_end_before_the_interpreter() -> None:
             print(sorted(names()))
 
         def tell_at_the_end():
-            deadline = time.monotonic() + 60  # one that was waited for may be shown a moment longer
+            deadline = time.monotonic() + PATIENCE  # one that was waited for may be shown a moment longer
             while "gloo" in "".join(names()) and time.monotonic() < deadline:
                 os.sched_yield()
             tell()
@@ -107,7 +108,7 @@ def test_threads_of_groups_end_before_the_interpreter() -> None:
             tell()
         del model
     """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=PATIENCE)
     before, after = done.stdout.splitlines()
     assert "gloo" in before and "gloo" not in after
 

@@ -11,6 +11,7 @@ import torch
 
 from jingu.runtime import spinning
 from jingu.runtime.spinning import SleepingThreads, seconds_without_cpu, sleep_on_busy_machine
+from tests.limits import PATIENCE
 
 
 def test_sleeping_threads_outnumber_the_cpus_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_sleeping_threads_outnumber_the_cpus_and_end(monkeypatch: pytest.MonkeyP
         assert len(list(Path("/proc/self/task").iterdir())) == before + 6
         assert torch.equal(a @ a, product) and torch.get_num_threads() == 2
         sleeping.end()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while len(list(Path("/proc/self/task").iterdir())) > before:
             assert time.monotonic() < deadline
         torch.set_num_threads(1)

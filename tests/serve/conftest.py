@@ -30,6 +30,7 @@ from jingu.serve.server import Server, build_server
 from jingu.serve.settings import ServeSettings
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.limits import PATIENCE
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CONTEXT = 2048
@@ -129,7 +130,7 @@ class Running:
         self, path: str, body: object = None, method: str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
         """Return status, JSON (or text) and headers of a response."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
         connection.request(method or ("GET" if body is None else "POST"), path, data, {**kind, **(headers or {})})
@@ -202,12 +203,12 @@ def serve(tiny_model: InferenceModel) -> Iterator[Serve]:
 
 def send(server: Running, path: str, body: object) -> http.client.HTTPConnection:
     """Send a request without waiting for the response."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return connection
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait until a condition that another thread will fulfil holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -18,6 +18,7 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.serve import commands, server
 from jingu.serve.commands import AccessOptions
 from jingu.serve.settings import ServeSettings
+from tests.limits import PATIENCE
 
 
 def test_api_keys_from_a_file(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_missing_package_is_reported() -> None:
     code = (
         "import sys; sys.modules['fastapi'] = None; from jingu.cli import main; raise SystemExit(main(['serve', 'x']))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 2
     assert (
         result.stderr

@@ -18,6 +18,7 @@ from jingu.infer import distributed
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.model_runner import ModelRunner
+from tests.limits import PATIENCE
 from tests.serve.conftest import Running, ScriptedEngine, Serve, eventually, send
 
 LONG = {"inputs": "the weather is fine. " * 30, "parameters": {"max_new_tokens": 500}}
@@ -65,7 +66,7 @@ def gated(serve: Serve, tiny_model: InferenceModel, gate: StepGate) -> Any:
 
 def raw(server: Running, data: bytes) -> tuple[int, dict[str, str], Any]:
     """Return status, headers and JSON of the response to raw bytes."""
-    with socket.create_connection((server.host, server.port), timeout=120) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         connection.sendall(data)
         answer = http.client.HTTPResponse(connection)
         answer.begin()
@@ -179,7 +180,7 @@ def test_a_client_that_does_not_send_is_disconnected(serve: Serve, tiny_model: I
     server = serve(ScriptedEngine(tiny_model), patience=0.2)
     for data in (b"", b"POST /generate HTTP/1.1\r\nHost:"):
         with (
-            socket.create_connection((server.host, server.port), timeout=120) as connection,
+            socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection,
             contextlib.suppress(ConnectionError),  # where it was left before it had sent that
         ):
             connection.sendall(data)
@@ -408,7 +409,7 @@ def test_an_engine_that_cannot_continue_ends_the_server(serve: Serve, tiny_model
     engine = Failing(tiny_model)
     engine.fail_at, engine.hopeless = frozenset({2}), True
     server = serve(engine)
-    late = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    late = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE)
     late.connect()
     assert server.call("/generate", LONG)[0] == 500
     with contextlib.suppress(OSError, http.client.HTTPException):  # it has been closed, or
@@ -465,7 +466,7 @@ def test_shutdown_finishes_requests_in_progress(gated: Callable[..., Running], g
     stream = send(server, "/generate_stream", LONG)
     eventually(lambda: server.server.engine.num_requests == 2)
     gate.let(5)
-    late = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    late = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE)
     late.connect()
     server.server.should_exit = True
     eventually(lambda: server.server.engine.is_stopping)

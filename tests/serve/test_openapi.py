@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.limits import PATIENCE
 from tests.serve.conftest import Running, Serve
 
 CHECKS = [
@@ -45,7 +46,7 @@ def fuzz(server: Running, mode: schemathesis.GenerationMode, examples: int) -> i
         )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def call(case: schemathesis.Case) -> None:
-            answer = case.call(timeout=120)
+            answer = case.call(timeout=PATIENCE)
             case.validate_response(answer, checks=CHECKS)
 
         call()

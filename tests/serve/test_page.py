@@ -15,6 +15,7 @@ import pytest
 
 from jingu.infer.inference_model import InferenceModel
 from jingu.serve.static_files import SECURITY_HEADERS, load_static_files
+from tests.limits import PATIENCE
 from tests.serve.browser import Browser, find_browser
 from tests.serve.conftest import ScriptedEngine, Serve
 from tests.serve.scripted import Scripted
@@ -208,7 +209,7 @@ def test_stop_regenerate_and_edit_keep_all_versions(talk: PageSession) -> None:
     browser.press("Escape")
     browser.until(DONE)
     talk.go_on.set()
-    assert server.gone.acquire(timeout=300)  # The server sees that nobody listens.
+    assert server.gone.acquire(timeout=PATIENCE)  # The server sees that nobody listens.
     assert browser.run(ANSWERS) == ["First, half"]
     assert "Stopped." in browser.run("document.querySelector('.assistant .tools').innerText")
 

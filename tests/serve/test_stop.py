@@ -16,6 +16,7 @@ import pytest
 
 from jingu.formats.export import export_hf
 from jingu.infer.inference_model import InferenceModel
+from tests.limits import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,13 @@ class Command:
 
     def ended(self) -> tuple[int, list[dict[str, object]]]:
         """Return the exit code and the log lines."""
-        _, err = self.process.communicate(timeout=120)
+        _, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, [json.loads(line) for line in err.splitlines()]
 
 
 def ask(command: Command, number: int, started: threading.Barrier, outcomes: list[str]) -> None:
     """Request one long text; every other client streams."""
-    connection = http.client.HTTPConnection(command.host, command.port, timeout=120)
+    connection = http.client.HTTPConnection(command.host, command.port, timeout=PATIENCE)
     path = "/generate_stream" if number % 2 else "/generate"
     body = {"inputs": "the weather", "parameters": {"max_new_tokens": 100 + number, "do_sample": True, "seed": number}}
     try:

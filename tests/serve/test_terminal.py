@@ -35,6 +35,7 @@ from jingu.serve import terminal as terminal_module
 from jingu.text.tokenizer_training import train_tokenizer
 from jingu.tune.row_formats import parse_row
 from tests.infer.conftest import filled
+from tests.limits import PATIENCE
 
 GREEDY = ["--temperature", "0", "--precision", "fp32", "--device", "cpu"]
 CONTEXT = 2000
@@ -331,7 +332,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def until(self, pattern: str, seconds: float = 120, again: str = "") -> str:
+    def until(self, pattern: str, seconds: float = PATIENCE, again: str = "") -> str:
         """What is shown up to where the pattern ends; it is then forgotten. Each second without more, `again` is typed:
         Python does not see a Ctrl-C that comes while readline draws."""
         end = time.monotonic() + seconds

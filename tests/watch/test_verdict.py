@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from jingu.watch.slot import process_state, start_time
 from jingu.watch.verdict import RankReport, judge
 from jingu.watch.watchdog import Watchdog, read_stack
+from tests.limits import free_port
 
 SHAPES = [[4]]
 
@@ -88,9 +88,6 @@ def test_another_process_with_the_same_number_is_not_the_rank():
 
 
 def test_a_master_that_refuses_is_reached(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    assert Watchdog(tmp_path, tmp_path, 1, 60.0, ("127.0.0.1", port))._reaches_master()
+    assert Watchdog(tmp_path, tmp_path, 1, 60.0, ("127.0.0.1", free_port()))._reaches_master()
     assert Watchdog(tmp_path, tmp_path, 1, 60.0)._reaches_master()
     assert not Watchdog(tmp_path, tmp_path, 1, 60.0, ("no-such-host.invalid", 1))._reaches_master()
