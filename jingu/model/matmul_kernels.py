@@ -15,6 +15,7 @@ from torch import Tensor
 from jingu.compat.torch import cpu_has_bf16_units, cpu_has_fp16_units
 from jingu.model.blockwise_attention import BlockwiseCausalAttention
 from jingu.model.quantized_weight import (
+    BATCH_INVARIANT_OUTPUTS,
     BATCH_INVARIANT_ROWS,
     PrepackedQuantizedWeight,
     PrepackedWeight,
@@ -72,8 +73,9 @@ def linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias`, rounded once to the dtype of `x`; wider weights and biases are rounded to it first.
 
-    Without gradients, on CPUs, a row's result does not depend on how many rows there are: the kernels for few rows sum
-    in another order than those for more, so rows are padded to a multiple of BATCH_INVARIANT_ROWS.
+    Without gradients, on CPUs, a row's result does not depend on how many rows there are, nor on its place among them:
+    the kernels for few rows or few outputs sum in another order than those for more, so rows are padded to a multiple
+    of BATCH_INVARIANT_ROWS, and outputs to BATCH_INVARIANT_OUTPUTS.
     """
     if isinstance(weight, PrepackedQuantizedWeight) and weight.prompt_rows is not None:
         return _linear_by_row(x, weight, weight.prompt_rows, bias)
@@ -88,6 +90,11 @@ def linear(
         if spare := -rows % BATCH_INVARIANT_ROWS:
             y = linear(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, spare)), weight, bias)
             return y[:rows].view(*x.shape[:-1], -1)
+        outputs = len(weight)
+        if outputs < BATCH_INVARIANT_OUTPUTS:
+            spare = BATCH_INVARIANT_OUTPUTS - outputs
+            bias = None if bias is None else F.pad(bias, (0, spare))
+            return linear(x, F.pad(weight, (0, 0, 0, spare)), bias)[..., :outputs].contiguous()
     if upcasts_matmul(x):
         wide: Tensor = _WideLinear.apply(x, weight, bias)
         return wide

@@ -45,6 +45,8 @@ _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 # result does not depend on how many rows there are. Plain matrices: MKL has special kernels for up to 15 rows with
 # AVX-512, and on AMD's CPUs for up to 3. (On Intel's, `jingu.runtime` asks MKL for one order for any number.)
 BATCH_INVARIANT_ROWS = 16
+# Below this number of outputs, the kernels for AMD's CPUs sum a row in an order that depends on its address.
+BATCH_INVARIANT_OUTPUTS = 16
 # Matrices in oneDNN's order: only a single row is summed differently.
 PREPACKED_ROWS = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ def make_config(tmp_path: Path, tokenizer_folder: Path, corpus_folder: Path) -> 
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units of work from a small corpus."""
     monkeypatch.setattr(build_module, "plan_units", partial(plan_units, unit_bytes=700))
+    # However slow the machine is: a build that fails leaves nothing, as if it had only just begun.
+    monkeypatch.setattr(build_module, "RESUMABLE_AFTER_SECONDS", math.inf)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A row of a matmul does not depend on the number of rows, whichever kernels MKL selects."""
+"""A row of a matmul does not depend on the number of rows or its place, whichever kernels MKL selects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jingu.model.matmul_kernels import linear
 
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)
-for width, height in [(30, 90), (50, 40), (120, 30), (1100, 48)]:
+for width, height in [(30, 90), (50, 40), (120, 30), (1100, 48), (42, 3), (50, 1), (5, 7)]:
     x = torch.randn(100, width, generator=generator)
     weight = torch.randn(height, width, generator=generator)
     with torch.no_grad():
@@ -26,6 +26,7 @@ for width, height in [(30, 90), (50, 40), (120, 30), (1100, 48)]:
         for rows in [1, 2, 3, 5, 7, 16, 33, 97]:
             # The copy also has another address.
             assert torch.equal(linear(x[:rows].clone(), weight), expected[:rows]), (width, height, rows)
+            assert torch.equal(linear(x[-rows:].clone(), weight), expected[-rows:]), (width, height, rows)
 """
 
 
