@@ -78,6 +78,13 @@ _COMPUTE = (
     option("--threads", "N", integer(1), "CPU threads of each process (default: one for each core)"),
 )
 _INCLUDE = repeatable_option("--include", "DIR", "folder with further task files")
+_TASK_WORDS = {"metavar": "TASK", "nargs": "+", "help": "a task, group or tag, or a task's .yaml file"}
+_TASK_OPTIONS = (
+    option("--num-fewshot", "N", integer(0), "examples in each prompt (default: as many as the task says)"),
+    option("--limit", "N", integer(1), "evaluate the first N documents of each task only"),
+    _INCLUDE,
+    repeatable_option("--trust", "FILE", "Python file that tasks may run"),
+)
 _HOST = "127.0.0.1"
 _TO = option("--to", "FOLDER", expand_path, "folder to write", required=True)
 _DTYPE = option("--dtype", "TYPE", choice("auto", "fp32", "bf16", "fp16"), "fp32, bf16, fp16; auto: as stored", "auto")
@@ -341,12 +348,19 @@ COMMANDS = {
         "evaluate a model on tasks",
         "evaluate.commands:evaluate",
         _MODEL,
-        ("tasks", {"metavar": "TASK", "nargs": "+", "help": "a task, group or tag, or a task's .yaml file"}),
-        option("--num-fewshot", "N", integer(0), "examples in each prompt (default: as many as the task says)"),
-        option("--limit", "N", integer(1), "evaluate the first N documents of each task only"),
+        ("tasks", _TASK_WORDS),
         option("--output", "DIR", expand_path, "folder for results (default: evaluations, in the run or here)"),
-        _INCLUDE,
-        repeatable_option("--trust", "FILE", "Python file that tasks may run"),
+        *_TASK_OPTIONS,
+        *_COMPUTE,
+        on_ranks=True,
+    ),
+    "evaluate transfer": command(
+        "try prompts that were tuned on some tasks on others",
+        "evaluate.transfer:transfer",
+        ("runs", {"metavar": "RUN", "nargs": "+", "type": expand_path, "help": "a run that tuned a prompt of a model"}),
+        ("--tasks", {**_TASK_WORDS, "required": True}),
+        option("--output", "DIR", expand_path, "folder for results (default: evaluations/transfer)"),
+        *_TASK_OPTIONS,
         *_COMPUTE,
         on_ranks=True,
     ),
@@ -360,7 +374,7 @@ COMMANDS = {
     "evaluate contamination": command(
         "search training data for the documents of tasks",
         "evaluate.contamination:contamination",
-        ("tasks", {"metavar": "TASK", "nargs": "+", "help": "a task, group or tag, or a task's .yaml file"}),
+        ("tasks", _TASK_WORDS),
         ("--data", {"metavar": "DATA", "nargs": "+", "required": True, "help": "files, folders, or built data sets"}),
         option("--tokenizer", "FOLDER", expand_path, "tokenizer of the built data sets"),
         option("--text-field", "FIELD", str, "field of JSON Lines and tables that holds the text", "text"),

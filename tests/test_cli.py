@@ -42,6 +42,7 @@ LEAST = {
     "chat": ["model"],
     "evaluate": ["model", "task"],
     "evaluate list": [],
+    "evaluate transfer": ["run", "--tasks", "task"],
     "evaluate compare": ["a", "b"],
     "evaluate judge": ["a", "b", "--by", "judge"],
     "evaluate contamination": ["sums", "--data", "corpus"],
@@ -187,7 +188,7 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
     # The fields that are not options: those of the Python interface, and those that follow from others.
     for internal in {"logit_bias", "presence_penalty", "frequency_penalty", *INTERNAL_SETTINGS} & parameters.keys():
         del parameters[internal]
-    if not entry.on_ranks or name == "evaluate":  # Its ranks share the documents, not the model.
+    if not entry.on_ranks or name in ("evaluate", "evaluate transfer"):  # Its ranks share the documents, not the model.
         parameters.pop("pipeline", None)
     assert set(parameters) - given == set(options)  # What a function takes can be asked for.
     for option, value in options.items():

@@ -3,98 +3,140 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
 
 from jingu import __version__
 from jingu.chat.templates import load_template
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.evaluation import (
     PreparedTask,
+    Spread,
     TaskResult,
     aggregate_group,
     apply_chat_template,
     evaluate_task,
+    measure_spread,
     prepare_task,
     write_result,
+    write_spread,
 )
 from jingu.evaluate.held_out import describe_evidence
 from jingu.evaluate.scoring import AnswerCache, Scorer, check_generation_fits, model_fingerprint
 from jingu.evaluate.task_file import TaskGroup, TaskIndex
 from jingu.evaluate.task_metrics import MetricResult
 from jingu.formats.models import open_model
-from jingu.formats.provenance import Record, read_provenance
+from jingu.formats.provenance import read_provenance
 from jingu.formatting import print_table
 from jingu.infer.distributed import inference_ranks
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name
+from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
 
 # What the list of tasks shows of `metadata`.
 _LISTED_KEYS = ("language", "task_cluster", "licence", "description")
-# Statistics over templates and shots.
-_SPREAD: tuple[Callable[[list[float]], float], ...] = (mean, stdev, min, max)
 # Tokens that the KV cache has room for on CPUs, beside one full context.
 CPU_CACHE_TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Which documents of tasks are evaluated, and how; commands have these options in common.
+
+    Attributes:
+        num_fewshot: shots in each prompt; None: as many as each task says.
+        limit: the first documents of each task only; None: all.
+        include: folders with further tasks.
+        trust: Python files that tasks may run.
+    """
+
+    num_fewshot: int | None = None
+    limit: int | None = None
+    include: Sequence[str] = ()
+    trust: Sequence[str] = ()
+
+    def index(self) -> TaskIndex:
+        """Return the tasks that can be named."""
+        return TaskIndex([Path(folder) for folder in self.include], [Path(file) for file in self.trust])
 
 
 def evaluate(
     model: Path,
     tasks: Sequence[str],
     inference: InferenceOptions,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
+    options: TaskOptions,
     output: Path | None = None,
-    include: Sequence[str] | None = None,
-    trust: Sequence[str] | None = None,
 ) -> None:
     """Evaluate a model on tasks, print the results, and write them.
 
     Args:
         tasks: names of tasks, groups or tags, or task files.
-        num_fewshot: shots in each prompt; None: as many as each task says.
-        limit: the first documents of each task only; None: all.
         output: folder for the results; None: `evaluations` in the run, or `evaluations/MODEL` here.
-        include: folders with further tasks.
-        trust: Python files that tasks may run.
     """
     with inference_ranks(inference.device) as ranks:
-        # 1. Find out what is wrong with the tasks while that costs nothing.
-        index = TaskIndex([Path(folder) for folder in include or ()], [Path(file) for file in trust or ()])
-        names = dict.fromkeys(name for task in tasks for name in index.load(task))
-        stored = open_model(model)
-        for name in names:
-            if index.tasks[name].output_type == "generate_until":
-                check_generation_fits(index.tasks[name], stored.spec)
-        prepared = [prepare_task(index.tasks[name], num_fewshot, limit) for name in names]
-        if any(task.settings.metadata.get("chat") for task in prepared):
-            template = load_template("auto", Tokenizer.load(stored.tokenizer()), where=str(model))
-            prepared = [
-                apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in prepared
-            ]
-        # 2. Load the model, all of it on each rank, and what is known of its answers.
-        inference_model = inference.load(model)
-        parameter = inference_model.parameter
-        computes = f"{inference.precision}, {parameter.dtype}, {parameter.device.type}"
-        digest = model_fingerprint(stored, inference_model.tokenizer, computes)
+        index = options.index()
+        prepared = prepare_tasks(model, tasks, options, index)
         folder = output or _default_folder(model)
-        cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
-        about = {"name": inference_model.name, "fingerprint": digest, "precision": computes, "jingu": __version__}
-        # 3. Evaluate task by task; the results of each are written at once.
-        # On CPUs a larger cache would take memory without making the evaluation faster.
-        tokens = stored.spec.max_position_embeddings + CPU_CACHE_TOKENS if parameter.device.type == "cpu" else None
-        scorer = Scorer(inference.make_engine(inference_model, kv_cache_tokens=tokens), cache, ranks)
-        results = {}
-        for task in prepared:
-            results[task.settings.task] = result = evaluate_task(task, scorer)
-            if ranks is None or ranks.is_first:
-                write_result(result, folder, about)
+        results = evaluate_model(model, prepared, inference, folder, ranks)
         if ranks is None or ranks.is_first:
+            spreads = measure_spread(results)
+            write_spread(spreads, folder)
             _print_results(results, index.groups.values())
-            _print_spread(results)
-            _print_evidence(read_provenance(model), prepared)
+            _print_spread(spreads)
+            _print_evidence(results.values())
             print(f"\nwritten to {folder}")
+
+
+def prepare_tasks(model: Path, tasks: Sequence[str], options: TaskOptions, index: TaskIndex) -> list[PreparedTask]:
+    """Return tasks that are ready to be evaluated. What is wrong with them is found out while that costs nothing."""
+    names = dict.fromkeys(name for task in tasks for name in index.load(task))
+    stored = open_model(model)
+    for name in names:
+        if index.tasks[name].output_type == "generate_until":
+            check_generation_fits(index.tasks[name], stored.spec)
+    prepared = [prepare_task(index.tasks[name], options.num_fewshot, options.limit) for name in names]
+    if any(task.settings.metadata.get("chat") for task in prepared):
+        template = load_template("auto", Tokenizer.load(stored.tokenizer()), where=str(model))
+        prepared = [
+            apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in prepared
+        ]
+    return prepared
+
+
+def evaluate_model(
+    model: Path,
+    tasks: Sequence[PreparedTask],
+    inference: InferenceOptions,
+    folder: Path,
+    ranks: RankInfo | None,
+) -> dict[str, TaskResult]:
+    """Return the results of a model by task, and write those of each task as soon as they are complete.
+
+    Args:
+        ranks: this process among those that divide the requests; the first one writes. None: it is alone.
+    """
+    # 1. Load the model, all of it on each rank, and what is known of its answers.
+    stored = open_model(model)
+    inference_model = inference.load(model)
+    parameter = inference_model.parameter
+    computes = f"{inference.precision}, {parameter.dtype}, {parameter.device.type}"
+    digest = model_fingerprint(stored, inference_model.tokenizer, computes)
+    cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
+    about = {"name": inference_model.name, "fingerprint": digest, "precision": computes, "jingu": __version__}
+    record = read_provenance(model)
+    # 2. Evaluate task by task.
+    # On CPUs a larger cache would take memory without making the evaluation faster.
+    tokens = stored.spec.max_position_embeddings + CPU_CACHE_TOKENS if parameter.device.type == "cpu" else None
+    scorer = Scorer(inference.make_engine(inference_model, kv_cache_tokens=tokens), cache, ranks)
+    results = {}
+    for task in tasks:
+        evidence = describe_evidence(record, task.settings, task.data.rows)
+        results[task.settings.task] = result = replace(evaluate_task(task, scorer), evidence=evidence)
+        if ranks is None or ranks.is_first:
+            write_result(result, folder, about)
+    return results
 
 
 def _print_results(results: Mapping[str, TaskResult], groups: Iterable[TaskGroup]) -> None:
@@ -111,16 +153,13 @@ def _print_results(results: Mapping[str, TaskResult], groups: Iterable[TaskGroup
     print_table(header, rows, right=(1, 2, 4, 5))
 
 
-def _print_spread(results: Mapping[str, TaskResult]) -> None:
-    """Print how much the results of a task vary over its templates and numbers of shots."""
-    variants: dict[tuple[str, str], list[float]] = {}
-    for name, result in results.items():
-        for metric, value in result.metrics.items():
-            variants.setdefault((name.partition("@")[0], metric), []).append(value.value)
+def _print_spread(spreads: Mapping[str, Mapping[str, Spread]]) -> None:
+    """Print how much the results of tasks vary over their templates and numbers of shots."""
     rows = [
-        [name, metric.removesuffix(",none"), str(len(values)), *(f"{statistic(values):.4f}" for statistic in _SPREAD)]
-        for (name, metric), values in variants.items()
-        if len(values) > 1
+        [name, metric.removesuffix(",none"), str(len(spread.values)), *(f"{number:.4f}" for number in statistics)]
+        for name, metrics in spreads.items()
+        for metric, spread in metrics.items()
+        for statistics in [(spread.mean, spread.standard_deviation, spread.lowest, spread.highest)]
     ]
     if rows:
         print()
@@ -128,11 +167,11 @@ def _print_spread(results: Mapping[str, TaskResult]) -> None:
         print_table(header, rows, right=(2, 3, 4, 5, 6))
 
 
-def _print_evidence(record: Record | None, tasks: Sequence[PreparedTask]) -> None:
+def _print_evidence(results: Iterable[TaskResult]) -> None:
     """Print which tasks are held out, and of the others why not."""
     names: dict[str, list[str]] = {}
-    for task in tasks:
-        names.setdefault(describe_evidence(record, task.settings, task.data.rows), []).append(task.settings.task)
+    for result in results:
+        names.setdefault(result.evidence, []).append(result.prepared.settings.task)
     print()
     for evidence, members in names.items():
         print(f"{', '.join(members)}: {evidence}")

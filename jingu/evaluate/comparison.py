@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def compare(first: Path, others: Sequence[Path]) -> None:
         for task, records in read_records(folder).items():
             pairs = match_records(base.get(task, []), records)
             for metric in mean_metrics(pairs):
-                row, p = _compare_metric(pairs, metric)
-                rows.append([folder.name, task, metric.removesuffix(",none"), *row])
-                p_values.append(p)
+                difference = compare_metric(pairs, metric)
+                rows.append([folder.name, task, metric.removesuffix(",none"), *difference.columns()])
+                p_values.append(difference.p)
             if pairs and any(record.get("hash") is None for pair in pairs for record in pair):
                 reasons.append(f"{folder.name}, {task}: {explain(pairs)}")
     if not rows:
@@ -105,8 +106,29 @@ def mean_metrics(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
     return [name for name in names if all(isinstance(metrics[name], int | float) for metrics in (first, second))]
 
 
-def _compare_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> tuple[list[str], float]:
-    """Return the columns of a metric's row, and the p-value of its test."""
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference of a metric between two results of the same documents.
+
+    Attributes:
+        detectable: the smallest difference that a test of these documents finds in four of five cases.
+        test: its name; `p` is its two-sided p-value.
+    """
+
+    size: int
+    value: float
+    stderr: float
+    detectable: float
+    test: str
+    p: float
+
+    def columns(self) -> list[str]:
+        """Return what a table shows of it, without the p-value."""
+        return [f"{self.size:,}", f"{self.value:+.4f}", f"{self.stderr:.4f}", f"{self.detectable:.4f}", self.test]
+
+
+def compare_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> Difference:
+    """Return by how much a metric of the second records is above that of the first."""
     clusters = None if pairs[0][0]["cluster"] is None else [first["cluster"] for first, _ in pairs]
     values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
     differences = values[:, 1] - values[:, 0]
@@ -118,7 +140,7 @@ def _compare_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> tupl
         p = statistics.paired_p(differences, clusters)
     stderr = statistics.mean_stderr(differences, clusters)
     detectable = statistics.detectable_difference(stderr)
-    return [f"{len(pairs):,}", f"{differences.mean():+.4f}", f"{stderr:.4f}", f"{detectable:.4f}", test], p
+    return Difference(len(pairs), float(differences.mean()), stderr, detectable, test, p)
 
 
 def explain(pairs: Sequence[tuple[Record, Record]]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from jingu.chat.messages import Message
@@ -21,6 +22,7 @@ from jingu.runtime.files import write_text_atomically
 
 RESULT_SUFFIX = ".json"
 SAMPLES_SUFFIX = ".samples.jsonl"
+SPREAD_SUFFIX = ".spread.json"
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class TaskResult:
         metrics: by name and filter, as `acc,none`.
         records: of the samples.
         counts: of what is remarkable, such as contexts that were truncated.
+        evidence: "held out", or why that is not proved; empty: nobody asked.
     """
 
     prepared: PreparedTask
     metrics: dict[str, MetricResult]
     records: list[dict[str, Any]]
     counts: dict[str, int]
+    evidence: str = ""
 
 
 def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
@@ -185,6 +189,7 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
         "num_fewshot": prepared.num_shots,
         "results": {key: asdict(metric) for key, metric in result.metrics.items()},
         "counts": result.counts,
+        "evidence": result.evidence,
         "model": model,
         "hashes": {
             "data": fingerprint_of([prepared.data.rows, prepared.data.pool]),
@@ -194,11 +199,53 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
         "settings": settings,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    name = prepared.settings.task.replace("/", "_")
+    name = _file_name(prepared.settings.task)
     lines = [json.dumps(record, ensure_ascii=False, default=str) for record in result.records]
     write_text_atomically(folder / f"{name}{SAMPLES_SUFFIX}", "".join(f"{line}\n" for line in lines))
+    _write_json(content, folder / f"{name}{RESULT_SUFFIX}")
+
+
+def _file_name(task: str) -> str:
+    return task.replace("/", "_")
+
+
+def _write_json(content: Any, file: Path) -> None:
     text = json.dumps(content, ensure_ascii=False, indent=2, default=str)
-    write_text_atomically(folder / f"{name}{RESULT_SUFFIX}", text + "\n")
+    write_text_atomically(file, text + "\n")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How much a metric varies over the templates and numbers of shots of a task; `values` are by their names."""
+
+    mean: float
+    standard_deviation: float
+    lowest: float
+    highest: float
+    values: dict[str, float]
+
+
+def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spread]]:
+    """Return the spread of each metric of the tasks that several variants were evaluated of."""
+    variants: dict[str, dict[str, dict[str, float]]] = {}
+    for name, result in results.items():
+        for metric, value in result.metrics.items():
+            variants.setdefault(name.partition("@")[0], {}).setdefault(metric, {})[name] = value.value
+    spreads: dict[str, dict[str, Spread]] = {}
+    for task, metrics in variants.items():
+        for metric, values in metrics.items():
+            numbers = list(values.values())
+            if len(numbers) > 1:
+                spread = Spread(mean(numbers), stdev(numbers), min(numbers), max(numbers), values)
+                spreads.setdefault(task, {})[metric] = spread
+    return spreads
+
+
+def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> None:
+    """Write the spread of each task as a JSON file to a folder."""
+    for task, metrics in spreads.items():
+        content = {"task": task, "results": {metric: asdict(spread) for metric, spread in metrics.items()}}
+        _write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
 
 
 def read_results(folder: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:

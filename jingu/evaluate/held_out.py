@@ -155,6 +155,12 @@ def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, 
             yield index.tasks[task], []
 
 
+def training_tasks(record: Record | None) -> set[str]:
+    """Return the tasks, without their templates, in the mixtures of a record; those of ancestors are not included."""
+    mixtures = [data["mixture"] for data in (record or {"data": []})["data"] if data["mixture"] is not None]
+    return {task["task"].partition("@")[0] for mixture in mixtures for task in mixture["tasks"]}
+
+
 def describe_evidence(record: Record | None, task: TaskSettings, rows: Sequence[Row]) -> str:
     """Return "held out" if the records of a model and of all its ancestors prove it, and otherwise why not.
 

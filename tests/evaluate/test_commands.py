@@ -77,6 +77,15 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     words = next(line.split()[1:] for line in compared.splitlines() if re.match("other +capitals +acc ", line))
     mean = f"{differences.mean():+.4f}"
     assert words[2:5] == ["3", mean, f"{scipy.stats.sem(differences):.4f}"] and words[6:8] == ["McNemar", f"{p:.3g}"]
+    # What was printed about several templates or shots, and about training data, is stored too.
+    spread_file = models / "evaluations" / "MODEL" / "hellaswag_100.spread.json"
+    stored = json.loads(spread_file.read_text(encoding="utf-8"))["results"]["acc_norm,none"]
+    shown = [f"{stored[key]:.4f}" for key in ("mean", "standard_deviation", "lowest", "highest")]
+    assert re.search(rf"^hellaswag_100 +acc_norm +2 +{' +'.join(shown)}$", spread, re.MULTILINE)
+    assert list(stored["values"]) == ["hellaswag_100@default:0", "hellaswag_100@default:2"]
+    assert stored["mean"] == pytest.approx(np.mean(list(stored["values"].values())))
+    variant = json.loads((models / "evaluations" / "MODEL" / "hellaswag_100@default:2.json").read_text("utf-8"))
+    assert f"hellaswag_100@default:2: {variant['evidence']}" in spread and "not proved" in variant["evidence"]
     # Results with their hashes, and a prompt with its two shots.
     result = json.loads((models / "evaluations" / "MODEL" / "capitals.json").read_text(encoding="utf-8"))
     other = json.loads((models / "evaluations" / "other" / "capitals.json").read_text(encoding="utf-8"))

@@ -102,8 +102,8 @@ def test_the_split_is_closed(tmp_path: Path) -> None:
         TaskMixture(write_mixture(tmp_path, "far", held_out=("nothing",)))
 
 
-def run_on(make_run: MakeRun, mixture: Path, name: str, initial: Path | None = None) -> RunConfig:
-    """Train on a mixture for one step."""
+def run_on(make_run: MakeRun, mixture: Path, name: str, initial: Path | None = None, **changes: Any) -> RunConfig:
+    """Train on a mixture for one step. Changes have two underscores in the place of a dot."""
     config = make_run(
         {
             "name": name,
@@ -114,6 +114,7 @@ def run_on(make_run: MakeRun, mixture: Path, name: str, initial: Path | None = N
             "model.max_position_embeddings": 64,
             "train.steps": 1,
             "initialize.from": None if initial is None else str(initial),
+            **{key.replace("__", "."): value for key, value in changes.items()},
         }
     )
     if initial is not None:

@@ -1,0 +1,139 @@
+"""`jingu evaluate transfer`: prompts that were tuned on some tasks, tried on others (Vu et al., 2022)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from jingu.errors import JinguError, join_words
+from jingu.evaluate.commands import TaskOptions, evaluate_model, prepare_tasks
+from jingu.evaluate.comparison import Difference, compare_metric, match_records, mean_metrics
+from jingu.evaluate.evaluation import TaskResult
+from jingu.evaluate.held_out import training_tasks
+from jingu.evaluate.statistics import holm
+from jingu.evaluate.task_metrics import MetricResult
+from jingu.formats.models import open_adapter_run
+from jingu.formats.provenance import read_provenance
+from jingu.formatting import print_table
+from jingu.infer.distributed import inference_ranks
+from jingu.infer.generate import InferenceOptions
+from jingu.infer.inference_model import model_name
+from jingu.runtime.files import write_text_atomically
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A prompt on a task.
+
+    Attributes:
+        source: name of the run that tuned the prompt, or of the model itself, without a prompt.
+        metric: the first one of the task.
+        is_own: whether the prompt was tuned on this task, by the record of the run.
+        difference: from the model without a prompt; None: this is that model, or the metric is no mean.
+        p_holm: the p-value of the difference, adjusted for the number of cells.
+    """
+
+    source: str
+    target: str
+    metric: str
+    result: MetricResult
+    is_own: bool
+    difference: Difference | None
+    p_holm: float | None = None
+
+
+def transfer(
+    runs: Sequence[Path],
+    tasks: Sequence[str],
+    inference: InferenceOptions,
+    options: TaskOptions,
+    output: Path | None = None,
+) -> None:
+    """Evaluate the prompts (or other adapters) of several runs on tasks, print a table, and write all results.
+
+    Args:
+        runs: runs, or steps of them, that started from one model.
+        tasks: names of tasks, groups or tags, or task files.
+        output: folder for the results; None: `evaluations/transfer`.
+    """
+    folder = output or Path("evaluations") / "transfer"
+    with inference_ranks(inference.device) as ranks:
+        # 1. Open everything, so that mistakes appear at once. The longest prompt leaves the least room for the tasks.
+        models, longest = _open_runs(runs)
+        prepared = prepare_tasks(longest, tasks, options, options.index())
+        # 2. Evaluate model after model, the one without a prompt first.
+        results = {
+            name: evaluate_model(path, prepared, inference, folder / name, ranks) for name, path in models.items()
+        }
+        if ranks is None or ranks.is_first:
+            cells = _make_cells(models, results)
+            _print_cells(cells)
+            text = json.dumps([asdict(cell) for cell in cells], ensure_ascii=False, indent=2)
+            write_text_atomically(folder / "transfer.json", text + "\n")
+            print(f"\nwritten to {folder}")
+
+
+def _open_runs(runs: Sequence[Path]) -> tuple[dict[str, Path], Path]:
+    """Return the models by name, the one that all runs started from first; and the run with the longest prompt.
+
+    Raises:
+        JinguError: a run trained no adapter, they started from several models, or two have the same name.
+    """
+    opened = [(run, *open_adapter_run(run)) for run in runs]
+    bases = {base_path.resolve(): base_path for _, _, _, base_path in opened}
+    if len(bases) > 1:
+        what = f"these runs started from different models: {join_words([*map(str, bases.values())], 'and')}."
+        raise JinguError(what, where=", ".join(map(str, runs)), fix="Compare prompts of one model.")
+    paths = [*bases.values(), *runs]
+    models = {model_name(path): path for path in paths}
+    if len(models) < len(paths):
+        where = ", ".join(map(str, paths))
+        raise JinguError("two of the models have the same name.", where=where, fix="Give runs with different names.")
+    return models, max(opened, key=lambda item: item[1].spec.prompts[0])[0]
+
+
+def _make_cells(models: Mapping[str, Path], results: Mapping[str, Mapping[str, TaskResult]]) -> list[Cell]:
+    """Return the table, row by row; the first row is the model without a prompt."""
+    first = next(iter(models))
+    cells = []
+    for source, path in models.items():
+        own = set() if source == first else training_tasks(read_provenance(path))
+        for target, result in results[source].items():
+            metric = next(iter(result.metrics))
+            pairs = match_records(results[first][target].records, result.records)
+            difference = None
+            if source != first and metric in mean_metrics(pairs):
+                difference = compare_metric(pairs, metric)
+            is_own = target.partition("@")[0] in own
+            cells.append(Cell(source, target, metric, result.metrics[metric], is_own, difference))
+    adjusted = iter(holm([cell.difference.p for cell in cells if cell.difference is not None]))
+    return [cell if cell.difference is None else replace(cell, p_holm=next(adjusted)) for cell in cells]
+
+
+def _print_cells(cells: Sequence[Cell]) -> None:
+    """Print a table of prompts and tasks, and the differences from the model without a prompt."""
+    metrics = {cell.target: f"{cell.target} {cell.metric.removesuffix(',none')}" for cell in cells}
+    table: dict[str, list[str]] = {}
+    for cell in cells:
+        value = f"{cell.result.value:.4f} ± {cell.result.stderr:.4f}{'*' if cell.is_own else ''}"
+        table.setdefault(cell.source, []).append(value)
+    print_table(("prompt of", *metrics.values()), [[name, *row] for name, row in table.items()], right=())
+    if any(cell.is_own for cell in cells):
+        print("\n* tuned on this task")
+    rows = [
+        [
+            cell.source,
+            metrics[cell.target],
+            *cell.difference.columns(),
+            f"{cell.difference.p:.3g}",
+            f"{cell.p_holm:.3g}",
+        ]
+        for cell in cells
+        if cell.difference is not None
+    ]
+    if rows:
+        print(f"\nDifferences from {cells[0].source} without a prompt, document by document:\n")
+        header = ("prompt of", "task", "documents", "difference", "stderr", "detectable", "test", "p", "p (Holm)")
+        print_table(header, rows, right=(2, 3, 4, 5, 7, 8))
