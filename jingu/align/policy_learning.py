@@ -96,8 +96,8 @@ class PolicyLearning:
         self._is_first_update = True
         self._metrics: dict[str, float] = {}
         # tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|; and the largest mismatch
-        self._sums = torch.zeros(5, dtype=torch.float64)
-        self._largest = torch.zeros(1, dtype=torch.float64)
+        self._sums = torch.zeros(5, dtype=torch.float64, device=mesh.device_type)
+        self._largest = torch.zeros(1, dtype=torch.float64, device=mesh.device_type)
         self._alarms = Alarms()
 
     # A step
@@ -202,7 +202,6 @@ class PolicyLearning:
     def _score(self, model: ParallelModel, plan: BatchPlan) -> dict[int, list[float]]:
         """Return the log-probabilities of the answers' tokens by a model, by row. Each rank computes its rows."""
 
-        rows: dict[int, list[float]] = {}
         mesh = model.sharding.mesh
         size = self._run.config.batch.global_batch_size
         starts = [
@@ -210,18 +209,25 @@ class PolicyLearning:
             for update in range(plan.updates)
             for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
         ]
+        labels: list[Tensor] = []
+        logprobs: list[Tensor] = []
         with eval_mode(model), force_eager():
             for start in starts:
-                batch = to_device(self._rows(start, plan.micro_batch_size), torch.device(mesh.device_type))
+                rows = self._rows(start, plan.micro_batch_size)
+                labels.append(rows.labels)
+                batch = to_device(rows, torch.device(mesh.device_type))
 
                 def head(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor = batch.labels) -> Tensor:
                     return self._compute_log_probs(hidden_BTD, weight_VD, labels_BT)[0]
 
-                logprob_BT = model(self._inputs(batch), loss=head)
-                for index, (values_T, labels_T) in enumerate(zip(logprob_BT, batch.labels, strict=True), start):
-                    rows[index] = values_T[labels_T >= 0].tolist()
+                logprobs.append(model(self._inputs(batch), loss=head))
+        # The host waits for the device once, for all rows.
+        numbers = [start + index for start in starts for index in range(plan.micro_batch_size)]
+        scored = zip(numbers, torch.cat(logprobs).cpu(), torch.cat(labels), strict=True)
         merged = {}
-        for part in gather_from_all(list(rows.items())):
+        for part in gather_from_all(
+            [(number, values_T[labels_T >= 0].tolist()) for number, values_T, labels_T in scored]
+        ):
             merged.update(dict(part))
         return merged
 
@@ -361,11 +367,11 @@ class PolicyLearning:
         """Add what the metrics of the step are made of."""
         tokens = mask_BT.sum()
         values = (tokens, entropy_BT.sum(), clipped_BT.sum(), tokens * self._is_first_update, mismatch_BT.abs().sum())
-        self._sums += torch.stack([value.double() for value in values]).cpu()
-        self._largest = torch.maximum(self._largest, mismatch_BT.abs().max().double().cpu())
+        self._sums += torch.stack([value.double() for value in values])
+        self._largest = torch.maximum(self._largest, mismatch_BT.abs().max().double())
 
-    def end_step(self) -> dict[str, float]:
-        """Return the metrics of the step so far.
+    def end_step(self) -> dict[str, Tensor | float]:
+        """Return the metrics of the step so far. The host waits for the device in the first update of a step only.
 
         Raises:
             JinguError: generation and training disagree by more than `task.max_mismatch`.
@@ -374,9 +380,10 @@ class PolicyLearning:
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        tokens, entropy, clipped, first, mismatch = sums.tolist()
+        tokens, entropy, clipped, first, mismatch = sums
         bound = 0.0 if self.settings.exact else self.settings.max_mismatch
-        if not float(largest) <= bound:
+        # Later updates add nothing to the mismatch.
+        if self._is_first_update and not float(largest) <= bound:
             raise JinguError(
                 f"the log-probabilities of a token in generation and in training differ by {float(largest):.3g}, more "
                 f"than {bound:g}.",
@@ -386,10 +393,10 @@ class PolicyLearning:
             )
         return {
             **self._metrics,
-            "entropy": entropy / max(tokens, 1.0),
-            "clipped": clipped / max(tokens, 1.0),
-            "mismatch_mean": mismatch / max(first, 1.0),
-            "mismatch_max": float(largest),
+            "entropy": entropy / tokens.clamp_min(1.0),
+            "clipped": clipped / tokens.clamp_min(1.0),
+            "mismatch_mean": mismatch / first.clamp_min(1.0),
+            "mismatch_max": largest,
         }
 
     def _describe(self, num_resampled: int) -> dict[str, float]:

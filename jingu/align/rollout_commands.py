@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.policy_learning import PolicyLearning, check
@@ -136,7 +137,7 @@ def replay(run: Path, step: int) -> int:
             super().__init__(run, mesh, compile)
             self.updates = start * self.settings.updates_per_step
 
-        def end_step(self) -> dict[str, float]:
+        def end_step(self) -> dict[str, Tensor | float]:
             self.updates += 1
             if self.updates >= step * self.settings.updates_per_step:
                 request.signal = signal.SIGINT

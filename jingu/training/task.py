@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,8 +59,9 @@ class Task(Protocol):
             model: the whole model, or one stage of a pipeline, which is called in the same way.
         """
 
-    def end_step(self) -> dict[str, float]:
-        """Return what the step has measured, by name, equal on all ranks. Called after the weights have changed."""
+    def end_step(self) -> Mapping[str, Tensor | float]:
+        """Return what the step has measured, by name, equal on all ranks: scalars that may be on the device. Called
+        after the weights have changed."""
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Evaluate the model.

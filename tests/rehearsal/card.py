@@ -42,6 +42,7 @@ class Waits:
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
         self.thread: int | None = None
+        self.is_capturing = False
 
     def add(self, operation: str) -> None:
         # Threads beside the one that is watched may wait.
@@ -61,6 +62,16 @@ def watch() -> Iterator[list[tuple[str, str]]]:
         yield WAITS.lines
     finally:
         WAITS.thread = None
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """Let any copy between host and card within the block raise an error, as it would not be part of a graph."""
+    WAITS.is_capturing = True
+    try:
+        yield
+    finally:
+        WAITS.is_capturing = False
 
 
 def calling_line() -> str:
@@ -97,6 +108,8 @@ class CardTensor(Tensor):
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operation on the host's tensors behind those of the card."""
     name = operation._schema.name.partition("::")[2]
+    if WAITS.is_capturing and (name in WAITING or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))):
+        raise HostTensorError(f"{name} cannot be captured, at {calling_line()}")
     if name == "copy_":
         return _copy(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
     if name == "_foreach_copy_":
@@ -141,8 +154,12 @@ def _unwrap(value: Any) -> Any:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-    if isinstance(target, CardTensor) != isinstance(source, CardTensor) and not non_blocking:
-        WAITS.add("copy to the card" if isinstance(target, CardTensor) else "copy to the host")
+    if isinstance(target, CardTensor) != isinstance(source, CardTensor):
+        operation = "copy to the card" if isinstance(target, CardTensor) else "copy to the host"
+        if WAITS.is_capturing:
+            raise HostTensorError(f"{operation} cannot be captured, at {calling_line()}")
+        if not non_blocking:
+            WAITS.add(operation)
     _unwrap(target).copy_(_unwrap(source))
     return target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.formats.export import export_hf
 from jingu.infer.card_sampling import SamplingRow, sample_rows
+from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.inference_model import load
 from jingu.infer.request import Constraint, Request
@@ -22,6 +25,7 @@ from jingu.model.decoder import Decoder
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.infer.test_cuda_graphs import Again
 from tests.rank_pool import RankPool
 from tests.rehearsal import card
 
@@ -108,6 +112,68 @@ def test_decoding(drafts: int, folder: Path, cards: RankPool) -> None:
     expected, result, waits = cards.run(run, 1, folder, list(DECODING.values()), drafts)[0]
     assert_equal(result, expected)
     assert waits == 1
+
+
+def run_with_graphs(_rank: int, _world: int, folder: Path, fault: str) -> Any:
+    """Return the answers on the card with captured steps and without, the waits, and how many steps were captured."""
+    card.install()
+    again = Again()
+
+    def record(step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        with card.capture():
+            return again(step)
+
+    requests = [Request((7, 8, 9, 10), GREEDY, 20, ignore_eos=True), DECODING["penalties"]]
+    expected, _ = answer(Engine(load(folder, "fp32", "card")), requests)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, fault)
+        engine = Engine(load(folder, "fp32", "card"), graphs=CudaGraphRunner(record))  # type: ignore[arg-type]
+        result, most = answer(engine, requests)
+    return expected, result, most, again.recorded
+
+
+def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Make a mistake in the forward pass."""
+    plain = Decoder.forward
+
+    def forward(self: Decoder, inputs: Any, **options: Any) -> Any:
+        if fault == "host tensor":
+            inputs = replace(inputs, tokens=inputs.tokens * torch.ones(1, dtype=torch.int64))
+        if fault == "item" and inputs.tokens.sum().item() < 0:
+            raise ValueError
+        if fault == "nonzero" and len(inputs.tokens.nonzero()) < 0:
+            raise ValueError
+        if fault == "copy":
+            inputs = replace(inputs, tokens=inputs.tokens + torch.zeros(1, dtype=torch.int64).to(card.NAME))
+        return plain(self, inputs, **options)
+
+    if fault:
+        patch.setattr(Decoder, "forward", forward)
+
+
+def test_captured_steps_read_their_inputs_on_the_card(folder: Path, cards: RankPool) -> None:
+    expected, result, waits, recorded = cards.run(run_with_graphs, 1, folder, "")[0]
+    assert_equal(result, expected)
+    assert waits == 1
+    assert recorded >= 1
+
+
+FAULTS = {
+    "host tensor": r"mul got a tensor of the card and one of the host, at .*torch\.ones",
+    "item": r"_local_scalar_dense.*tokens\.sum\(\)\.item",
+    "nonzero": r"nonzero.*tokens\.nonzero",
+    "copy": r"copy to the card.*torch\.zeros",
+}
+
+
+def find_faults(rank: int, world: int, folder: Path) -> None:
+    for fault, words in FAULTS.items():
+        with pytest.raises(card.HostTensorError, match=words):
+            run_with_graphs(rank, world, folder, fault)
+
+
+def test_a_fault_in_a_captured_step_is_named(folder: Path, cards: RankPool) -> None:
+    cards.run(find_faults, 1, folder)
 
 
 @pytest.mark.parametrize("name", OTHERS)
