@@ -432,11 +432,11 @@ COMMANDS = {
     ),
     "export": command("write a model as a Hugging Face folder", "formats.export:convert", *_CONVERT),
     "report": command(
-        "write the report of a run, or of evaluation results, as one HTML file",
+        "write the report of one or two runs, or of evaluation results, as HTML",
         "report.commands:write_report",
         path_argument("run", "RUN", "folder of the run, or of evaluation results"),
-        option("--against", "DIR", expand_path, "folder with other evaluation results: mark answers that have changed"),
-        option("--to", "FILE", expand_path, "file to write (default: RUN/report.html)"),
+        option("--against", "DIR", expand_path, "another run, or other evaluation results, to compare with"),
+        option("--to", "FILE", expand_path, "file to write (default: RUN/report.html; of two runs: comparison.html)"),
     ),
     "watch": command(
         "show a run while it trains",

@@ -5,28 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 from jingu.errors import JinguError
+from jingu.evaluate.evaluation import read_results
 from jingu.report.evaluations import render_evaluations
 from jingu.report.page import render_page
 from jingu.report.record import read_run
+from jingu.report.run_comparison import render_comparison
 from jingu.runtime.files import write_text_atomically
 
 
 def write_report(run: Path, to: Path | None = None, against: Path | None = None) -> None:
-    """Write the report of a run, or of evaluation results, as one self-contained HTML file, and print its path.
+    """Write the report of a run, of two runs, or of evaluation results, as one self-contained HTML file.
 
-    A run with results in `evaluations` gets a page of them there, too.
+    Its path is printed. A run with results in `evaluations` gets a page of them there, too.
 
     Args:
         run: folder of a run, which may still be training; or one that `jingu evaluate` has written to.
-        to: file to write; None: `report.html` in the folder.
-        against: folder with other evaluation results, to mark the answers that have changed.
+        to: file to write; None: `report.html` in the folder, or `comparison.html` for two runs.
+        against: another run, to compare both; or a folder with other evaluation results, to mark the answers that have
+            changed.
 
     Raises:
         JinguError: there is no such run, it has no metrics, or the file cannot be written.
     """
-    target = to if to is not None else run / "report.html"
+    is_pair = against is not None and (run / "metrics.jsonl").is_file() and not read_results(against)
+    target = to if to is not None else run / ("comparison.html" if is_pair else "report.html")
     if target.is_dir():
         raise JinguError("is a folder, not a file to write.", where=target, fix="Name the file, such as report.html.")
+    if is_pair and against is not None:
+        _write(target, render_comparison(read_run(run), read_run(against)))
+        return
     text = render_evaluations(run, against)
     if text is None:
         evaluations = render_evaluations(run / "evaluations", against)

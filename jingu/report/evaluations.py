@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
-from jingu import __version__
 from jingu.errors import JinguError
 from jingu.evaluate.evaluation import read_results
-from jingu.report.template import load_template, read_resource
+from jingu.report.template import render_document
 
 Record = dict[str, Any]
 # Documents of a task that the page shows, so that it stays small; and bins of the calibration curve.
@@ -71,16 +67,8 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
         fix = "Give a folder that `jingu evaluate` has written to."
         raise JinguError("it has no evaluation results to compare with.", where=against, fix=fix)
     tasks = [_show_task(result, records, others.get(name, ({}, []))[1]) for name, (result, records) in results.items()]
-    script = read_resource("evaluations.js")
-    return load_template("evaluations.html").render(
-        tasks=tasks,
-        name=folder.resolve().name,
-        against=against,
-        version=__version__,
-        style=Markup(read_resource("page.css")),
-        script=Markup(script),
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
+    name = folder.resolve().name
+    return render_document("evaluations.html", "evaluations.js", tasks=tasks, title=name, against=against)
 
 
 def _show_task(result: Record, records: list[Record], others: list[Record]) -> ShownTask:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median, stdev
@@ -11,12 +9,11 @@ from typing import TypeVar
 
 from markupsafe import Markup
 
-from jingu import __version__
 from jingu.evaluate.smooth_measures import TASKS_PREFIX, compare_with_chance
 from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
 from jingu.report.record import Row, RunRecord, get_number
-from jingu.report.template import load_template, read_resource
+from jingu.report.template import render_document
 
 Item = TypeVar("Item")
 
@@ -30,29 +27,24 @@ NUM_COLOURS = 6
 
 def render_page(record: RunRecord) -> str:
     """Return the HTML file. All text of the run is escaped, because a model's output is not trusted."""
-    script = read_resource("page.js")
-    train = record.train.values()
-    memory = max(_finite(train, "memory_bytes"), default=math.nan)
-    memory_size, memory_name = memory_unit(memory)
-    return load_template("page.html").render(
+    rate, share, memory = run_figures(record)
+    unit = memory_unit(memory)
+    charts = "".join(draw_chart(chart, record.resumes, record.stages) for chart in run_charts(record, *unit))
+    return render_document(
+        "page.html",
         record=record,
-        version=__version__,
-        style=Markup(read_resource("page.css")),
-        script=Markup(script),
-        # The content security policy allows only this script, whatever slips through the escaping.
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         start=record.starts[-1] if record.starts else {},
-        last=_last(record.train),
-        evaluation=_last(record.evaluations),
-        rate=median(_finite(train, "tokens_per_second") or [math.nan]),
-        share=median(_finite(train, "peak_share") or [math.nan]),
+        last=last_row(record.train),
+        evaluation=last_row(record.evaluations),
+        rate=rate,
+        share=share,
         memory=memory,
-        memory_size=memory_size,
-        memory_name=memory_name,
+        memory_size=unit[0],
+        memory_name=unit[1],
         counts_bytes=_counts_bytes(record),
         best=_best(record),
         resumes=", ".join(f"{step:,}" for step in _spread(record.resumes, 12)),
-        charts=Markup("".join(draw_chart(chart, record.resumes, record.stages) for chart in _charts(record))),
+        charts=Markup(charts),
         coders=_coders(record),
         tasks=_tasks(record),
         samples=_samples(record),
@@ -65,11 +57,20 @@ def _points(rows: dict[int, Row], key: str) -> list[Point]:
     return [(step, get_number(row, key)) for step, row in sorted(rows.items())]
 
 
+def run_figures(record: RunRecord) -> tuple[float, float, float]:
+    """Return the median tokens a second and share of peak, and the peak memory in bytes; NaN where unknown."""
+    rate, share, memory = (
+        _finite(record.train.values(), key) or [math.nan] for key in ("tokens_per_second", "peak_share", "memory_bytes")
+    )
+    return median(rate), median(share), max(memory)
+
+
 def _finite(rows: Iterable[Row], key: str) -> list[float]:
     return [value for row in rows if math.isfinite(value := get_number(row, key))]
 
 
-def _last(rows: dict[int, Row]) -> Row:
+def last_row(rows: dict[int, Row]) -> Row:
+    """Return the row of the last step; empty if there is none."""
     return rows[max(rows)] if rows else {}
 
 
@@ -90,9 +91,9 @@ def _best(record: RunRecord) -> str:
     return "validation, the best" if step == max(groups[-1]) else f"best {format_number(best)}, step {step:,}"
 
 
-def _charts(record: RunRecord) -> list[Chart]:
+def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
+    """Return the charts of a run; `size` and `unit` are those of memory."""
     train = record.train
-    size, unit = memory_unit(max(_finite(train.values(), "memory_bytes"), default=math.nan))
     memory = [(step, value / size) for step, value in _points(train, "memory_bytes")]
     levels = [(name, get_number(row, "bits_per_byte")) for name, row in record.baselines.items()]
     levels = [(name, value) for name, value in levels if is_drawable(value)]
@@ -149,7 +150,7 @@ def _task_charts(record: RunRecord) -> list[Chart]:
 
 def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
     """Return charts of a run that learns from rewards: rewards, lengths, what goes wrong, and what bounds learning."""
-    last = _last(train)
+    last = last_row(train)
     rewards = [name for name in last if name == "reward" or name.startswith("rewards/")]
     if not rewards:
         return []
@@ -188,7 +189,7 @@ def _tasks(record: RunRecord) -> list[tuple[str, dict[str, float], float, str]]:
 
 def _tokens_read(rows: dict[int, Row]) -> str:
     """Return how many tokens the evaluations of a group read."""
-    return f"{format_rounded(get_number(_last(rows), 'tokens'))} tokens"
+    return f"{format_rounded(get_number(last_row(rows), 'tokens'))} tokens"
 
 
 def _spread(items: list[Item], most: int) -> list[Item]:
@@ -226,6 +227,6 @@ def _table_steps(record: RunRecord) -> list[int]:
 def _coders(record: RunRecord) -> list[tuple[float, str, bool]]:
     """Return bits per byte, name, and whether it is this model, of each coder; none if there are no baselines."""
     values = [(get_number(row, "bits_per_byte"), name, False) for name, row in record.baselines.items()]
-    values.append((get_number(_last(record.evaluations), "bits_per_byte"), "this model", True))
+    values.append((get_number(last_row(record.evaluations), "bits_per_byte"), "this model", True))
     values = [value for value in values if math.isfinite(value[0]) and value[0] >= 0]
     return sorted(values, key=lambda value: -value[0]) if record.baselines else []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from functools import cache
 from importlib.resources import files
 from math import isfinite
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from jingu import __version__
 from jingu.errors import pluralize
 from jingu.formatting import format_duration, format_number, format_rounded, format_short, show_control_characters
 from jingu.report.record import get_number
@@ -21,10 +24,29 @@ def load_template(name: str) -> Template:
     def shown(value: object) -> object:
         return value if isinstance(value, Markup) else show_control_characters(value)
 
-    environment = Environment(autoescape=True, finalize=shown, trim_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        autoescape=True,
+        finalize=shown,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+        loader=FunctionLoader(read_resource),
+    )
     environment.globals |= {"plain": format_number, "short": format_short, "rounded": format_rounded}
     environment.globals |= {"duration": format_duration, "count": pluralize, "number": get_number, "finite": isfinite}
-    return environment.from_string(read_resource(name))
+    return environment.get_template(name)
+
+
+def render_document(name: str, script_name: str = "page.js", **values: object) -> str:
+    """Return a page that loads nothing else: a template that extends base.html, with its style and its script."""
+    script = read_resource(script_name)
+    return load_template(name).render(
+        version=__version__,
+        style=Markup(read_resource("page.css")),
+        script=Markup(script),
+        # The content security policy allows only this script, whatever slips through the escaping.
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **values,
+    )
 
 
 def read_resource(name: str) -> str:

@@ -1,0 +1,109 @@
+"""A page that compares two runs: their results, their curves in the same charts, and how their settings differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import yaml
+from markupsafe import Markup
+
+from jingu.config.compare import flatten
+from jingu.config.introspect import format_value
+from jingu.errors import pluralize
+from jingu.formatting import MISSING, format_duration, format_number, format_rounded, memory_unit
+from jingu.report.charts import Chart, Series, draw_chart
+from jingu.report.page import last_row, run_charts, run_figures
+from jingu.report.record import RunRecord, get_number
+from jingu.report.template import render_document
+
+
+def render_comparison(first: RunRecord, second: RunRecord) -> str:
+    """Return the HTML page of two runs; the first is what the second is compared with."""
+    # Memory that is not known is NaN, which is no maximum.
+    unit = memory_unit(max(0.0, run_figures(first)[2], run_figures(second)[2]))
+    # Two runs of the same name are told apart by their order.
+    names = [first.name, second.name] if first.name != second.name else [f"{first.name} (1)", f"{second.name} (2)"]
+    charts = _pair_charts(names, run_charts(first, *unit), run_charts(second, *unit))
+    return render_document(
+        "comparison.html",
+        names=names,
+        notes=[f"{name}: {note}" for name, run in zip(names, (first, second), strict=True) for note in run.notes],
+        results=_results(first, second, *unit),
+        charts=Markup("".join(map(draw_chart, charts))),
+        differences=[
+            ("Configuration", "config.yaml", _differences(first.config, second.config)),
+            ("Model", "model.json", _differences(first.model, second.model)),
+        ],
+    )
+
+
+def _results(first: RunRecord, second: RunRecord, size: float, unit: str) -> list[tuple[str, str, str, str]]:
+    """Return rows of the table of results: what, its value in each run, and the change from the first to the second."""
+    rows = [("ranks", _describe_ranks(first), _describe_ranks(second), "")]
+    values = [_values(first, size, unit), _values(second, size, unit)]
+    for key, (before, show) in values[0].items():
+        after = values[1][key][0]
+        change = f"{after / before - 1:+.1%}" if before and math.isfinite(after / before) else ""
+        rows.append((key, show(before), show(after), change))
+    return rows
+
+
+def _values(run: RunRecord, size: float, unit: str) -> dict[str, tuple[float, Any]]:
+    """Return the results of a run by name, each with the function that formats it."""
+    last, evaluation = last_row(run.train), last_row(run.evaluations)
+    rate, share, memory = run_figures(run)
+    return {
+        "steps": (float(max(run.train, default=0)), format_rounded),
+        "tokens": (get_number(last, "tokens"), format_rounded),
+        "training time": (get_number(last, "seconds"), format_duration),
+        "final loss": (get_number(last, "loss"), format_number),
+        "validation loss": (get_number(evaluation, "loss"), format_number),
+        "bits per byte": (get_number(evaluation, "bits_per_byte"), format_number),
+        "tokens a second, median": (rate, format_rounded),
+        "share of peak, %": (100 * share, format_number),
+        f"peak memory of a rank, {unit}": (memory / size, format_number),
+    }
+
+
+def _describe_ranks(run: RunRecord) -> str:
+    start = run.starts[-1] if run.starts else {}
+    ranks = get_number(start, "ranks")
+    count = pluralize(int(ranks), "rank") if math.isfinite(ranks) else MISSING
+    return f"{count} ({start.get('device', '?')}, {start.get('precision', '?')})"
+
+
+def _pair_charts(names: list[str], first: list[Chart], second: list[Chart]) -> list[Chart]:
+    """Return a chart for each curve that either run has, with the curves of both."""
+    curves: dict[tuple[str, str], list[Series]] = {}
+    for number, charts in enumerate((first, second)):
+        for chart in charts:
+            for series in chart.series:
+                curve = replace(series, label=names[number], colour=number)
+                curves.setdefault((chart.title, series.label), []).append(curve)
+    by_title = {chart.title: chart for chart in first + second}
+    divided = {chart.title for chart in first + second if len(chart.series) > 1}
+    return [
+        replace(by_title[title], title=f"{title}, {label}" if title in divided else title, series=pair, levels=[])
+        for (title, label), pair in curves.items()
+    ]
+
+
+def _differences(first: str, second: str) -> list[tuple[str, str, str]]:
+    """Return the keys with other values in two files, YAML or JSON, and these values."""
+    before, after = _flat_values(first), _flat_values(second)
+    keys = [key for key in {**before, **after} if key != "name" and before.get(key) != after.get(key)]
+    return [(key, _show(before, key), _show(after, key)) for key in keys]
+
+
+def _flat_values(text: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return flatten(tree) if isinstance(tree, dict) else {}
+
+
+def _show(values: dict[str, Any], key: str) -> str:
+    return format_value(values[key]) if key in values else MISSING
