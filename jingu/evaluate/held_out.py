@@ -189,6 +189,9 @@ def _check_mixture(data: Record, profile: TaskProfile) -> str:
     for other in mixture["tasks"]:
         if other["task"].partition("@")[0] == own:
             return f"not held out: {{model}} was trained on {other['task']}"
+        # Older receipts do not have the hash of the rows.
+        if other.get("data") == profile.data:
+            return f"not held out: {{model}} was trained on the same rows as {other['task']}"
         if profile.cluster is not None and other["cluster"] == profile.cluster:
             return f"not held out: {{model}} was trained on {other['task']}, of the same task cluster"
     locks = [lock for lock in mixture["held_out"] if lock["data"] == profile.data]

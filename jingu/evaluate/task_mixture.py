@@ -210,5 +210,11 @@ class TaskMixture:
             unused = len(stream.rows) - min(stream.size, count)
             used = f"{pluralize(count, 'row')}, {count / stream.size:.2f} epochs"
             print(f"  {stream.task.task}: {used}, {unused:,} of {len(stream.rows):,} documents unused")
-        tasks = [{"task": profile.task, "cluster": profile.cluster} for profile in self._profiles]
-        return {"name": self.settings.mixture, "hash": fingerprint_of(text), "tasks": tasks, "held_out": self.held_out}
+        tasks = [{"task": profile.task, "cluster": profile.cluster, "data": profile.data} for profile in self._profiles]
+        return {
+            "name": self.settings.mixture,
+            "hash": fingerprint_of(text),
+            "seed": self.settings.seed,
+            "tasks": tasks,
+            "held_out": self.held_out,
+        }

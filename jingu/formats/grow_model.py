@@ -10,6 +10,7 @@ from typing import Any
 from jingu.errors import JinguError
 from jingu.formats.export import write_model
 from jingu.formats.models import open_model
+from jingu.formats.provenance import extend_provenance
 from jingu.formats.stored_model import StoredModel
 from jingu.model.count import count_parameters
 from jingu.model.decoder import parameter_shapes
@@ -70,6 +71,7 @@ def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto"
     if growth.experts is not None:
         larger = upcycle_to_experts(larger, growth.experts, growth.active, growth.noise, growth.seed)
     write_model(replace(stored, spec=larger.spec, read=larger.read), to, dtype, check)
+    extend_provenance(to, [], model)
     before, after = (count_parameters(spec, parameter_shapes(spec)) for spec in (stored.spec, larger.spec))
     print(f"It has {after.total:,} parameters ({after.active:,} active); {model} has {before.total:,}.")
 

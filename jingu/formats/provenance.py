@@ -24,19 +24,53 @@ def read_provenance(model: Path) -> Record | None:
     return None
 
 
-def extend_provenance(run: Path, data: list[Record], initial: Path | None) -> None:
-    """Write the record of a run. What an earlier start of it was trained on remains."""
+def extend_provenance(run: Path, data: list[Record], initial: Path | None, adapter: Path | None = None) -> None:
+    """Write the record of a run. What an earlier start of it was trained on remains.
+
+    Args:
+        initial: the model that it started from.
+        adapter: the adapter, of this model or of another one, that it started from.
+    """
     earlier = read_provenance(run)
     if earlier is None:
-        start = None if initial is None else {"model": str(initial), "record": read_provenance(initial)}
+        start = None
+        if initial is not None:
+            record = read_provenance(initial)
+            start = {"model": str(initial), "record": record}
+            if adapter is not None:
+                start = {"model": str(adapter), "record": add_ancestor(read_provenance(adapter), initial, record)}
         earlier = {"data": [], "initial": start}
     added = [item for item in data if item not in earlier["data"]]
     content = {**earlier, "data": earlier["data"] + added}
     write_text_atomically(run / RECORD_NAME, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
 
 
-def copy_provenance(model: Path, folder: Path) -> None:
-    """Copy the record of a model, if there is one, into a folder that it is exported to."""
+def add_ancestor(record: Record | None, model: Path, ancestor: Record | None) -> Record | None:
+    """Return a record with another model before the first one of its chain, unless it is in the chain already.
+
+    Args:
+        record: of an adapter; None: what it was trained on is unknown, and remains so.
+        model: path of the model that the adapter is joined with.
+        ancestor: its record.
+    """
+    if record is None:
+        return None
+    initial = record["initial"]
+    if initial is None:
+        return {**record, "initial": {"model": str(model), "record": ancestor}}
+    if initial["record"] == ancestor:
+        return record
+    return {**record, "initial": {**initial, "record": add_ancestor(initial["record"], model, ancestor)}}
+
+
+def copy_provenance(model: Path, folder: Path, base: Path | None = None) -> None:
+    """Copy the record of a model, if there is one, into a folder that it is exported to.
+
+    Args:
+        base: if the model is an adapter, another model than the one that it was trained for, with which it was merged.
+    """
     record = read_provenance(model)
+    if base is not None:
+        record = add_ancestor(record, base, read_provenance(base))
     if record is not None:
         write_text_atomically(folder / RECORD_NAME, json.dumps(record, ensure_ascii=False, indent=2) + "\n")

@@ -300,8 +300,10 @@ def write_run_files(run: Run) -> None:
     try:
         write_text_atomically(run.folder / "config.yaml", dump_yaml(run.config))
         write_text_atomically(run.folder / "model.json", run.spec.to_json())
-        initial = run.config.initialize.from_
-        extend_provenance(run.folder, run.data_records, None if initial is None else Path(initial))
+        settings = run.config.tune
+        adapter = None if isinstance(settings, tune.FullSettings) else settings.initial_adapter
+        start = [None if path is None else Path(path) for path in (run.config.initialize.from_, adapter)]
+        extend_provenance(run.folder, run.data_records, *start)
         _copy_tokenizer(run)
     except OSError as error:
         raise run_write_error(error, run.folder) from error

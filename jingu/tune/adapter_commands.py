@@ -12,6 +12,7 @@ from jingu.formats.export import write_model
 from jingu.formats.models import load_adapters, open_adapter_run, open_model
 from jingu.formats.peft import ADAPTER_CONFIG, read_adapters
 from jingu.formats.peft_export import write_adapters
+from jingu.formats.provenance import copy_provenance
 from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import ADAPTER_PARAMETERS, RESIDUAL_INITS, is_trained, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
@@ -27,6 +28,7 @@ def export(run: Path, to: Path) -> None:
     """
     adapters, base, base_path = open_adapter_run(run)
     write_adapters(adapters, base, base_path, to)
+    copy_provenance(run, to)
     print(f"Wrote {to}: adapters, which peft loads onto {base_path} as exported.")
 
 
@@ -50,6 +52,7 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
         adapters, base_model, _ = open_adapter_run(model)
         merged = apply_adapters(adapters, base_model)
     write_model(merged, to, dtype, False)
+    copy_provenance(model, to, base)
 
 
 def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:

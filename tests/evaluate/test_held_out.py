@@ -13,10 +13,14 @@ from jingu.cli import main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.evaluate import contamination
+from jingu.evaluate.evaluation import prepare_task
+from jingu.evaluate.held_out import describe_evidence
 from jingu.evaluate.task_mixture import TaskMixture
+from jingu.formats.provenance import read_provenance
 from jingu.training.commands import train
 from jingu.tune.prepare import prepare
 from tests.conftest import Library, MakeRun
+from tests.evaluate.conftest import load_task
 
 PLAIN = "{{question}}:"
 LONG = "Read this question about {{question}} with care and write the right answer:"
@@ -166,6 +170,67 @@ def test_only_records_of_all_ancestors_prove_it(
     # Models from elsewhere have no record.
     (tmp_path / "exported" / "provenance.json").unlink()
     assert "there is no record of what the model was trained on" in evaluate(tmp_path / "exported")
+
+
+def test_records_go_with_merged_exported_and_grown_models(
+    tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_task(tmp_path, "secret", LONG, task_cluster="made_up")
+    write_task(tmp_path, "other", task_cluster="made_up")
+    write_task(tmp_path, "stories")
+    # The same rows as the secret task's, under a name and in a cluster that tell nothing.
+    write_task(tmp_path, "copy")
+    (tmp_path / "copy-train.jsonl").write_bytes((tmp_path / "secret-test.jsonl").read_bytes())
+    runs = tmp_path / "runs"
+    lora = {"type": "lora", "rank": 2}
+
+    def train_on(name: str, task: str, initial: str | None = None, **changes: Any) -> Path:
+        held_out = ("secret",) if task == "stories" else ()
+        mixture = write_mixture(tmp_path, task, held_out=held_out)
+        run_on(tiny_run, mixture, name, None if initial is None else runs / initial, **changes)
+        return runs / name
+
+    def evidence(model: Path) -> str:
+        task = prepare_task(load_task(tmp_path / "secret.yaml"))
+        return describe_evidence(read_provenance(model), task.settings, task.data.rows)
+
+    def make(*words: object) -> Path:
+        folder = tmp_path / "made" / str(len([*tmp_path.glob("made/*")]))
+        folder.parent.mkdir(exist_ok=True)
+        assert main([*map(str, words), "--to", str(folder)]) == 0
+        return folder
+
+    clean = train_on("clean", "stories")
+    leaky = train_on("leaky", "other")
+    assert (
+        evidence(train_on("copied", "copy", batch__sequence_length=64))
+        == "not held out: the model was trained on the same rows as copy"
+    )
+    by_leaky = f"not held out: {leaky} was trained on other, of the same task cluster"
+    # Growing, on whatever model it begins from.
+    assert evidence(make("model", "grow", clean, "--num-layers", 4)) == "held out"
+    assert evidence(make("model", "grow", make("export", leaky), "--num-layers", 4)).endswith(
+        f"{tmp_path / 'made' / '1'} was trained on other, of the same task cluster"
+    )
+    # Merging the adapters of a run, whose record has that of its base model.
+    adapter = train_on("adapter", "stories", "clean", tune=lora)
+    assert (
+        evidence(make("tune", "merge", adapter))
+        == evidence(make("model", "grow", make("tune", "merge", adapter), "--num-layers", 4))
+        == "held out"
+    )
+    assert evidence(make("tune", "merge", train_on("on-leaky", "stories", "leaky", tune=lora))) == by_leaky
+    # A folder of peft, and its adapters on another model than their own.
+    peft = make("tune", "export", adapter)
+    assert evidence(peft) == evidence(make("tune", "merge", peft)) == "held out"
+    assert evidence(make("tune", "merge", peft, "--base", clean)) == "held out"
+    assert evidence(make("tune", "merge", peft, "--base", leaky)) == by_leaky
+    # Adapters that began as others, which were trained on the cluster.
+    source = train_on("source", "other", "clean", tune=lora)
+    target = train_on("target", "stories", "clean", tune={**lora, "initial_adapter": str(source)})
+    assert evidence(target) == f"not held out: {source} was trained on other, of the same task cluster"
+    (peft / "provenance.json").unlink()
+    assert "no record of what the model was trained on" in evidence(make("tune", "merge", peft, "--base", clean))
 
 
 def test_text_is_proved_by_a_search(
