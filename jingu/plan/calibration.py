@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log
 
 import numpy as np
 
@@ -15,29 +16,64 @@ from jingu.plan.workload import Workload
 PRIOR_WIDTH = 0.3
 # Logarithm of a measurement's typical error.
 NOISE = 0.05
+# That of a term of a single step; terms below this share of a step say little.
+TERM_NOISE = 0.15
+MIN_SHARE = 0.02
+# Quantiles of measured over planned seconds between which 8 of 10 logged steps lie.
+QUANTILES = (0.1, 0.9)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured step."""
+    """A measured step.
+
+    Attributes:
+        terms: its seconds by term, where they were measured.
+        logged: seconds of a step at each logged time, whose median is `seconds`.
+    """
 
     work: Workload
     machine: Machine
     seconds: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    logged: tuple[float, ...] = ()
+
+    def planned(self, efficiency: Efficiency) -> dict[str, float]:
+        """Return the planned seconds by term."""
+        return step_time(self.work, self.machine.model_copy(update={"efficiency": efficiency}))
 
 
 def prediction_errors(measurements: Sequence[Measurement], efficiency: Efficiency) -> list[float]:
     """Return predicted over measured seconds, less 1."""
-    machines = [m.machine.model_copy(update={"efficiency": efficiency}) for m in measurements]
-    times = [sum(step_time(m.work, machine).values()) for m, machine in zip(measurements, machines, strict=True)]
-    return [time / m.seconds - 1 for m, time in zip(measurements, times, strict=True)]
+    return [sum(m.planned(efficiency).values()) / m.seconds - 1 for m in measurements]
+
+
+def term_errors(measurement: Measurement, planned: Mapping[str, float]) -> list[float]:
+    """Return logarithms of planned over measured seconds of each term, near zero for small ones."""
+    least = MIN_SHARE * measurement.seconds
+    measured = measurement.terms.items()
+    return [log((planned[term] + least) / (seconds + least)) for term, seconds in measured if term in planned]
+
+
+def residual_interval(measurements: Sequence[Measurement], start: Efficiency | None = None) -> tuple[float, float]:
+    """Return quantiles of measured over planned seconds of logged steps.
+
+    With three runs or more, each is predicted by constants that were fitted to the others.
+    """
+    ratios: list[float] = []
+    for number, measurement in enumerate(measurements):
+        others = [m for other, m in enumerate(measurements) if other != number or len(measurements) < 3]
+        planned = sum(measurement.planned(fit_efficiency(others, start)).values())
+        ratios += [seconds / planned for seconds in measurement.logged or (measurement.seconds,)]
+    low, high = np.quantile(ratios, QUANTILES)
+    return float(low), float(high)
 
 
 def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None = None) -> Efficiency:
     """Return the efficiency that explains measured steps best, near the default where they say little.
 
-    It minimizes squared logarithms of predicted over measured seconds by Gauss-Newton steps, with a normal prior on
-    the logarithms of the constants.
+    It minimizes squared logarithms of predicted over measured seconds, of steps and of their terms, by Gauss-Newton
+    steps, with a normal prior on the logarithms of the constants.
     """
     start = start or Efficiency()
     names = list(Efficiency.model_fields)
@@ -46,7 +82,10 @@ def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None
     def residuals(x: np.ndarray) -> np.ndarray:
         efficiency = Efficiency(**dict(zip(names, np.exp(x), strict=True)))
         # Few outliers should not decide: beyond two widths of the noise, errors count linearly.
-        scaled = np.log1p(prediction_errors(measurements, efficiency)) / NOISE
+        plans = [m.planned(efficiency) for m in measurements]
+        pairs = list(zip(measurements, plans, strict=True))
+        totals = [log(sum(plan.values()) / m.seconds) / NOISE for m, plan in pairs]
+        scaled = np.array(totals + [error / TERM_NOISE for m, plan in pairs for error in term_errors(m, plan)])
         robust = np.sign(scaled) * np.sqrt(np.where(abs(scaled) < 2, scaled**2, 4 * abs(scaled) - 4))
         return np.concatenate([robust, (x - origin) / PRIOR_WIDTH])
 

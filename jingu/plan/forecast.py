@@ -82,6 +82,7 @@ class Forecast:
             "memory_usable": machine.usable_bytes,
             "seconds": self.seconds,
             "step_seconds": self.step,
+            "step_seconds_interval": machine.interval and [self.step * bound for bound in machine.interval],
             "tokens_per_second": work.tokens_per_step / self.step,
             "mfu": flops / self.step / ranks / (machine.peak_tflops * 1e12),
             "days": hours / 24,
@@ -187,6 +188,9 @@ def print_forecast(result: Forecast) -> None:
     print()
     terms = [(term, f"{value:,.3f}", f"{value / result.step:.1%}") for term, value in result.seconds.items() if value]
     print_table(("time of a step", "s", "share"), [*terms, ("total", f"{result.step:,.3f}", "")], [1, 2])
+    if figures["step_seconds_interval"]:
+        low, high = figures["step_seconds_interval"]
+        print(f"between {low:,.3f} and {high:,.3f} s in 8 of 10 cases, by the runs of the calibration")
     print()
     price = "" if figures["price"] is None else f", {figures['price']:,.0f} for the cards"
     print(f"{format_rounded(figures['tokens_per_second'])} tokens/s, MFU {figures['mfu']:.1%}")

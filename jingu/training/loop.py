@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from jingu.runtime.signals import CollectiveStop
 from jingu.training.checkpointing import Checkpointer, Progress
 from jingu.training.evaluate import measure_tasks
 from jingu.training.optimizer import set_learning_rate
+from jingu.training.plan_check import PlanCheck
 from jingu.training.profile import profile_steps
 from jingu.training.run import Run
 from jingu.training.schedule import learning_rate
@@ -51,6 +52,7 @@ class Trainer:
 
     Attributes:
         plan: how the global batch is divided over ranks and micro-batches.
+        plan_check: compares the run with what was planned.
     """
 
     run: Run
@@ -61,6 +63,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     meter: ThroughputMeter
     is_compiled: bool
+    plan_check: PlanCheck = field(default_factory=PlanCheck)
 
 
 def train_loop(
@@ -214,16 +217,17 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
     set_learning_rate(trainer.optimizer, lr * progress.lr_scale)
     precision = config.precision
     is_fp16 = isinstance(precision, FP16Settings)
-    for update in range(trainer.plan.updates):
-        result = train_step(
-            trainer.model,
-            trainer.optimizer,
-            trainer.task,
-            trainer.plan,
-            step=progress.step * trainer.plan.updates + update,
-            max_grad_norm=config.train.max_grad_norm,
-            loss_scale=progress.loss_scale.value if is_fp16 else None,
-        )
+    with trainer.plan_check.step(trainer):
+        for update in range(trainer.plan.updates):
+            result = train_step(
+                trainer.model,
+                trainer.optimizer,
+                trainer.task,
+                trainer.plan,
+                step=progress.step * trainer.plan.updates + update,
+                max_grad_norm=config.train.max_grad_norm,
+                loss_scale=progress.loss_scale.value if is_fp16 else None,
+            )
     if isinstance(precision, FP16Settings):
         progress.loss_scale.update(precision, finite=not result.skipped)
     if result.skipped:
@@ -271,6 +275,7 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
         peak_share=share,
         memory_bytes=peak_memory(trainer.ranks.device),
     )
+    trainer.plan_check.log(trainer, progress.step, speed, write)
     if progress.add_loss(loss):
         log_warning(
             f"The loss has risen far above its past: {loss:.3f} at step {progress.step}, from about "

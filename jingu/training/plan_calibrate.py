@@ -12,7 +12,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Precision
 from jingu.parallel.stages import plan_layout
-from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
+from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors, residual_interval
 from jingu.plan.forecast import run_workload
 from jingu.plan.machine import Machine, find_machine
 from jingu.runtime.device import DTYPES
@@ -41,7 +41,13 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
     print(
         f"Median error of {pluralize(len(runs), 'run')}: {median(map(abs, before)):.1%} → {median(map(abs, after)):.1%}"
     )
-    values = base.model_dump() | {"name": to.stem, "efficiency": efficiency.model_dump()}
+    interval = residual_interval(measurements, base.efficiency)
+    print(f"8 of 10 logged steps took {interval[0]:.3f} to {interval[1]:.3f} times what is planned for them.")
+    values = base.model_dump() | {
+        "name": to.stem,
+        "efficiency": efficiency.model_dump(),
+        "interval": list(interval),
+    }
     try:
         write_text_atomically(to, dump(values))
     except OSError as error:
@@ -68,4 +74,7 @@ def _read_run(run: Path, machine: Machine) -> Measurement:
     precision = Precision(start["precision"], dtype, masters, masters)
     work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), precision)
     machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
-    return Measurement(work, machine, start["tokens_per_step"] / median(speeds))
+    logged = tuple(start["tokens_per_step"] / speed for speed in speeds)
+    # Terms that the run itself has measured.
+    terms: dict[str, float] = next((record["actual"] for record in reversed(records) if record["type"] == "plan"), {})
+    return Measurement(work, machine, median(logged), terms, logged)

@@ -36,9 +36,14 @@ _POLL_SECONDS = 0.5
 
 
 class Activity:
-    """Records what this rank does. Without a file it records nothing."""
+    """Records what this rank does. Without a file nobody else sees it.
+
+    Attributes:
+        phase: the present one.
+    """
 
     def __init__(self, slot: mmap.mmap | None = None) -> None:
+        self.phase = ""
         self._slot = slot
         self._changes = 0
         self._step = 0
@@ -52,6 +57,7 @@ class Activity:
             micro_batch: -1: none.
             peer: the rank with which it exchanges hidden states; -1: none.
         """
+        self.phase = phase
         if self._slot is None:
             return
         if step is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jingu.config.load import dump_yaml
 from jingu.errors import JinguError
-from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
+from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors, residual_interval
 from jingu.plan.machine import Efficiency, find_machine
 from jingu.plan.step_time import step_time
 from jingu.training.plan_calibrate import calibrate
@@ -36,6 +37,24 @@ def test_a_slower_machine_is_recognized() -> None:
     assert max(map(abs, after)) < 0.1
 
 
+def test_measured_terms_say_which_constant_is_wrong() -> None:
+    """One step alone: its total fits a slower memory as well as slower products; its terms tell them apart."""
+    slow = Efficiency(memory=0.35)
+    work, machine = measurements(slow)[0].work, find_machine("a100-80")
+    terms = Measurement(work, machine, 1.0).planned(slow)
+    step = Measurement(work, machine, sum(terms.values()), terms)
+    fitted, from_total = fit_efficiency([step]), fit_efficiency([replace(step, terms={})])
+    assert fitted.memory == pytest.approx(0.35, rel=0.3) != from_total.memory
+    assert fitted.matmul == pytest.approx(0.85, rel=0.05)
+
+
+def test_the_interval_holds_what_the_runs_logged() -> None:
+    steps = [
+        replace(step, logged=tuple(step.seconds * n / 10 for n in range(8, 13))) for step in measurements(Efficiency())
+    ]
+    assert residual_interval(steps) == pytest.approx((0.8, 1.2), rel=1e-3)
+
+
 def test_exact_predictions_change_nothing() -> None:
     fitted = fit_efficiency(measurements(Efficiency())).model_dump()
     assert fitted == pytest.approx(Efficiency().model_dump(), rel=1e-6)
@@ -52,9 +71,11 @@ def test_a_calibrated_machine_file_can_be_planned_on(tmp_path: Path, capsys: pyt
     steps = [{"type": "train", "step": n, "tokens_per_second": tokens / 0.1} for n in range(5)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, *steps)))
     calibrate([run], "a100-80", tmp_path / "cluster.yaml")
-    assert "0.100 s a step" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "0.100 s a step" in out and "8 of 10 logged steps" in out
     machine = find_machine(str(tmp_path / "cluster.yaml"))
     assert machine.efficiency.kernel_us > Efficiency().kernel_us
+    assert machine.interval is not None and 1.0 <= machine.interval[0] <= machine.interval[1] < 1.3
     (run / "metrics.jsonl").write_text(json.dumps(start) + "\n")
     with pytest.raises(JinguError, match="too few logged steps"):
         calibrate([run], "a100-80", tmp_path / "cluster.yaml")

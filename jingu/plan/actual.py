@@ -1,0 +1,78 @@
+"""Measure the terms of a step while it runs, to compare them with the plan."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from jingu.compat.torch import TorchDispatchMode, tree_leaves
+from jingu.compat.torch_distributed import collective_group
+
+_PRODUCTS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_product", "grouped_outer")
+)
+_AXES = ("tensor", "context", "expert", "pipeline")
+# Phases of a step (`jingu.watch.slot.PHASES`) whose operations belong to one term.
+_PHASES = {"optimizer": "optimizer", "gradients": "optimizer", "rollout": "rollout", "data": "launch"}
+
+
+class StepTimer(TorchDispatchMode):
+    """Sums up the seconds of the operations of a step by term, on a CPU, where an operation ends when it returns.
+
+    Attributes:
+        seconds: by term of `jingu.plan.step_time.TERMS`. What Python takes between operations is not among them.
+    """
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._phase = phase
+        self._collective = "data"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What a DTensor does comes here again, as operations on its local tensor.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        term = self._term(func, args)
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d" and term != "pipeline":
+            # Collectives of one axis end here, so that their time counts; stages would wait for each other.
+            works: list[Any] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+            for work in works:
+                work.wait()
+        self.seconds[term] += time.perf_counter() - start
+        return result
+
+    def _term(self, func: Any, args: Any) -> str:
+        group = collective_group(func, args)
+        if group is not None:
+            axis = group.removeprefix("mesh_")
+            self._collective = axis if axis in _AXES else "data"
+            return self._collective
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name == "wait_tensor":
+            return self._collective
+        phase = _PHASES.get(self._phase())
+        if phase is not None:
+            return phase
+        if name in _PRODUCTS:
+            return "matmuls"
+        return "attention" if "scaled_dot_product" in name else "elementwise"
+
+
+def complete_terms(measured: Mapping[str, float], step: float, *, is_pipeline: bool) -> dict[str, float]:
+    """Return the measured seconds of a step by term, and add what is left: a pipeline's idle time, or the host's.
+
+    Args:
+        step: seconds of a step that nobody measured in detail.
+    """
+    terms: dict[str, float] = dict(measured)
+    rest = "bubble" if is_pipeline else "launch"
+    terms[rest] = max(0.0, step - sum(terms.values()) + terms.get(rest, 0.0))
+    return terms

@@ -1,0 +1,88 @@
+"""Compare a run with its plan while it runs: each run writes both into its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import TYPE_CHECKING
+
+from jingu.parallel.mesh import resolve_axis_sizes
+from jingu.plan.actual import StepTimer, complete_terms
+from jingu.plan.forecast import run_workload
+from jingu.plan.machine import Machine, nominal_machine
+from jingu.plan.memory import fullest_stage
+from jingu.plan.step_time import step_time
+from jingu.runtime.device import peak_memory
+from jingu.runtime.ranks import count_ranks
+from jingu.training.precision import choose_precision
+
+if TYPE_CHECKING:
+    from jingu.training.loop import Trainer, WriteMetrics
+
+# The step of a start whose operations are timed, counted from 1: those before it build what stays, or are profiled.
+TIMED_STEP = 3
+
+
+class PlanCheck:
+    """Times one step in detail and all logged ones roughly, and writes them beside what the plan says of them.
+
+    Only steps on a CPU are timed in detail, and only where they are not compiled.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._speeds: list[float] = []
+        self._is_warm = self._is_written = False
+        self._measured: Mapping[str, float] = {}
+
+    def step(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Return the context of the next step."""
+        self._steps += 1
+        if self._steps != _timed_step(trainer) or trainer.is_compiled or trainer.ranks.device.type != "cpu":
+            return nullcontext()
+        timer = StepTimer(lambda: trainer.model.activity.phase)
+        self._measured = timer.seconds
+        return timer
+
+    def log(self, trainer: Trainer, step: int, speed: float, write: WriteMetrics) -> None:
+        """Take the speed of the logged steps, in tokens per second; write a line `plan` once, and at the end."""
+        # The first logged steps are left out: they warm up, and one of them is timed.
+        self._speeds += [speed] * self._is_warm
+        self._is_warm = self._steps >= _timed_step(trainer)
+        if not self._speeds or (self._is_written and step < trainer.run.config.train.steps):
+            return
+        self._is_written = True
+        seconds = trainer.plan.tokens_per_step / median(self._speeds)
+        config, spec, device = trainer.run.config, trainer.run.spec, trainer.ranks.device
+        sizes = resolve_axis_sizes(config.parallel, trainer.ranks.world, spec)
+        work = run_workload(config, spec, sizes, trainer.plan, choose_precision(config.precision, device))
+        machine = _measured_machine(trainer)
+        planned = {term: value * trainer.plan.updates for term, value in step_time(work, machine).items()}
+        actual = {}
+        if self._measured:
+            actual = complete_terms(self._measured, seconds, is_pipeline=sizes.pipeline > 1)
+        write(
+            "plan",
+            step,
+            planned=planned,
+            actual=actual,
+            planned_seconds=sum(planned.values()),
+            actual_seconds=seconds,
+            planned_memory_bytes=fullest_stage(work)[1].total,
+            actual_memory_bytes=peak_memory(device),
+        )
+
+
+def _timed_step(trainer: Trainer) -> int:
+    """Return the number of the step that is timed, counted from 1."""
+    return TIMED_STEP + trainer.run.config.train.profile.steps
+
+
+def _measured_machine(trainer: Trainer) -> Machine:
+    """Return this machine with the peak that the run has measured."""
+    ranks = trainer.ranks
+    machine = nominal_machine(ranks.device).with_nodes(count_ranks(ranks.world)[1])
+    peak = trainer.meter.peak / ranks.world / 1e12
+    matmul = peak if machine.is_shared else min(peak, machine.matmul_tflops)
+    return machine.model_copy(update={"peak_tflops": peak, "matmul_tflops": matmul})
