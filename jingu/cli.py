@@ -91,6 +91,11 @@ _DTYPE = option("--dtype", "TYPE", choice("auto", "fp32", "bf16", "fp16"), "fp32
 _WORDS = ("words", {"metavar": "COMMAND", "nargs": argparse.REMAINDER, "help": "such as train run.yaml"})
 _ENVIRONMENT = option("--environment", "FILE", expand_path, "lines NAME=VALUE, variables for the ranks")
 _RESTARTS = option("--max-restarts", "N", integer(0), "restarts of the ranks after a failure", 0)
+_HOSTS = (
+    option("--hostfile", "FILE", expand_path, "lines such as `node1 slots=8`", required=True),
+    option("--include", "NODES", str, "only these nodes and slots, such as node1:0,2@node2"),
+    option("--exclude", "NODES", str, "all but these nodes and slots"),
+)
 _NODES = (
     option("--nodes", "N", integer(1), "number of nodes", 1),
     option("--slots", "N", integer(1), "ranks of a node, a GPU each", 1),
@@ -241,13 +246,19 @@ COMMANDS = {
     "launch ssh": command(
         "run a command on the machines of a hostfile",
         "launch.ssh:launch_ssh",
-        option("--hostfile", "FILE", expand_path, "lines such as `node1 slots=8`", required=True),
-        option("--include", "NODES", str, "only these nodes and slots, such as node1:0,2@node2"),
-        option("--exclude", "NODES", str, "all but these nodes and slots"),
+        *_HOSTS,
         _ENVIRONMENT,
         option("--ssh-options", "OPTIONS", str, "further options of ssh, such as '-i key -p 2222'", ""),
         _RESTARTS,
         option("--min-nodes", "N", integer(1), "nodes with which the run goes on when others are lost (default: all)"),
+        _WORDS,
+    ),
+    "launch pdsh": command(
+        "run a command on the machines of a hostfile, through pdsh",
+        "launch.pdsh:launch_pdsh",
+        *_HOSTS,
+        _ENVIRONMENT,
+        _RESTARTS,
         _WORDS,
     ),
     "launch slurm": command(

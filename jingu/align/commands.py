@@ -16,6 +16,7 @@ from jingu.config.sections.data import PreferenceSettings, SupervisedSettings
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.build import build
 from jingu.errors import JinguError, join_words
+from jingu.runtime.ranks import run_first
 from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.training import commands
 from jingu.training.commands import TASK_FACTORIES
@@ -59,8 +60,8 @@ def train(
 def align(file: Path, first: str | None = None, processes: int | None = None) -> int:
     """Run the stages of a file one after another: train missing tokenizers, build data sets, and train.
 
-    Every stage is an ordinary run. The same command resumes the one that was stopped, and skips those that are
-    complete.
+    Every stage is an ordinary run, on the ranks of a launcher if there is one. The same command resumes the one that
+    was stopped, and skips those that are complete.
 
     Args:
         first: name of the stage to begin with; None: the first one.
@@ -77,14 +78,19 @@ def align(file: Path, first: str | None = None, processes: int | None = None) ->
     if first is not None and first not in names:
         raise JinguError(f"there is no stage {first}.", where="--from", fix=f"The stages are {join_words(names)}.")
     for config in configs[0 if first is None else names.index(first) :]:
-        print(f"align: stage {config.name}, task {config.task.type}", flush=True)
-        if not Path(config.tokenizer.path).exists():
-            train_tokenizer(config)
-        build_data(config)
+        run_first(partial(_prepare_stage, config))
         code = train(config, processes)
         if code:
             return code
     return 0
+
+
+def _prepare_stage(config: RunConfig) -> None:
+    """Make what a stage needs and is not there yet: its tokenizer, its data."""
+    print(f"align: stage {config.name}, task {config.task.type}", flush=True)
+    if not Path(config.tokenizer.path).exists():
+        train_tokenizer(config)
+    build_data(config)
 
 
 def build_data(config: RunConfig) -> None:

@@ -10,16 +10,20 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from jingu.launch.start import Start, installed_versions
+from jingu.errors import JinguError
+from jingu.launch.start import Start, check_versions, installed_versions
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
 
 # Precedes the line in which a node describes itself; a login shell may print something before.
@@ -29,6 +33,11 @@ SHUTDOWN_SECONDS = 600
 # Variables with the number of a node and the address of the first one: Slurm, Kubeflow, JobSet, SkyPilot, dstack.
 _NODE_RANKS = ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
 _MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP")
+# Below those that the kernel hands out by itself.
+_PORTS = range(15_000, 32_000)
+# The file of signals beside that of a start, and how often it is read.
+SIGNALS_SUFFIX = ".signals"
+_POLL_SECONDS = 1.0
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -37,10 +46,19 @@ def describe_node() -> dict[str, object]:
     # client address, client port, server address, server port
     connection = os.environ.get("SSH_CONNECTION", "").split()
     address = connection[2] if len(connection) == 4 else socket.gethostname()
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port = listener.getsockname()[1]
-    return {"host": socket.gethostname(), "address": address, "port": port, "versions": installed_versions()}
+    return {"host": socket.gethostname(), "address": address, "port": free_port(), "versions": installed_versions()}
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens.
+
+    A port that the kernel chose could serve a connection of another program before the ranks listen on it.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def _find_master(start: Start) -> tuple[str, int]:
@@ -145,10 +163,29 @@ def _obey_launcher() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _obey_file(path: Path) -> None:
+    """Send this process the signals that the launcher writes into a file."""
+    done = 0
+    while True:
+        time.sleep(_POLL_SECONDS)
+        with suppress(OSError):
+            for number in path.read_text(encoding="utf-8").split()[done:]:
+                done += 1
+                os.kill(os.getpid(), int(number))
+
+
 def main(words: list[str]) -> int:
-    """Run this node: of a start that comes from the input, from a file (Slurm), or from a variable (a container)."""
+    """Run this node: of a start that comes from the input, from a file (Slurm; with the number of the node, pdsh), or
+    from a variable (a container)."""
     if words or "JINGU_START" in os.environ:
         start = Start.from_json(Path(words[0]).read_text(encoding="utf-8") if words else os.environ["JINGU_START"])
+        if start.versions:
+            check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
+        if len(words) == 2:
+            signals = Path(words[0]).with_suffix(SIGNALS_SUFFIX)
+            threading.Thread(target=_obey_file, args=(signals,), daemon=True).start()
+            threading.Thread(target=_obey_launcher, daemon=True).start()
+            return run_node(start, int(words[1]))
         rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
         return run_node(replace(start, master=_find_master(start)), int(rank))
     print(HELLO + json.dumps(describe_node()), flush=True)
@@ -161,7 +198,11 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    try:
+        code = main(sys.argv[1:])
+    except JinguError as error:
+        print(f"jingu: {error}", file=sys.stderr)
+        code = 2
     sys.stdout.flush()
     # The thread that reads the input does not end by itself.
     os._exit(code)

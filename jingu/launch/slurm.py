@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from jingu.config.load import load_config
-from jingu.errors import JinguError
+from jingu.errors import JinguError, pluralize
 from jingu.launch.start import prepare_start
 from jingu.runtime.files import write_text_atomically
-from jingu.runtime.signals import EXIT_PREEMPTED
+from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
 
 # Scripts, starts and logs are in this folder, which the nodes must share.
 FOLDER = Path("slurm")
@@ -70,8 +71,8 @@ def launch_slurm(
         settings |= {"signal": f"USR1@{_SECONDS_TO_SAVE}"}
         command = shlex.join(["srun", "--kill-on-bad-exit=1", *python, "jingu.launch.node", str(file)])
     # 2. Within an allocation there is nothing to wait for.
-    if "SLURM_JOB_ID" in os.environ and not write:
-        return subprocess.run([*shlex.split(command), "--nodes", str(nodes)], check=False).returncode
+    if "SLURM_JOB_ID" in os.environ and not write and "array" not in settings:
+        return _run_step(shlex.split(command), nodes)
     # 3. The script.
     settings |= {"job-name": name, "output": str(FOLDER / f"{name}-%j.log")} | ({"time": time} if time else {})
     settings |= dict(setting.lstrip("-").partition("=")[::2] for setting in sbatch or ())
@@ -84,6 +85,31 @@ def launch_slurm(
         print(script, end="")
         return 0
     return _submit(FOLDER / f"{name}.sbatch")
+
+
+def _run_step(command: Sequence[str], nodes: int) -> int:
+    """Run a command as a step of the allocation in which this process is. Returns its exit code."""
+    available = int(os.environ.get("SLURM_JOB_NUM_NODES", nodes))
+    if nodes > available:
+        what = f"the allocation has {pluralize(available, 'node')}, and --nodes is {nodes}."
+        raise JinguError(what, fix="Ask salloc for more, or leave the allocation.")
+    srun, *words = command
+    program = shutil.which(srun)
+    if program is None:
+        raise JinguError("there is no srun on this machine.", fix="Launch where salloc has started a shell.")
+    received: list[int] = []
+    # In a process group of its own. srun would only report its state after Ctrl-C, and kill after a termination; it
+    # passes this signal on to the nodes, whose ranks save.
+    process = subprocess.Popen([program, f"--nodes={nodes}", "--ntasks-per-node=1", *words], process_group=0)
+
+    def pass_on(number: int, _: object) -> None:
+        received.append(number)
+        process.send_signal(signal.SIGUSR1)
+
+    with handle_signals(pass_on, *STOP_SIGNALS):
+        code = process.wait()
+    # A person who stops a run sees the code of a run that a person has stopped.
+    return EXIT_INTERRUPTED if code == EXIT_PREEMPTED and signal.SIGINT in received else code
 
 
 def _write(path: Path, text: str) -> None:

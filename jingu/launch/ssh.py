@@ -18,15 +18,15 @@ from typing import Any
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.launch.hosts import Node, read_hostfile, select_nodes
 from jingu.launch.node import HELLO, combine_codes
-from jingu.launch.start import Start, prepare_start
+from jingu.launch.start import Start, check_versions, prepare_start
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
 # How long a node may take to answer.
 CONNECT_SECONDS = 8
 _ANSWER_SECONDS = 30
 # Time for the ranks of other nodes to exit by themselves after those of one node have failed.
-_GRACE_SECONDS = 15.0
-_POLL_SECONDS = 0.1
+GRACE_SECONDS = 15.0
+POLL_SECONDS = 0.1
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15")
 
 
@@ -96,7 +96,7 @@ class NodeConnection:
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GRACE_SECONDS)
+            self.process.wait(GRACE_SECONDS)
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -132,9 +132,7 @@ def launch_ssh(
         min_nodes=min(min_nodes or len(nodes), len(nodes)),
         max_restarts=max_restarts,
     )
-    variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node"])
-    command = f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"
+    command = node_command()
     pending_signals: list[int] = []
     connections: list[NodeConnection] = []
     with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
@@ -154,16 +152,11 @@ def launch_ssh(
                 connection.close()
 
 
-def check_versions(versions: dict[str, dict[str, str]]) -> None:
-    """Raise JinguError unless all nodes have the same versions."""
-    first_host, first = next(iter(versions.items()))
-    for host, own in versions.items():
-        differences = [
-            f"{name} {own[name]} ({first[name]} on {first_host})" for name in own if own[name] != first[name]
-        ]
-        if differences:
-            fix = "Install the same versions on all nodes."
-            raise JinguError(f"the node has {join_words(differences, 'and')}.", where=host, fix=fix)
+def node_command(*arguments: str) -> str:
+    """Return the shell command of a node process, in the same folder as here and with the same Python."""
+    variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node", *arguments])
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"
 
 
 def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending_signals: list[int]) -> int:
@@ -179,12 +172,12 @@ def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending
             break
         failed = sum(code not in (None, 0) for code in codes)
         if deadline is None and failed and len(codes) - failed < start.min_nodes:
-            deadline = time.monotonic() + _GRACE_SECONDS
+            deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             hosts = [item.node.host for item, code in zip(connections, codes, strict=True) if code is None]
             print(f"jingu: ending {pluralize(len(hosts), 'node')} that did not exit: {join_words(hosts, 'and')}.")
             break
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     finished = [code for code in codes if code is not None]
     is_complete = finished.count(0) >= start.min_nodes and None not in codes
     return 0 if is_complete and start.min_nodes < len(codes) else combine_codes(finished)

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jingu import __version__
-from jingu.config.load import dump_yaml, load_config
+from jingu.config.load import dump_yaml, load_config, load_stages
 from jingu.errors import JinguError, join_words
 from jingu.launch.hosts import read_environment
 
 # Commands that run on ranks.
-COMMANDS = ("train", "evaluate", "serve", "generate", "doctor")
+COMMANDS = ("train", "align", "evaluate", "serve", "generate", "doctor")
+_SUFFIXES = (".yaml", ".yml")
 _OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
 
@@ -26,8 +27,8 @@ class Start:
 
     Attributes:
         name: of the run, or of the command, as clusters accept it.
-        words: the command; the word `{config}` stands for the file of the run.
-        config: that file, resolved; None if the command takes none.
+        words: the command; the word `{config}` stands for the file of the run or of the stages.
+        config: the text of that file; None if the command takes none.
         environment: variables for the ranks.
         slots: slots of each node.
         min_nodes: with fewer nodes the run does not go on.
@@ -55,35 +56,54 @@ class Start:
 
 
 def prepare_start(words: Sequence[str], environment: Path | None = None) -> Start:
-    """Read the command, and load the run's file that it names, so that its errors appear before anything starts.
+    """Read the command, and load the file that it names, so that its errors appear before anything starts.
 
     Args:
-        words: such as `train run.yaml optimizer.lr=1e-3`; without a command, `train`.
+        words: such as `train run.yaml optimizer.lr=1e-3` or `align stages.yaml`; without a command, `train`.
         environment: file with variables for the ranks.
 
     Raises:
         JinguError: the command cannot run on ranks, or its configuration is wrong.
     """
     words = list(words[1:] if words[:1] == ["--"] else words)
-    if words and words[0].endswith((".yaml", ".yml")):
+    if words and words[0].endswith(_SUFFIXES):
         words = ["train", *words]
     if not words or words[0] not in COMMANDS:
         what = f"{words[0]} does not run on several nodes." if words else "the command to launch is missing."
         raise JinguError(what, fix=f"Name one of {join_words(COMMANDS)}, such as `train run.yaml`.")
-    config = None
-    name = words[0]
-    if words[0] == "train":
-        file = next((word for word in words[1:] if not word.startswith("-")), None)
-        if file is None:
-            raise JinguError("train needs the file of a run.", fix="Write `train run.yaml`.")
-        overrides = [word for word in words[2:] if _OVERRIDE.fullmatch(word)]
-        settings = load_config(Path(file).expanduser(), overrides)
-        config = dump_yaml(settings)
-        name = settings.name
-        words = ["{config}" if word == file else word for word in words if word not in overrides]
+    words, name, config = _read_file(words) if words[0] in ("train", "align") else (words, words[0], None)
     variables = read_environment(environment) if environment is not None else {}
     name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "jingu"
     return Start(words, name, config, variables, versions=installed_versions())
+
+
+def _read_file(words: list[str]) -> tuple[list[str], str, str | None]:
+    """Load the file of a run or of stages. Returns the words with `{config}` in its place, its name, and its text."""
+    overrides = [word for word in words[1:] if _OVERRIDE.fullmatch(word)]
+    plain = [word for word in words[1:] if not word.startswith("-") and word not in overrides]
+    file = next((word for word in plain if word.endswith(_SUFFIXES)), next(iter(plain), None))
+    if file is None:
+        noun = "a run" if words[0] == "train" else "stages"
+        raise JinguError(f"{words[0]} needs the file of {noun}.", fix=f"Write `{words[0]} FILE.yaml`.")
+    path = Path(file).expanduser()
+    if words[0] == "align":
+        load_stages(path)
+        return ["{config}" if word == file else word for word in words], path.stem, path.read_text(encoding="utf-8")
+    config = load_config(path, overrides)
+    words = ["{config}" if word == file else word for word in words if word not in overrides]
+    return words, config.name, dump_yaml(config)
+
+
+def check_versions(versions: dict[str, dict[str, str]]) -> None:
+    """Raise JinguError unless all nodes have the same versions."""
+    first_host, first = next(iter(versions.items()))
+    for host, own in versions.items():
+        differences = [
+            f"{name} {own[name]} ({first[name]} on {first_host})" for name in own if own[name] != first[name]
+        ]
+        if differences:
+            fix = "Install the same versions on all nodes."
+            raise JinguError(f"the node has {join_words(differences, 'and')}.", where=host, fix=fix)
 
 
 def installed_versions() -> dict[str, str]:

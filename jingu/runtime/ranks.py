@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from hashlib import sha256
 from typing import Any
 
@@ -31,6 +32,8 @@ from jingu.runtime.signals import stop_with_launcher
 # How long a collective waits for other ranks.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _PATIENCE = 30.0
+# Ranks that wait for the first one look so often.
+_POLL_SECONDS = 1.0
 # How long the name of a machine may be unknown, or the machine not answer, before it counts as unreachable.
 REACH_SECONDS = 15.0
 
@@ -132,13 +135,9 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     notes = _prepare_nccl() if device.type == "cuda" else ()
     if is_launched():
-        # Rank 0 itself has the store, unless its launcher has it.
-        if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):
-            _wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
-        # When torchrun restarts ranks, its store may still have the addresses of the previous ones.
-        attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+        store = _open_store(rank, world)
+        # A command that trains several runs meets in this store several times.
+        store = dist.PrefixStore(f"meeting-{store.add(f'meetings-{rank}', 1)}", store)  # type: ignore[attr-defined]
     else:
         rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
     # Groups, and with them their threads, end when nothing refers to them. A thread that frees a tensor while the
@@ -152,6 +151,36 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     finally:
         dist.destroy_process_group()
         clear_mesh_caches()
+
+
+@cache
+def _open_store(rank: int, world: int) -> Any:
+    """Return the store in which the ranks of a launched command meet. It stays open until the process ends."""
+    # Rank 0 itself has the store, unless its launcher has it.
+    if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):
+        _wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
+    # When torchrun restarts ranks, its store may still have the addresses of the previous ones.
+    attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+
+
+def run_first(function: Callable[[], None]) -> None:
+    """Call a function in the first process of a launched command, while the others wait, for however long.
+
+    Without a launcher this only calls the function.
+    """
+    if not is_launched():
+        function()
+        return
+    rank = _variable("RANK", 0)
+    store = _open_store(rank, _variable("WORLD_SIZE", 1))
+    key = f"turn-{store.add(f'turns-{rank}', 1)}"
+    if rank == 0:
+        function()
+        store.set(key, "")
+    while not store.check([key]):
+        time.sleep(_POLL_SECONDS)
 
 
 def _wait_for_master(address: str, port: int) -> None:

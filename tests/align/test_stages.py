@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from jingu.align.commands import align
 from jingu.config.load import load_stages
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.runtime.launcher import launch_local_ranks
 from tests.align.preferences import write_pairs
-from tests.conftest import MakeRun, peak_unmeasured
+from tests.conftest import Done, MakeRun, peak_unmeasured
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "align" / "preferences.yaml"
 
@@ -50,6 +52,21 @@ def test_stages_run_and_resume(
         assert align(file, first="dpo") == 0
     output = capsys.readouterr()
     assert "stage base" not in output.out and "complete already" in output.err
+
+
+@pytest.mark.slow
+def test_stages_run_on_ranks_that_a_launcher_starts(
+    tiny_run: MakeRun, tmp_path: Path, done: Callable[..., Done]
+) -> None:
+    losses = []
+    for name in ("here", "launched"):
+        folder = tmp_path / name
+        folder.mkdir()
+        file = write_stages(lambda *a, folder=folder: tiny_run(*a, runs_dir=str(folder / "runs")), folder)
+        code = align(file, processes=2) if name == "here" else launch_local_ranks(2, ["align", str(file)])
+        assert code == 0
+        losses.append([done(config).column("loss") for config in load_stages(file)])
+    assert losses[0] == losses[1] and [len(column) for column in losses[0]] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import jingu
 from jingu.cli import main
 from jingu.errors import JinguError
-from jingu.launch.ssh import check_versions
+from jingu.launch.start import check_versions
 from tests.e2e.conftest import read_until
 from tests.limits import PATIENCE, free_port
 
@@ -146,9 +146,10 @@ def test_a_wrong_hostfile_is_one_sentence(run_file, tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["data", "build"], "data does not run on several nodes. Name one of train, evaluate"),
+        (["data", "build"], "data does not run on several nodes. Name one of train, align,"),
         ([], "the command to launch is missing."),
         (["train"], "train needs the file of a run."),
+        (["align"], "align needs the file of stages."),
         (["missing.yaml"], "missing.yaml"),
     ],
 )

@@ -1,0 +1,137 @@
+"""`jingu launch pdsh` with a stand-in for pdsh 2.34, and `jingu launch slurm` within an allocation."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jingu
+from jingu.cli import main
+from jingu.config.load import dump_yaml
+from jingu.errors import JinguError
+from jingu.launch import node
+from jingu.launch.start import Start, installed_versions
+from tests.e2e.conftest import read_until
+from tests.launch.programs import install
+from tests.limits import PATIENCE
+
+# Like the real one: the shell of each node has an open input that nobody writes to, its output is prefixed, and
+# failures are announced.
+PDSH = """
+words = sys.argv[1:]
+hosts, command = words[words.index("-w") + 1].split(","), words[-1]
+json.dump([words, os.environ["PDSH_RCMD_TYPE"]], open(RECORD, "w"))
+nodes = []
+for number, host in enumerate(hosts):
+    shell = command.replace("%n", str(number)).replace("%h", host)
+    prefix = f" 2>&1 | sed -u 's/^/{host}: /' >&2; exit ${{PIPESTATUS[0]}}"
+    nodes.append(subprocess.Popen(["bash", "-c", f"({shell}){prefix}"], stdin=subprocess.PIPE))
+codes = [node.wait() for node in nodes]
+for host, code in zip(hosts, codes):
+    if code:
+        print(f"pdsh@here: {host}: ssh exited with exit code {code}", file=sys.stderr)
+sys.exit(max(codes))
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two nodes of a slot each, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    Path("run.yaml").write_text("name: My.run\n")
+    return Path("hosts")
+
+
+def test_pdsh_runs_a_node_process_on_every_node(hosts, tmp_path, monkeypatch, capfd):
+    record = install(monkeypatch, tmp_path / "bin", "pdsh", PDSH)
+    # The start is there while the nodes run: an interpreter in the place of the node's prints it.
+    monkeypatch.setattr("jingu.launch.pdsh.node_command", lambda file, number: f"cat {file}; echo; exit 1{number}")
+    assert main(["launch", "pdsh", "--hostfile", "hosts", "run.yaml", "optimizer.lr=0.5"]) == 11
+    words, kind = json.loads(record.read_text())
+    assert words[:-1] == ["-S", "-b", "-f", "2", "-w", "127.0.0.1,127.0.0.2"] and kind == "ssh"
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("127.0.0.2: {"))
+    start = Start.from_json(line.removeprefix("127.0.0.2: "))
+    assert start.words == ["train", "{config}"] and start.slots == [[0], [0]] and start.master[0] == "127.0.0.1"
+    assert "lr: 0.5" in (start.config or "") and not list(Path("pdsh").iterdir())
+
+
+def test_a_node_that_pdsh_does_not_reach_is_one_sentence(hosts, tmp_path, monkeypatch, capfd):
+    install(monkeypatch, tmp_path / "bin", "pdsh", PDSH)
+    monkeypatch.setattr("jingu.launch.pdsh.node_command", lambda *_: "exit $((%n * 255))")
+    assert main(["launch", "pdsh", "--hostfile", "hosts", "run.yaml"]) == 2
+    assert "127.0.0.2: the host cannot be reached by pdsh." in capfd.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(["launch", "pdsh", "--hostfile", "hosts", "run.yaml"]) == 2
+    assert "there is no pdsh on this machine." in capfd.readouterr().err
+
+
+def test_a_node_with_another_version_refuses_a_start_from_a_file(tmp_path):
+    file = tmp_path / "start.json"
+    file.write_text(Start(["doctor"], slots=[[0]], versions=installed_versions() | {"jingu": "0.0.7"}).to_json())
+    with pytest.raises(JinguError, match=r"\(0\.0\.7 on the launcher\)"):
+        node.main([str(file)])
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_the_ranks_and_the_same_command_goes_on(tiny_run, done, train_on, hosts, tmp_path, monkeypatch):
+    settings = {"train.steps": 400}
+    train_on(2, tiny_run(settings, name="local"))
+    Path("run.yaml").write_text(dump_yaml(tiny_run(settings, name="remote")))
+    install(monkeypatch, tmp_path / "bin", "pdsh", PDSH)
+    monkeypatch.setenv("PYTHONPATH", str(Path(jingu.__file__).parents[1]))
+    words = ["-m", "jingu", "launch", "pdsh", "--hostfile", "hosts", "train", "run.yaml"]
+    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+        read_until(process, "step 3 of")
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and "Stopped and saved at step" in output, output
+    subprocess.run([sys.executable, *words], check=True, timeout=PATIENCE)
+    assert done(tiny_run(name="remote")).column("loss") == done(tiny_run(name="local")).column("loss")
+
+
+def test_within_an_allocation_srun_starts_a_step(hosts, tmp_path, monkeypatch, capsys):
+    code = "json.dump(sys.argv[1:], open(RECORD, 'w')); sys.exit(7)"
+    record = install(monkeypatch, tmp_path / "bin", "srun", code)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert main(["launch", "slurm", "--nodes", "2", "--slots", "4", "run.yaml"]) == 7
+    words = json.loads(record.read_text())
+    assert words[:3] == ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert words[4:] == ["-m", "jingu.launch.node", "slurm/my-run.json"]
+    assert Start.from_json(Path("slurm/my-run.json").read_text()).slots == [[0, 1, 2, 3]] * 2
+    assert main(["launch", "slurm", "--nodes", "3", "run.yaml"]) == 2
+    assert "the allocation has 2 nodes, and --nodes is 3." in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(["launch", "slurm", "--nodes", "2", "run.yaml"]) == 2
+    assert "there is no srun on this machine." in capsys.readouterr().err
+
+
+def test_ctrl_c_within_an_allocation_lets_the_ranks_save(hosts, tmp_path, monkeypatch):
+    code = """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.sigwait([signal.SIGUSR1])
+    sys.exit(75)
+    """
+    install(monkeypatch, tmp_path / "bin", "srun", code)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    assert main(["launch", "slurm", "run.yaml"]) == 130
+
+
+def test_stages_travel_as_their_text(hosts, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    stages = "# two\ntask: {type: pretraining}\nstages:\n- name: base\n- name: more\n  initialize: {from: base}\n"
+    Path("stages.yaml").write_text(stages)
+    words = ["launch", "slurm", "--write", "align", "--from", "more", "stages.yaml"]
+    assert main(words) == 0
+    start = Start.from_json(Path("slurm/stages.json").read_text())
+    assert start.words == ["align", "--from", "more", "{config}"] and start.config == stages
+    Path("stages.yaml").write_text("stages: [{name: base, trian: {}}]\n")
+    assert main(words) == 2
+    assert "Did you mean train?" in capsys.readouterr().err
