@@ -44,6 +44,7 @@ class Sample:
     """One answer of a rollout.
 
     Attributes:
+        prompt: its text; of messages, the content of the last one.
         row: of the prompt in its file, from 0.
         choice: number of the answer among those to this prompt.
         ids: token ids of the answer, with the token that ends it.
@@ -54,6 +55,7 @@ class Sample:
         advantages: of each token.
     """
 
+    prompt: str
     row: int
     choice: int
     prompt_ids: tuple[int, ...]
@@ -142,6 +144,7 @@ def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int]
             if event.finish_reason is not None:
                 prompt = prompts[event.request_id]
                 samples[key] = Sample(
+                    prompt.text,
                     prompt.row,
                     event.choice,
                     prompt.ids,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median, stdev
-from typing import TypeVar
 
 from markupsafe import Markup
 
@@ -13,15 +12,13 @@ from jingu.evaluate.smooth_measures import TASKS_PREFIX, compare_with_chance
 from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
 from jingu.report.record import Row, RunRecord, get_number
+from jingu.report.rollout_answers import cut_text, read_answers, spread
 from jingu.report.template import render_document
-
-Item = TypeVar("Item")
 
 MAX_TABLE_ROWS = 20
 NOISE_EVALUATIONS = 5  # evaluations whose spread is shown
 MAX_SAMPLES_PER_PROMPT = 6
 MAX_PROMPTS = 12
-MAX_SAMPLE_CHARS = 4000  # characters
 NUM_COLOURS = 6
 
 
@@ -43,12 +40,13 @@ def render_page(record: RunRecord) -> str:
         memory_name=unit[1],
         counts_bytes=_counts_bytes(record),
         best=_best(record),
-        resumes=", ".join(f"{step:,}" for step in _spread(record.resumes, 12)),
+        resumes=", ".join(f"{step:,}" for step in spread(record.resumes, 12)),
         charts=Markup(charts),
         coders=_coders(record),
         tasks=_tasks(record),
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
+        answers=read_answers(record.folder) if record.folder else [],
         table_steps=_table_steps(record),
     )
 
@@ -192,13 +190,6 @@ def _tokens_read(rows: dict[int, Row]) -> str:
     return f"{format_rounded(get_number(last_row(rows), 'tokens'))} tokens"
 
 
-def _spread(items: list[Item], most: int) -> list[Item]:
-    """Return at most `most` items, evenly spaced, with the first and the last."""
-    if len(items) <= most:
-        return items
-    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
-
-
 def _samples(record: RunRecord) -> list[tuple[str, list[tuple[str, str]], int]]:
     """Return each prompt, steps and texts of some of its samples, and the number of all."""
     steps_by_prompt: dict[str, list[int]] = {}
@@ -206,21 +197,17 @@ def _samples(record: RunRecord) -> list[tuple[str, list[tuple[str, str]], int]]:
         steps_by_prompt.setdefault(prompt, []).append(step)
 
     def texts(prompt: str, steps: list[int]) -> list[tuple[str, str]]:
-        shown_steps = _spread(steps, MAX_SAMPLES_PER_PROMPT)
-        return [(f"{step:,}", _cut(str(record.samples[step, prompt].get("text", "")))) for step in shown_steps]
+        shown_steps = spread(steps, MAX_SAMPLES_PER_PROMPT)
+        return [(f"{step:,}", cut_text(str(record.samples[step, prompt].get("text", "")))) for step in shown_steps]
 
-    return [(_cut(prompt), texts(prompt, steps), len(steps)) for prompt, steps in steps_by_prompt.items()]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_SAMPLE_CHARS else text[:MAX_SAMPLE_CHARS] + " …"
+    return [(cut_text(prompt), texts(prompt, steps), len(steps)) for prompt, steps in steps_by_prompt.items()]
 
 
 def _table_steps(record: RunRecord) -> list[int]:
     """Return the steps of the table of figures: evaluations, and steps spread over the run, its ends among them."""
     steps = sorted(record.train.keys() | record.evaluations.keys())
-    evaluations = _spread(sorted(record.evaluations), MAX_TABLE_ROWS)
-    others = _spread(steps, max(2, MAX_TABLE_ROWS - len(evaluations)))
+    evaluations = spread(sorted(record.evaluations), MAX_TABLE_ROWS)
+    others = spread(steps, max(2, MAX_TABLE_ROWS - len(evaluations)))
     return sorted({*evaluations, *others})
 
 

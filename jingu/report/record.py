@@ -24,12 +24,14 @@ class RunRecord:
     """What `metrics.jsonl` and its neighbours say of a run; rows by step, the later word winning.
 
     Attributes:
+        folder: where it is; None: nowhere, and no other files are read.
         config: text of config.yaml.
         model: text of model.json.
         notes: what was left out, and why.
     """
 
     name: str
+    folder: Path | None = None
     starts: list[Row] = field(default_factory=list)
     train: dict[int, Row] = field(default_factory=dict)
     evaluations: dict[int, Row] = field(default_factory=dict)
@@ -105,19 +107,20 @@ def read_run(run: Path) -> RunRecord:
             where=run,
             fix="Give the folder of a run that has trained, or train it first with `jingu train`.",
         )
-    record = RunRecord(name=run.resolve().name)
+    record = RunRecord(name=run.resolve().name, folder=run)
     try:
         _read_metrics(metrics, record)
     except OSError as error:
         raise read_error(metrics, error) from error
     record.config = _read_text(run / "config.yaml", record)
     record.model = _read_text(run / "model.json", record)
-    model = _parse(record.model)
+    model = parse_line(record.model)
     record.family = str(model.get("family", "")) if model else ""
     return record
 
 
-def _parse(line: str) -> Row | None:
+def parse_line(line: str) -> Row | None:
+    """Return a JSON object; None if the text is none."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -130,7 +133,7 @@ def _read_metrics(path: Path, record: RunRecord) -> None:
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             line = raw.decode("utf-8", errors="replace").strip()
-            if (row := _parse(line)) is not None:
+            if (row := parse_line(line)) is not None:
                 _add_row(row, record)
             elif line and raw.endswith(b"\n"):
                 damaged.append(number)

@@ -242,6 +242,8 @@ def test_the_report_shows_what_was_learned(make: MakeRun, done: Callable[[RunCon
     page = render_page(read_run(done(config).folder))
     for title in ("Rewards", "Length", "Answers and groups", "Entropy and KL", "Mismatch of generation and training"):
         assert f"<b>{title}</b>" in page
+    # Four of five prompts a step: most of them recur.
+    assert "Answers over time" in page and page.count('<pre class="prompt">def f') == 5
 
 
 def test_models_of_another_vocabulary_are_refused(

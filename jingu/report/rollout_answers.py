@@ -1,0 +1,92 @@
+"""Answers to the same prompts over the steps of a run that learns from rewards, read from its rollouts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import TypeVar
+
+from jingu.report.record import get_number, parse_line
+
+Item = TypeVar("Item")
+
+# Rollouts that are read, spread over the run; prompts on the page, and steps of each.
+MAX_ROLLOUTS = 24
+MAX_PROMPTS = 6
+MAX_STEPS = 4
+MAX_CHARS = 4000
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """The first answer to a prompt in a step.
+
+    Attributes:
+        reward: of this answer; NaN if there is none.
+        mean: of the rewards of all answers to the prompt in this step.
+        is_cut: whether it reached the largest number of tokens.
+    """
+
+    step: int
+    text: str
+    reward: float
+    mean: float
+    is_cut: bool
+
+
+def read_answers(folder: Path) -> list[tuple[str, list[ShownAnswer]]]:
+    """Return prompts that occur in several of a run's steps, each with its answers in some of them."""
+    files = {}
+    for file in folder.glob("rollouts/step_*.jsonl"):
+        number = file.stem.removeprefix("step_")
+        if number.isdecimal():
+            files[int(number)] = file
+    # Prompts by their row: text, and answers by step.
+    prompts: dict[int, tuple[str, list[ShownAnswer]]] = {}
+    for step in spread(sorted(files), MAX_ROLLOUTS):
+        for row, (prompt, answer) in _read_step(step, files[step], files[step].stat().st_mtime_ns).items():
+            prompts.setdefault(row, (prompt, []))[1].append(answer)
+    often = sorted(prompts.values(), key=lambda item: -len(item[1]))[:MAX_PROMPTS]
+    return [(prompt, spread(answers, MAX_STEPS)) for prompt, answers in often if len(answers) > 1]
+
+
+@lru_cache(maxsize=2 * MAX_ROLLOUTS)
+def _read_step(step: int, path: Path, changed: int) -> dict[int, tuple[str, ShownAnswer]]:
+    """Return the prompts of a step by row, each with its first answer.
+
+    Args:
+        changed: when the file was changed. A live page reads each file once.
+    """
+    answers: dict[int, tuple[str, ShownAnswer]] = {}
+    rewards: dict[int, list[float]] = {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            values = parse_line(line) or {}
+            row = values.get("row")
+            if not isinstance(row, int):
+                continue
+            reward = get_number(values, "reward")
+            rewards.setdefault(row, []).append(reward)
+            prompt = cut_text(str(values.get("prompt", f"row {row:,}")))
+            is_cut = values.get("finish_reason") == "length"
+            answer = ShownAnswer(step, cut_text(str(values.get("text", ""))), reward, math.nan, is_cut)
+            answers.setdefault(row, (prompt, answer))
+    for row, (prompt, answer) in answers.items():
+        finite = [reward for reward in rewards[row] if math.isfinite(reward)]
+        answers[row] = (prompt, replace(answer, mean=fmean(finite) if finite else math.nan))
+    return answers
+
+
+def spread(items: list[Item], most: int) -> list[Item]:
+    """Return at most `most` items, evenly spaced, with the first and the last."""
+    if len(items) <= most:
+        return items
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
+
+
+def cut_text(text: str) -> str:
+    """Return a text, the end of a long one left out."""
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
