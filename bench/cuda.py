@@ -123,44 +123,58 @@ def train(place: Place, name: str) -> list[dict[str, Any]]:
     return [_measure_step(place, name, side) for side in ("jingu", "transformers")]
 
 
+def train_fp8(place: Place) -> list[dict[str, Any]]:
+    """Train in FP8 with both kinds of scales, beside bf16."""
+    return [_measure_step(place, "llama-1.3b", "jingu", scaling=scaling) for scaling in (None, "row", "tensor")]
+
+
 def tune(place: Place) -> list[dict[str, Any]]:
     """LoRA of a model with random weights beside peft."""
     return [_measure_step(place, "llama-8b", side, lora=True) for side in ("jingu", "transformers")]
 
 
-def _measure_step(place: Place, name: str, side: str, *, lora: bool = False) -> dict[str, Any]:
+def _measure_step(
+    place: Place, name: str, side: str, *, lora: bool = False, scaling: str | None = None
+) -> dict[str, Any]:
     import gc
 
     import torch
 
+    from jingu.errors import JinguError
     from jingu.model.count import flops_per_token
     from jingu.model.decoder import parameter_shapes
     from jingu.runtime.device import device_module, measure_peak_flops, peak_memory
 
     spec, sequence, rows = place.shape(name)
+    figures = {"side": side, "model": name, "precision": f"fp8 ({scaling})" if scaling else "bf16"}
     gc.collect()
     if place.device.type != "cpu":
         device_module(place.device).empty_cache()
         device_module(place.device).reset_peak_memory_stats()
     try:
-        make = _jingu_step if side == "jingu" else _transformers_step
-        step = make(place, spec, sequence, rows, lora)
+        if side == "jingu":
+            step = _jingu_step(place, spec, sequence, rows, lora, scaling)
+        else:
+            step = _transformers_step(place, spec, sequence, rows, lora)
         rate = sequence * rows / place.seconds(step, place.steps)
-    except (RuntimeError, ImportError, ValueError) as error:  # out of memory, or a library that is too old
-        return {"side": side, "model": name, "problem": str(error).splitlines()[0][:200]}
+    except (RuntimeError, ImportError, ValueError, JinguError) as error:
+        # Out of memory, a library that is too old, or a card without FP8.
+        return {**figures, "problem": str(error).splitlines()[0][:200]}
     flops = flops_per_token(spec, parameter_shapes(spec), sequence) * (2 / 3 if lora else 1)
     peak = measure_peak_flops(place.device, torch.bfloat16)
     memory = peak_memory(place.device) / 1e9
-    return {"side": side, "model": name, "tokens/s": rate, "MFU": flops * rate / peak, "peak memory, GB": memory}
+    return {**figures, "tokens/s": rate, "MFU": flops * rate / peak, "peak memory, GB": memory}
 
 
-def _jingu_step(place: Place, spec: Any, sequence: int, rows: int, lora: bool) -> Callable[[], object]:
+def _jingu_step(
+    place: Place, spec: Any, sequence: int, rows: int, lora: bool, scaling: str | None = None
+) -> Callable[[], object]:
     import torch
 
     from jingu.config.batch_plan import BatchPlan
     from jingu.config.schema import RunConfig
     from jingu.config.sections.parallel import ParallelSettings
-    from jingu.config.sections.train import AdamWSettings, PrecisionSettings
+    from jingu.config.sections.train import AdamWSettings, FP8Settings, PrecisionSettings
     from jingu.data.batch import Batch
     from jingu.model.spec import Lora
     from jingu.parallel.layout import Layout
@@ -177,7 +191,8 @@ def _jingu_step(place: Place, spec: Any, sequence: int, rows: int, lora: bool) -
     parallel = ParallelSettings()
     mesh = build_mesh(resolve_axis_sizes(parallel, 1, spec), place.device)
     compiled = has_compiler(place.device) and not place.small
-    precision = choose_precision(PrecisionSettings(type="bf16"), place.device)
+    fp8 = FP8Settings.model_validate({"scaling": scaling}) if scaling else None
+    precision = choose_precision(fp8 or PrecisionSettings(type="bf16"), place.device)
     shapes = _shapes(spec)
     model = materialize(
         spec, mesh, Layout(parallel, compile=compiled), precision, lambda name: _random(shapes[name], place.device)
@@ -327,6 +342,7 @@ PARTS: dict[str, Callable[[Place], list[dict[str, Any]]]] = {
     "decode-8b": lambda place: decode(place, "llama-8b"),
     "tune-8b": tune,
     "train-1.3b": lambda place: train(place, "llama-1.3b"),
+    "train-1.3b-fp8": train_fp8,
     "decode-1b": lambda place: decode(place, "llama-1.3b"),
     "profile": profile,
 }

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.sharding_table import ShardingTable
 from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
 
@@ -27,16 +28,22 @@ class Linear(nn.Linear):
 
     Attributes:
         bias_share: share of the bias that is added: if ranks compute summands of the result, one of them adds it.
+        scaling: scales of a product in FP8; None: the product is in the dtype of the input.
     """
 
     bias_share = 1.0
+    scaling: Scaling | None = None
 
     def reset_parameters(self) -> None:
         """Do nothing: weights come from `init_weights` or from a file."""
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias
-        return linear(input, self.weight, bias if bias is None or self.bias_share == 1.0 else bias * self.bias_share)
+        bias: Tensor | None = self.bias
+        if bias is not None and self.bias_share != 1.0:
+            bias = bias * self.bias_share
+        if self.scaling is not None:
+            return scaled_linear(input, self.weight, bias, self.scaling)
+        return linear(input, self.weight, bias)
 
 
 class Embedding(nn.Embedding):

@@ -8,6 +8,7 @@ import torch
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.scaled_matmul import Scaling
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Precision:
         compute: of matrix products and activations.
         masters: of the master weights, their gradients and the optimizer state.
         reduce: in which gradients are summed over ranks.
+        scaling: scales of products in FP8; None: they are in `compute`.
     """
 
     name: str
     compute: torch.dtype
     masters: torch.dtype
     reduce: torch.dtype
+    scaling: Scaling | None = None
 
     @staticmethod
     def uniform(dtype: torch.dtype) -> Precision:

@@ -20,6 +20,7 @@ from jingu.model.decoder import Decoder, iterate_blocks
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
 from jingu.model.quantized_weight import TensorReader, quantizing_reader
+from jingu.model.scaled_matmul import SIZE_MULTIPLE, Scaling
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.offload import DiskStorage
@@ -32,7 +33,7 @@ from jingu.parallel.zero import apply_zero
 Weights = int | TensorReader | None
 # Prefixes of the slow operations, whose results selective activation checkpointing saves.
 SAVED_OPERATIONS = (
-    *("mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
+    *("mm", "_scaled_mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
     *("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
 )
 
@@ -118,7 +119,19 @@ def parallelize(
     if mesh is not None:
         for stage in model.stages:
             _parallelize_stage(stage, model.sharding, layout, precision)
+    if precision.scaling is not None:
+        for stage in model.stages:
+            _multiply_in_fp8(stage, precision.scaling)
     return model
+
+
+def _multiply_in_fp8(stage: Decoder, scaling: Scaling) -> None:
+    """Let the blocks multiply their matrices in FP8, where the kernels take them."""
+    for _, block in iterate_blocks(stage):
+        for module in block.modules():
+            if isinstance(module, Linear) and isinstance(module.weight, nn.Parameter):
+                takes = not any(size % SIZE_MULTIPLE for size in module.weight.shape)
+                module.scaling = scaling if takes else None
 
 
 def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, precision: Precision) -> None:

@@ -69,7 +69,8 @@ def _read_run(run: Path, machine: Machine) -> Measurement:
     if not starts or not speeds:
         raise JinguError("the run has too few logged steps.", where=run, fix="Let it log at least two steps.")
     start = starts[-1]
-    dtype = DTYPES[start["precision"]]
+    # What fp8 does not multiply is bf16.
+    dtype = DTYPES["bf16" if start["precision"] == "fp8" else start["precision"]]
     masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]
     precision = Precision(start["precision"], dtype, masters, masters)
     work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), precision)

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from jingu.config.sections.train import FP16Settings
+from jingu.config.sections.train import FP8Settings, FP16Settings
 from jingu.config.sections.train import Precision as PrecisionSettings
 from jingu.parallel.layout import Precision
-from jingu.runtime.device import DTYPES, check_number_format, has_fast_bf16
+from jingu.runtime.device import DTYPES, check_fp8, check_number_format, has_fast_bf16
 
 
 def choose_precision(settings: PrecisionSettings, device: torch.device) -> Precision:
     """Resolve the settings to dtypes; `auto` is bf16 where the device computes it in hardware, else fp32."""
     name: str = settings.type
+    if isinstance(settings, FP8Settings):
+        check_fp8(device)
+        reduce = torch.float32 if settings.reduce == "auto" else DTYPES[settings.reduce]
+        return Precision(name, torch.bfloat16, torch.float32, reduce, settings.scaling)
     if name == "auto":
         name = "bf16" if has_fast_bf16(device) else "fp32"
     check_number_format(DTYPES[name], device)

@@ -16,6 +16,7 @@ from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import AdamWSettings, BatchSettings
+from jingu.errors import JinguError
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
@@ -23,12 +24,13 @@ from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import build_model
+from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.weight_init import init_weights
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
-from jingu.runtime.device import device_module, find_device_type, has_compiler, peak_memory
+from jingu.runtime.device import check_fp8, device_module, find_device_type, has_compiler, peak_memory
 from jingu.runtime.ranks import join_process_group
 from jingu.text.tokenizer_training import train_tokenizer
 from jingu.training.optimizer import build_optimizer
@@ -71,6 +73,24 @@ def train(
 def test_training_equals_the_cpu(name: str, device: torch.device) -> None:
     expected, _, _ = train(MODELS[name], torch.device("cpu"), torch.float64)
     assert train(MODELS[name], device, torch.float64)[0] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_products_in_fp8_equal_the_cpu(scaling: Scaling, device: torch.device) -> None:
+    try:
+        check_fp8(device)
+    except JinguError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(37, 64, generator=generator), torch.randn(48, 64, generator=generator)]
+    results = []
+    for place in (torch.device("cpu"), device):
+        x, weight = (value.to(place, torch.bfloat16).requires_grad_() for value in values)
+        y = scaled_linear(x, weight, None, scaling)
+        y.square().sum().backward()
+        results.append([tensor.detach().cpu().float() for tensor in (y, x.grad, weight.grad)])
+    for expected, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("method", METHODS)

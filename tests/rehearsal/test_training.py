@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import AdamWSettings, BatchSettings
+from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
@@ -108,6 +109,26 @@ def test_layouts(layout: dict[str, Any], cards: RankPool, ranks: RankPool) -> No
 
 def test_expert_parallelism(cards: RankPool, ranks: RankPool) -> None:
     compare(cards, ranks, MODELS["mixtral"], 2, {"expert": 2})
+
+
+def multiply_in_fp8(_rank: int, _world: int) -> list[tuple[str, str]]:
+    """Compare products on the card with those on the CPU; return what let the host wait."""
+    card.install()
+    results = []
+    for device in ("cpu", card.NAME):
+        x, weight = (
+            torch.ones(*size, dtype=torch.bfloat16).to(device).requires_grad_() for size in ((5, 32), (16, 32))
+        )
+        with card.watch() as waits:
+            for scaling in get_args(Scaling):
+                scaled_linear(x, weight, None, scaling).square().sum().backward()
+        results.append([tensor.grad.cpu() for tensor in (x, weight) if tensor.grad is not None])
+    assert all(map(torch.equal, *results))
+    return waits
+
+
+def test_products_in_fp8(cards: RankPool) -> None:
+    assert cards.run(multiply_in_fp8, 1) == [[]]
 
 
 @pytest.mark.parametrize(

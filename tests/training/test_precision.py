@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.sections.train import FP16Settings, PrecisionSettings
+from jingu.config.sections.train import FP8Settings, FP16Settings, PrecisionSettings
+from jingu.errors import JinguError
 from jingu.training.precision import choose_precision, initial_loss_scale
 from tests.conftest import train_all
 
@@ -171,3 +172,28 @@ def test_the_dtype_of_the_reduction_is_configurable(tiny_run, ranks, done):
     assert ranks.run(reduced_in, 2, runs)[0] == [{torch.float32}, {torch.bfloat16}, {torch.bfloat16}]
     norms = [done(run).column("grad_norm") for run in runs]
     assert norms[1] == pytest.approx(norms[0], rel=0.02) and norms[1] != norms[0]
+
+
+@pytest.mark.parametrize("scaling", ["row", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_fp8_follows_fp32(scaling: str, tiny_run, train_on, done):
+    sizes = {"model.intermediate_size": 48, "train.steps": 8, "batch.micro_batch_size": 2}
+    exact = tiny_run({**sizes, "precision.type": "fp32"}, name="fp32")
+    checkpointing = {"train.activation_checkpointing.type": "selective"}
+    precision = {"precision": {"type": "fp8", "scaling": scaling}}
+    changes = [{}, {"parallel.zero_stage": 3, **checkpointing}]
+    runs = [tiny_run({**sizes, **precision, **change}, name=f"fp8-{n}") for n, change in enumerate(changes)]
+    train_on(2, exact, *runs)
+    for run in runs:
+        assert done(run).column("loss") == pytest.approx(done(exact).column("loss"), rel=1e-2)
+        assert done(run).column("loss") != done(exact).column("loss")
+
+
+def test_fp8_is_refused_where_it_is_missing(monkeypatch):
+    assert choose_precision(FP8Settings(), torch.device("cpu")).scaling == "row"
+    with pytest.raises(JinguError, match="training in FP8 supports only NVIDIA GPUs"):
+        choose_precision(FP8Settings(), torch.device("xpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(JinguError, match="NVIDIA A100-SXM4-80GB has no units for FP8"):
+        choose_precision(FP8Settings(), torch.device("cuda", 0))

@@ -296,4 +296,17 @@ class FP16Settings(PrecisionBase):
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
 
 
-Precision = Annotated[PrecisionSettings | FP16Settings, Discriminator("type"), default_type("auto")]
+class FP8Settings(PrecisionBase):
+    """bf16 with fp32 master weights, in which the matrices of the blocks are multiplied in FP8, forward and backward:
+    for GPUs with FP8 units. Experts, the head and matrices whose sizes are no multiples of 16 stay in bf16.
+
+    Attributes:
+        scaling: Scales of the factors of a product: row: one for each row or column; tensor: one for each matrix, which
+            is faster and less exact.
+    """
+
+    type: Literal["fp8"] = "fp8"
+    scaling: Literal["row", "tensor"] = "row"
+
+
+Precision = Annotated[PrecisionSettings | FP16Settings | FP8Settings, Discriminator("type"), default_type("auto")]
