@@ -100,7 +100,8 @@ class Scorer:
     """Answers requests with a model, as lm-evaluation-harness does with transformers.
 
     Args:
-        ranks: this process among those that have the whole model each and divide the requests; None: it is alone.
+        ranks: this process among those that divide the requests; further ones, with which it shares its part of them,
+            count as the same. None: all compute all requests.
 
     Attributes:
         counts: contexts that lost tokens at their start, as they were too long (`truncated`), and continuations

@@ -161,6 +161,8 @@ class Engine:
         settings: None: the default ones.
         draft_model: proposes draft tokens.
         graphs: captures and replays steps as CUDA graphs.
+        any_rank_has_work: returns whether this rank or another one has work, given whether this one has. Ranks with
+            requests of their own take the same number of steps, as their forward passes exchange parameters.
 
     Raises:
         JinguError: the model does not support the draft model, CUDA graphs or the attention backend.
@@ -172,8 +174,10 @@ class Engine:
         settings: EngineSettings | None = None,
         draft_model: InferenceModel | None = None,
         graphs: CudaGraphRunner | None = None,
+        any_rank_has_work: abc.Callable[[bool], bool] = bool,
     ) -> None:
         self.model = model
+        self._any_rank_has_work = any_rank_has_work
         self.settings = settings or EngineSettings()
         num_blocks = self.settings.num_blocks(model)
         block_size = self.settings.block_size
@@ -275,7 +279,10 @@ class Engine:
         events: list[Event] = []
         others: list[Event] = []
         own = set(request_ids)
-        while not own.isdisjoint(self._groups):
+        while self._any_rank_has_work(not own.isdisjoint(self._groups)):
+            if own.isdisjoint(self._groups):
+                # Nobody reads this score: the step is for the other ranks.
+                own.update(self._submit_scores((), [[self.model.tokenizer.eos_token_id]], None))
             for event in self.step():
                 (events if event.request_id in own else others).append(event)
         self._events = others + self._events

@@ -21,6 +21,7 @@ from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
+from jingu.runtime.ranks import RankInfo, all_ranks_agree
 from jingu.training.batch_transforms import to_device
 from jingu.training.run import Run
 from jingu.training.step import sum_losses, sum_over_ranks
@@ -102,17 +103,25 @@ def _weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) ->
     return sum(weights[name] * value for name, value in values.items()) / sum(weights[name] for name in values)
 
 
-def _build_engine(run: Run, model: ParallelModel) -> Engine:
+def _inference_model(run: Run, model: ParallelModel) -> InferenceModel:
     prefix_lm = isinstance(run.config.data.objective, PrefixLmSettings)
-    return Engine(InferenceModel(model, model.spec, run.tokenizer, is_prefix_lm=prefix_lm))
+    return InferenceModel(model, model.spec, run.tokenizer, is_prefix_lm=prefix_lm)
 
 
 def measure_tasks(run: Run, model: ParallelModel) -> dict[str, dict[str, float]]:
     """Return smooth measures on the evaluation tasks of a run, by task. Every rank must call it, since it gathers
-    parameters; all ranks compute the same."""
+    parameters; the data-parallel ranks divide the documents."""
     if not run.tasks:
         return {}
-    scorer = Scorer(_build_engine(run, model), AnswerCache(None))
+    mesh = model.sharding.mesh
+    inference_model = _inference_model(run, model)
+    # An encoder computes in some steps only, so that ranks with other requests would gather its parameters in others.
+    if num_data_ranks(mesh) == 1 or (model.spec.num_encoder_layers is not None and run.config.parallel.zero_stage > 0):
+        scorer = Scorer(Engine(inference_model), AnswerCache(None))
+    else:
+        engine = Engine(inference_model, any_rank_has_work=lambda has_work: not all_ranks_agree(not has_work))
+        share = RankInfo(data_rank(mesh), num_data_ranks(mesh), torch.device(mesh.device_type))
+        scorer = Scorer(engine, AnswerCache(None), share)
     with eval_mode(model):
         return {task.settings.task: measure_smoothly(task, scorer) for task in run.tasks}
 
@@ -120,7 +129,7 @@ def measure_tasks(run: Run, model: ParallelModel) -> dict[str, dict[str, float]]
 def generate_samples(run: Run, model: ParallelModel) -> list[tuple[str, str]]:
     """Return (prompt, continuation) for each sample prompt. Every rank must call it, since it gathers parameters."""
     settings = run.config.evaluation
-    engine = _build_engine(run, model)
+    engine = Engine(_inference_model(run, model))
     requests = [
         Request(
             engine.model.encode(prompt), SamplingParams(temperature=0.7, top_p=0.9, seed=seed), settings.max_new_tokens
