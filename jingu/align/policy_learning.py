@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class PolicyLearning:
         if dist.get_rank() == 0:
             folder = self._run.folder / "rollouts"
             write_rollout(folder, number + 1, self._samples, weights_step=number, seed=self._run.config.seed)
-            self._alarms.check(self._metrics, self._rewards.audit_names if self._rewards else [])
+            self._alarms.check(self._observations(), self._rewards.audit_names if self._rewards else [])
 
     def _rollout(
         self,
@@ -399,6 +399,16 @@ class PolicyLearning:
             "mismatch_max": largest,
         }
 
+    def _observations(self) -> dict[str, float]:
+        """Return the metrics of the rollout by which alarms judge."""
+        observations = dict(self._metrics)
+        # A teacher's divergence is the loss, which begins high.
+        if self.settings.penalty is None:
+            observations.pop("kl", None)
+        # An estimate that needs no forward pass: the mean of -log π over what was sampled from π.
+        observations["entropy"] = -fmean(value for sample in self._samples for value in sample.logprobs)
+        return observations
+
     def _describe(self, num_resampled: int) -> dict[str, float]:
         """Return the metrics of the rollout."""
         samples = self._samples
@@ -434,16 +444,25 @@ class PolicyLearning:
         return Evaluation({}, generate_samples(self._run, model))
 
 
+# Nats a token: with 0.5, an answer of 100 tokens is e^50 times as likely as for the reference.
+_MAX_KL = 0.5
+# Entropy, as multiples of that of the first ten steps.
+_MIN_ENTROPY, _MAX_ENTROPY = 0.1, 3.0
+
+
 class Alarms:
     """Warns, once each, when a run goes where it should not."""
 
     def __init__(self) -> None:
         self._history: list[dict[str, float]] = []
+        self._first_entropies: list[float] = []
         self._raised: set[str] = set()
 
     def check(self, metrics: dict[str, float], audit_names: list[str]) -> None:
         """Look at the metrics of a step."""
         self._history = [*self._history[-19:], metrics]
+        if len(self._first_entropies) < 10:
+            self._first_entropies.append(metrics["entropy"])
         if metrics["truncated"] > 0.5:
             self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
         if metrics["dead_groups"] > 0.8:
@@ -461,6 +480,39 @@ class Alarms:
                     f"The reward rises while the audit {name} falls: the model may exploit the reward. Look at "
                     "rollouts/, and correct the reward or stop earlier."
                 )
+
+        self._check_entropy()
+        if "kl" in metrics:
+            self._check_kl([earlier["kl"] for earlier in self._history[10:]])
+
+    def _check_entropy(self) -> None:
+        """Compare the entropy of the last ten steps with that of the first ten."""
+        ratio = fmean(metrics["entropy"] for metrics in self._history[10:]) / max(fmean(self._first_entropies), 1e-9)
+        if ratio < _MIN_ENTROPY:
+            self._warn(
+                "The entropy has fallen below a tenth of what it was: answers to a prompt hardly differ, and little "
+                "can be learned from them. End the run, or raise task.clip_high and lower optimizer.lr."
+            )
+        elif ratio > _MAX_ENTROPY:
+            self._warn(
+                "The entropy has risen to more than three times what it was: answers turn into noise. Lower "
+                "optimizer.lr, or set task.kl."
+            )
+
+    def _check_kl(self, values: list[float]) -> None:
+        """Compare the KL divergence of the last ten steps with what it can be and should be."""
+        mean = fmean(values)
+        if mean > _MAX_KL:
+            self._warn(
+                f"The KL divergence from the reference exceeds {_MAX_KL:g} nats a token: answers may no longer be the "
+                "text that the rewards were made for. Raise task.kl.beta, or lower optimizer.lr."
+            )
+        elif mean < -0.01 and mean < -4 * stdev(values) / math.sqrt(len(values)):
+            self._warn(
+                "The KL divergence from the reference is estimated below 0, which it cannot be: answers are not "
+                "sampled from the probabilities that are trained. Look at mismatch_mean, and set precision.type=fp32 "
+                "or task.exact."
+            )
 
     def _change(self, name: str) -> float:
         values = [metrics[name] for metrics in self._history]

@@ -349,14 +349,49 @@ def test_a_run_that_is_killed_within_rollouts_ends_with_the_same_weights(
     assert rollout(finished[0], 3) == rollout(finished[1], 3)
 
 
+NORMAL = {"reward": 0.5, "truncated": 0.1, "dead_groups": 0.1, "entropy": 2.0, "kl": 0.05}
+
+
 def test_alarms_name_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     alarms = Alarms()
     for step in range(30):
         # The reward rises, and what it should measure falls.
-        alarms.check(
-            {"reward": step / 30, "rewards/truth": 1 - step / 30, "truncated": 0.1, "dead_groups": 0.1}, ["truth"]
-        )
+        alarms.check({**NORMAL, "reward": step / 30, "rewards/truth": 1 - step / 30}, ["truth"])
     assert [record.message for record in caplog.records if "the audit truth falls" in record.message]
     assert len(caplog.records) == 1  # once
-    alarms.check({"reward": 0.0, "rewards/truth": 0.0, "truncated": 0.6, "dead_groups": 0.9}, ["truth"])
+    alarms.check({**NORMAL, "reward": 0.0, "rewards/truth": 0.0, "truncated": 0.6, "dead_groups": 0.9}, ["truth"])
     assert "raise task.max_new_tokens" in caplog.text and "set task.max_resampling" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("entropy", 0.15, "End the run, or raise task.clip_high"),
+        ("entropy", 6.5, "answers turn into noise. Lower optimizer.lr"),
+        ("kl", 0.6, "Raise task.kl.beta"),
+        ("kl", -0.02, "set precision.type=fp32"),
+    ],
+)
+def test_entropy_and_kl_have_a_range(key: str, value: float, remedy: str, caplog: pytest.LogCaptureFixture) -> None:
+    alarms = Alarms()
+    for step in range(30):
+        # A single step out of range is noise.
+        alarms.check({**NORMAL, "kl": -0.3 if step == 15 else 0.05}, [])
+    assert not caplog.records
+    for _ in range(12):
+        alarms.check({**NORMAL, key: value}, [])
+    assert len(caplog.records) == 1 and remedy in caplog.text
+
+
+@pytest.mark.parametrize(("lr", "is_raised"), [(0.05, True), (1e-4, False)])
+def test_a_run_that_leaves_its_reference_warns(
+    make: MakeRun, done: Callable[[RunConfig], Done], capfd: pytest.CaptureFixture[str], lr: float, is_raised: bool
+) -> None:
+    start = make({"train.steps": 1}, name="start")
+    assert train(start) == 0
+    changes = {"task.kl": {"type": "kl", "beta": 1e-6}, "initialize": {"from": str(done(start).folder)}}
+    changes |= {"task.prompts_per_step": 2, "batch.global_batch_size": 8, "schedule.warmup": 0}
+    assert train(make({**changes, "optimizer.lr": lr, "train.steps": 20})) == 0
+    log = capfd.readouterr().err
+    assert ("The KL divergence from the reference exceeds" in log) == is_raised
+    assert "The entropy" not in log
