@@ -219,10 +219,15 @@ COMMANDS = {
         path_argument("file", "FILE.yaml", "configuration that the runs share"),
         ("overrides", {"metavar": "key=value", "nargs": "*", "help": "settings to override in all runs"}),
         repeatable_option(
-            "--grid", "KEY=A,B", "a setting and its values, such as optimizer.lr=1e-3,3e-4", required=True
+            "--grid",
+            "KEY=A,B",
+            "a setting and its values, such as optimizer.lr=1e-3,3e-4; KEY=A:B is a range",
+            required=True,
         ),
         option("--random", "N", integer(1), "train only N combinations, chosen at random"),
-        option("--seed", "N", integer(0), "seed of this choice", 0),
+        option("--optuna", "N", integer(1), "train N runs whose settings Optuna chooses, each after the last"),
+        option("--seed", "N", integer(0), "seed of these choices", 0),
+        option("--part", "I/N", _PART, "train part I of N, each in a job of its own", (1, 1)),
         option("--processes", "N", integer(1), "number of ranks of each run (default: 1)"),
     ),
     "plan": command(

@@ -20,6 +20,8 @@ from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS
 
 # Scripts, starts and logs are in this folder, which the nodes must share.
 FOLDER = Path("slurm")
+# Commands that a job array does in parts.
+_ARRAYS = (("data", "build"), ("sweep",))
 # Time to save before the limit of the job.
 _SECONDS_TO_SAVE = 180
 # srun does not inherit the cores of the job by itself.
@@ -46,7 +48,7 @@ def launch_slurm(
     """Submit a command as a job of Slurm. It saves before its time limit, and goes on when Slurm starts it again.
 
     Args:
-        nodes: nodes of the job; with `data build`, its parts, each a job of an array.
+        nodes: nodes of the job; with `data build` and `sweep`, its parts, each a job of an array.
         slots: ranks of a node.
         time: limit of the job, as Slurm writes it, such as 12:00:00.
         sbatch: further settings of the job, such as `partition=gpu`.
@@ -58,11 +60,16 @@ def launch_slurm(
     settings = {"nodes": str(nodes), "ntasks-per-node": "1", "open-mode": "append"}
     python = [sys.executable, "-m"]
     # 1. The command of a task: a part of a data set, or a node of a run.
-    if list(words[:2]) == ["data", "build"]:
-        load_config(Path(next(iter(words[2:]), "")), [])
-        name = "data-build"
+    array = next((list(own) for own in _ARRAYS if tuple(words[: len(own)]) == own), None)
+    if array is not None:
+        load_config(Path(next(iter(words[len(array) :]), "")), [])
+        name = "-".join(array)
         settings |= {"nodes": "1", "array": f"1-{nodes}"}
-        command = f"srun {shlex.join([*python, 'jingu', *words])} --part $SLURM_ARRAY_TASK_ID/{nodes}"
+        more = []
+        if array == ["sweep"]:
+            settings |= {"signal": f"USR1@{_SECONDS_TO_SAVE}"}
+            more = ["--processes", str(slots)]
+        command = f"srun {shlex.join([*python, 'jingu', *words, *more])} --part $SLURM_ARRAY_TASK_ID/{nodes}"
     else:
         start = replace(prepare_start(words, environment), slots=[list(range(slots))] * nodes, min_nodes=nodes)
         name = start.name

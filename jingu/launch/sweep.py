@@ -1,15 +1,15 @@
-"""`jingu sweep`: one run for each combination of settings, one after another, and a table of their losses."""
+"""`jingu sweep`: one run for each combination of settings, one after another, a table and a page of their losses."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import random as random_module
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_number, print_table
+from jingu.launch.search_space import SearchSpace, read_space
 from jingu.report.board import describe_state
 from jingu.report.record import get_number, read_run
+from jingu.report.sweep_page import MAX_CURVES, render_sweep
 from jingu.runtime.files import write_error, write_text_atomically
 from jingu.runtime.launcher import launch_local_ranks
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED
-
-# Values are separated by commas, except for those within brackets.
-_SEPARATOR = re.compile(r",(?![^\[{]*[\]}])")
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,19 @@ def sweep(
     overrides: Sequence[str],
     grid: Sequence[str],
     random: int | None = None,
+    optuna: int | None = None,
     seed: int = 0,
+    part: tuple[int, int] = (1, 1),
     processes: int | None = None,
 ) -> int:
     """Train one run for each combination of settings, in `RUNS_DIR/NAME-sweep`; complete runs are skipped.
 
     Args:
-        grid: settings to vary, each `key=value,value`.
+        grid: settings to vary, each `key=value,value`, or `key=low:high` to draw from a range.
         random: train only this many combinations, chosen at random.
-        seed: of that choice.
+        optuna: train this many runs, whose settings Optuna chooses from the losses of those before.
+        seed: of these choices.
+        part: (i, n) trains every n-th combination from the i-th on; other processes train the others.
         processes: ranks of each run.
 
     Returns:
@@ -74,78 +77,103 @@ def sweep(
     Raises:
         JinguError: a setting or its value is wrong; no run was started.
     """
-    runs = plan_sweep(file, overrides, grid, random, seed)
-    folder = runs[0].folder.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(error, folder) from error
+    space = read_space(grid)
+    base = load_config(file, overrides)
+    folder = Path(base.runs_dir) / f"{base.name}-sweep"
+    if optuna is None:
+        runs = plan_sweep(file, overrides, space, random, seed)
+        own: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
+        count = len(runs[part[0] - 1 :: part[1]])
+    else:
+        if random is not None or part != (1, 1):
+            raise JinguError(
+                "Optuna chooses runs one after another.", where="--optuna", fix="Omit --random and --part."
+            )
+        runs, own, count = [], search_runs(file, overrides, space, optuna, seed), optuna
     codes: dict[str, int] = {}
-    for number, run in enumerate(runs, start=1):
+    for number, run in enumerate(own, start=1):
         # 1. Say which run is next. One that is complete needs no process.
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         is_complete = run.is_complete
         note = " (complete already)" if is_complete else ""
-        print(f"Run {number} of {len(runs)}: {words}{note}", flush=True)
+        print(f"Run {number} of {count}: {words}{note}", flush=True)
         codes[run.config.name] = code = 0 if is_complete else _train(run.config, processes or 1)
 
         # 2. A signal ends the sweep; the run has saved. A failure does not.
         if code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
-            print(f"Stopped in run {number} of {len(runs)}. The same command resumes the sweep.", flush=True)
+            print(f"Stopped in run {number} of {count}. The same command resumes the sweep.", flush=True)
             return code
 
-        # 3. Write what is known so far.
+        # 3. Write what is known so far, also of the runs of other parts.
+        runs += [run] * (run not in runs)
         results = sorted((_result(run, codes.get(run.config.name)) for run in runs), key=_rank)
-        text = json.dumps({"runs": results}, indent=2, ensure_ascii=False, allow_nan=False)
-        try:
-            write_text_atomically(folder / "sweep.json", f"{text}\n")
-        except OSError as error:
-            raise write_error(error, folder) from error
+        _write_results(folder, results)
+    if not codes:
+        print(f"Part {part[0]} of {part[1]} has no run.")
+        return 0
     _print_results(results)
-    print(f"{pluralize(len(runs), 'run')} in {folder}; the table is {folder / 'sweep.json'}.")
+    print(f"{pluralize(len(runs), 'run')} in {folder}; the table is {folder / 'sweep.json'}, also as sweep.html.")
     return int(any(codes.values()))
 
 
+def _write_results(folder: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write the table as JSON, and the page with charts."""
+    text = json.dumps({"runs": results}, indent=2, ensure_ascii=False, allow_nan=False)
+    records = [read_run(folder / row["name"]) for row in results[:MAX_CURVES] if row["validation_loss"] is not None]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / "sweep.json", f"{text}\n")
+        write_text_atomically(folder / "sweep.html", render_sweep(folder.name, results, records))
+    except OSError as error:
+        raise write_error(error, folder) from error
+
+
 def plan_sweep(
-    file: Path, overrides: Sequence[str], grid: Sequence[str], random: int | None = None, seed: int = 0
+    file: Path, overrides: Sequence[str], space: SearchSpace, random: int | None = None, seed: int = 0
 ) -> list[SweepRun]:
     """Return the runs of a sweep, with their configurations validated.
 
     Raises:
         JinguError: a setting or its value is wrong, or two runs would have the same name.
     """
-    values = _read_grid(grid)
-    combinations = list(itertools.product(*values.values()))
-    if random is not None and random < len(combinations):
-        combinations = random_module.Random(seed).sample(combinations, random)
-    base = load_config(file, overrides)
     runs: dict[str, SweepRun] = {}
-    for combination in combinations:
-        settings = dict(zip(values, combination, strict=True))
-        words = [f"{key}={value}" for key, value in settings.items()]
-        # A name has only letters, digits, dots, dashes and underscores.
-        name = "-".join([base.name, *(re.sub(r"[^\w.-]+", "_", word) for word in words)])
-        if name in runs:
+    for settings in space.combine(random, seed):
+        run = _make_run(file, overrides, settings)
+        if run.config.name in runs:
             fix = "Use values that differ in letters or digits."
-            raise JinguError(f"two combinations would have the same name, {name}.", where="--grid", fix=fix)
-        place = [f"runs_dir={Path(base.runs_dir) / f'{base.name}-sweep'}", f"name={name}"]
-        runs[name] = SweepRun(settings, load_config(file, [*overrides, *words, *place]))
+            what = f"two combinations would have the same name, {run.config.name}."
+            raise JinguError(what, where="--grid", fix=fix)
+        runs[run.config.name] = run
     return list(runs.values())
 
 
-def _read_grid(grid: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each key, without repetitions. Raises JinguError for a wrong form."""
-    values: dict[str, list[str]] = {}
-    for text in grid:
-        key, _, listing = text.partition("=")
-        items = _SEPARATOR.split(listing)
-        if "" in (key, *items):
-            fix = "Write it like --grid optimizer.lr=1e-3,3e-4, without spaces."
-            raise JinguError(f"{text} is no setting with its values.", where="--grid", fix=fix)
-        if key in ("name", "runs_dir"):
-            raise JinguError(f"{key} cannot vary: the names of the runs follow from their settings.", where="--grid")
-        values[key] = list(dict.fromkeys([*values.get(key, []), *items]))
-    return values
+def search_runs(file: Path, overrides: Sequence[str], space: SearchSpace, count: int, seed: int) -> Iterator[SweepRun]:
+    """Yield runs whose settings Optuna chooses. Each must have been trained before the next one is asked for.
+
+    The choices follow from the seed and the losses alone: a sweep that resumes comes to the same ones.
+    """
+    if find_spec("optuna") is None:
+        raise JinguError("Optuna is not installed.", where="--optuna", fix="Run `pip install optuna`, or use --random.")
+    for settings in space.corners():
+        _make_run(file, overrides, settings)
+    optuna = import_module("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    for _ in range(count):
+        trial = study.ask()
+        run = _make_run(file, overrides, space.suggest(trial))
+        yield run
+        loss = _result(run, None)["validation_loss"]
+        study.tell(trial, loss, state=optuna.trial.TrialState.FAIL if loss is None else None)
+
+
+def _make_run(file: Path, overrides: Sequence[str], settings: Mapping[str, str]) -> SweepRun:
+    base = load_config(file, overrides)
+    words = [f"{key}={value}" for key, value in settings.items()]
+    # A name has only letters, digits, dots, dashes and underscores.
+    name = "-".join([base.name, *(re.sub(r"[^\w.-]+", "_", word) for word in words)])
+    place = [f"runs_dir={Path(base.runs_dir) / f'{base.name}-sweep'}", f"name={name}"]
+    return SweepRun(settings, load_config(file, [*overrides, *words, *place]))
 
 
 def _train(config: RunConfig, processes: int) -> int:

@@ -35,7 +35,7 @@ class Series:
 
     label: str
     points: list[Point]
-    kind: Literal["line", "dots"] = "line"
+    kind: Literal["line", "dots", "points"] = "line"
     colour: int = 0
 
     @property
@@ -51,6 +51,7 @@ class Chart:
     Attributes:
         logarithmic_beyond: use a log scale if the maximum exceeds the median by this factor.
         levels: labeled horizontal lines.
+        names: of the positions 1, 2, ... on the x axis, in the place of steps.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Chart:
     from_zero: bool = False
     logarithmic_beyond: float = math.inf
     levels: list[tuple[str, float]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def choose_scale(chart: Chart) -> tuple[Scale, list[float]]:
     """Return the scale of a chart and the ticks of its y axis. It is logarithmic if peaks would flatten the rest."""
-    last_step = max(1, *(step for series in chart.series for step, _ in series.points))
+    last_step = max(1, *(step for series in chart.series for step, _ in series.points)) + bool(chart.names)
     values = [value for series in chart.series for _, value in series.drawable]
     values += [value for _, value in chart.levels]
     low, high = min(values), max(values)
@@ -153,11 +155,12 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = (), stages: Sequence[int] 
         scale=scale,
         ticks=ticks,
         steps=[tick for tick in round_ticks(0, scale.last_step) if tick <= scale.last_step and tick == int(tick)],
+        names=list(enumerate(chart.names, 1)),
         resumes=[step for step in resumes if step <= scale.last_step],
         stages=[step for step in stages if 0 < step <= scale.last_step],
         curves=[_curve(series, scale) for series in shown],
         gaps=sorted({step for series in chart.series for step, value in series.points if not is_drawable(value)}),
-        data=_for_script(shown, scale),
+        data=_for_script(shown, scale, chart.names),
         **_SIZES,
     )
 
@@ -175,13 +178,14 @@ def _curve(series: Series, scale: Scale) -> tuple[Series, Markup, list[tuple[flo
             path.append(f"L{x} {y}" if pen_down else f"M{x} {y}h0")
             dots.append((x, y))
         pen_down = is_drawable(value)
-    few = len(dots) == 1 or (series.kind == "dots" and len(dots) <= 60)
-    return series, Markup("".join(path)), dots if few else []
+    few = len(dots) == 1 or series.kind == "points" or (series.kind == "dots" and len(dots) <= 60)
+    return series, Markup("" if series.kind == "points" else "".join(path)), dots if few else []
 
 
-def _for_script(shown: list[Series], scale: Scale) -> str:
+def _for_script(shown: list[Series], scale: Scale, names: list[str]) -> str:
     """Return the JSON with which the page's script shows the values under the pointer."""
     points = [[[step, format_number(value), scale.y_of(value)] for step, value in series.drawable] for series in shown]
     frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": scale.last_step}
     curves = {"series": points, "colours": [series.colour for series in shown]}
+    curves |= {"names": names} if names else {}
     return json.dumps(frame | curves, separators=(",", ":"))

@@ -1,6 +1,6 @@
 // Shows the values of the step under the pointer (or under the arrow keys) in each chart's caption.
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
-  const { left, right, top, bottom, last, series, colours } = JSON.parse(figure.dataset.chart);
+  const { left, right, top, bottom, last, series, colours, names } = JSON.parse(figure.dataset.chart);
   const svg = figure.querySelector("svg");
   const values = [...figure.querySelectorAll(".value")], resting = values.map((value) => value.textContent);
   const make = (name, attributes) => {
@@ -19,7 +19,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     const x = left + here / last * (right - left);
     line.setAttribute("x1", x); line.setAttribute("x2", x); line.setAttribute("visibility", "visible");
     at.setAttribute("x", Math.min(x, right - 28));
-    at.textContent = "step " + here.toLocaleString("en"); at.setAttribute("visibility", "visible");
+    at.textContent = names ? names[here - 1] : "step " + here.toLocaleString("en"); at.setAttribute("visibility", "visible");
     series.forEach((points, index) => {
       if (!points.length) return;
       const [step, text, y] = nearest(points, here, (point) => point[0]);

@@ -50,6 +50,14 @@ def test_slurm_array_of_parts(run_file, capsys):
     assert "-m jingu data build run.yaml --part $SLURM_ARRAY_TASK_ID/5\n" in script
 
 
+def test_slurm_array_of_a_sweep(run_file, capsys):
+    words = ["--nodes", "3", "--slots", "4", "--write", "sweep", run_file, "--grid", "seed=1,2,3"]
+    assert main(["launch", "slurm", *words]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=1-3\n" in script and "#SBATCH --signal=USR1@180\n" in script
+    assert "jingu sweep run.yaml --grid seed=1,2,3 --processes 4 --part $SLURM_ARRAY_TASK_ID/3\n" in script
+
+
 def test_what_slurm_refuses_is_in_its_words(run_file, monkeypatch, capsys):
     monkeypatch.setattr(slurm.shutil, "which", lambda _: None)
     assert main(["launch", "slurm", run_file]) == 2

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,8 @@ from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.errors import JinguError
 from jingu.launch import sweep as sweep_module
-from jingu.launch.sweep import plan_sweep
+from jingu.launch.search_space import Range, read_space
+from jingu.launch.sweep import SweepRun, plan_sweep
 from tests.limits import PATIENCE
 
 GRID = ["--grid", "optimizer.lr=1e-2,1e-9", "--grid", "train.steps=2"]
@@ -49,8 +51,12 @@ def refuse(monkeypatch, capsys, *words: str) -> str:
     return capsys.readouterr().err
 
 
+def plan(file: Path, grid: list[str], overrides: Sequence[str] = (), *more: int) -> list[SweepRun]:
+    return plan_sweep(file, overrides, read_space(grid), *more)
+
+
 def test_runs_are_the_product_of_the_values(run_file, tmp_path):
-    runs = plan_sweep(run_file, ["seed=7"], ["optimizer.lr=1e-2,1e-3", "train.steps=5", "optimizer.lr=1e-3,1e-4"])
+    runs = plan(run_file, ["optimizer.lr=1e-2,1e-3", "train.steps=5", "optimizer.lr=1e-3,1e-4"], ["seed=7"])
     assert [(run.config.optimizer.lr, run.config.train.steps, run.config.seed) for run in runs] == [
         (1e-2, 5, 7),
         (1e-3, 5, 7),
@@ -61,7 +67,7 @@ def test_runs_are_the_product_of_the_values(run_file, tmp_path):
 
 def test_commas_within_brackets_do_not_separate(run_file):
     grid = ["optimizer.param_groups=[],[{match: embedding.*, lr_multiplier: 0.5}]"]
-    groups = [run.config.optimizer.param_groups for run in plan_sweep(run_file, [], grid)]
+    groups = [run.config.optimizer.param_groups for run in plan(run_file, grid)]
     assert [len(each) for each in groups] == [0, 1] and groups[1][0].lr_multiplier == 0.5
 
 
@@ -69,10 +75,84 @@ def test_random_combinations_depend_on_the_seed_alone(run_file):
     grid = [f"seed={','.join(map(str, range(20)))}"]
 
     def names(count: int, seed: int) -> list[str]:
-        return [run.config.name for run in plan_sweep(run_file, [], grid, count, seed)]
+        return [run.config.name for run in plan(run_file, grid, [], count, seed)]
 
     assert names(5, 1) == names(5, 1) != names(5, 2)
     assert len(set(names(5, 1))) == 5 and len(names(99, 1)) == 20
+
+
+def test_values_of_ranges_lie_within_them(run_file):
+    space = read_space(["train.steps=5,6", "optimizer.lr=1e-4:1e-1", "seed=3:5", "optimizer.weight_decay=0:0.1"])
+    assert [own.is_log for own in space.ranges.values()] == [True, False, False]
+    draws = space.combine(200, seed=1)
+    assert draws == space.combine(200, seed=1) != space.combine(200, seed=2)
+    assert {draw["seed"] for draw in draws} == {"3", "4", "5"}
+    rates = [float(draw["optimizer.lr"]) for draw in draws]
+    # On a log scale, a third of the values lies in each power of ten.
+    assert all(1e-4 <= rate <= 1e-1 for rate in rates) and 40 < sum(rate < 1e-3 for rate in rates) < 95
+    assert len(space.corners()) == 8 and Range(1, 9, True).show(8.6) == "9"
+
+
+def test_parts_train_all_runs_once_and_the_table_has_all(run_file, tmp_path, starts, capsys):
+    words = ["sweep", str(run_file), "--grid", "seed=1,2,3", "--grid", "train.steps=2"]
+    assert main([*words, "--part", "2/2"]) == 0
+    out = capsys.readouterr().out
+    assert "Run 1 of 1: seed=2 train.steps=2" in out and out.count("not started") == 2
+    assert main([*words, "--part", "1/2"]) == 0
+    assert len(starts) == 3 and main([*words, "--part", "7/9"]) == 0 and len(starts) == 3
+    assert "Part 7 of 9 has no run." in capsys.readouterr().out
+    table = json.loads((tmp_path / "runs" / "mine-sweep" / "sweep.json").read_text())["runs"]
+    assert sorted(row["settings"]["seed"] for row in table if row["state"] == "complete") == ["1", "2", "3"]
+    page = (tmp_path / "runs" / "mine-sweep" / "sweep.html").read_text()
+    assert "src=" not in page and "http-equiv" in page
+    seeds, curves = page.split("<figure")[1:]
+    assert ">seed</b>" in seeds and seeds.count("<circle") == 6 and all(f">{seed}</text>" in seeds for seed in "123")
+    assert curves.count('class="series') == 3
+
+
+def optuna_with_fixed_choices(told: list[float | None]) -> SimpleNamespace:
+    """What a sweep uses of Optuna: its choices follow from the number of the trial."""
+
+    def ask() -> SimpleNamespace:
+        rate = (1e-3, 1e-2, 1e-9)[len(told) % 3]
+        suggestions = {"suggest_float": lambda *_, log: rate, "suggest_categorical": lambda _, values: values[0]}
+        return SimpleNamespace(**suggestions)
+
+    study = SimpleNamespace(ask=ask, tell=lambda _trial, loss, state: told.append(loss))
+    return SimpleNamespace(
+        create_study=lambda sampler: study,
+        logging=SimpleNamespace(set_verbosity=lambda _: None, WARNING=30),
+        samplers=SimpleNamespace(TPESampler=lambda seed: seed),
+        trial=SimpleNamespace(TrialState=SimpleNamespace(FAIL="fail")),
+    )
+
+
+def test_optuna_chooses_and_a_sweep_resumes(run_file, tmp_path, starts, monkeypatch, capsys):
+    told: list[float | None] = []
+    monkeypatch.setattr(sweep_module, "find_spec", lambda _: object())
+    monkeypatch.setattr(sweep_module, "import_module", lambda _: optuna_with_fixed_choices(told))
+    words = ["sweep", str(run_file), "--grid", "optimizer.lr=1e-9:1e-2", "--grid", "train.steps=2", "--optuna"]
+    assert main([*words, "2"]) == 0 and len(starts) == 2 and len(told) == 2
+    first = list(told)
+    told.clear()
+    assert main([*words, "3"]) == 0 and len(starts) == 3 and told[:2] == first
+    table = json.loads((tmp_path / "runs" / "mine-sweep" / "sweep.json").read_text())["runs"]
+    assert [row["settings"]["optimizer.lr"] for row in table] == ["0.01", "0.001", "1e-09"]
+    assert main([*words, "3", "--part", "1/2"]) == 2
+    monkeypatch.setattr(sweep_module, "find_spec", lambda _: None)
+    assert main([*words, "3"]) == 2
+    assert "Optuna is not installed." in capsys.readouterr().err
+
+
+def test_real_optuna_comes_to_the_same_choices_again(run_file, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(sweep_module, "_result", lambda run, _: {"validation_loss": run.config.optimizer.lr})
+    space = read_space(["seed=1,2", "optimizer.lr=1e-4:1e-2", "train.steps=3:9"])
+
+    def names() -> list[str]:
+        return [run.config.name for run in sweep_module.search_runs(run_file, [], space, 12, seed=3)]
+
+    assert names() == names() and len(set(names())) > 6
 
 
 @pytest.mark.parametrize(
@@ -88,6 +168,21 @@ def test_random_combinations_depend_on_the_seed_alone(run_file):
 )
 def test_a_mistake_is_refused_before_the_first_run(run_file, monkeypatch, capsys, grid, message):
     assert message in refuse(monkeypatch, capsys, str(run_file), "--grid", grid)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grid", "optimizer.lr=1e-2:1e-3"], "is an empty range."),
+        (["--grid", "optimizer.lr=1e-4:1e-3"], "a range has no combinations to count. Add --random N"),
+        (
+            ["--grid", "optimizer.lr=1e-4:1e-3", "--grid", "optimizer.lr=1"],
+            "optimizer.lr has both values and a range.",
+        ),
+    ],
+)
+def test_a_wrong_range_is_refused(run_file, monkeypatch, capsys, words, message):
+    assert message in refuse(monkeypatch, capsys, str(run_file), *words)
 
 
 def test_a_sweep_without_settings_is_refused(run_file, monkeypatch, capsys):
