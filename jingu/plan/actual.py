@@ -67,12 +67,15 @@ class StepTimer(TorchDispatchMode):
 
 
 def complete_terms(measured: Mapping[str, float], step: float, *, is_pipeline: bool) -> dict[str, float]:
-    """Return the measured seconds of a step by term, and add what is left: a pipeline's idle time, or the host's.
+    """Return the seconds of a step by term: those measured, and what is left, a pipeline's idle time or the host's.
+
+    Where the measured step was slower than others, its terms are shortened.
 
     Args:
         step: seconds of a step that nobody measured in detail.
     """
-    terms: dict[str, float] = dict(measured)
+    total = max(step, sum(measured.values()))
     rest = "bubble" if is_pipeline else "launch"
-    terms[rest] = max(0.0, step - sum(terms.values()) + terms.get(rest, 0.0))
-    return terms
+    terms = {rest: 0.0, **measured}
+    terms[rest] += total - sum(measured.values())
+    return {term: seconds * step / total for term, seconds in terms.items()}
