@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
@@ -41,6 +41,8 @@ class Forecast:
         memory: of the fullest card.
         price: of a card's hour; None: not known.
         assumptions: what the estimate assumes where nothing is known.
+        updates: optimizer steps of a step.
+        phases: bytes of the fullest card in each phase of a step, if there are several; `memory` is of the fullest.
     """
 
     work: Workload
@@ -50,6 +52,8 @@ class Forecast:
     memory: RankMemory
     price: float | None
     assumptions: list[str]
+    updates: int = 1
+    phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> float:
@@ -65,7 +69,8 @@ class Forecast:
         work, machine = self.work, self.machine
         spec, ranks = work.spec, work.ranks
         shapes = parameter_shapes(spec)
-        flops = flops_per_token(spec, shapes, work.sequence) * work.tokens_per_step
+        tokens = work.tokens_per_step * self.updates
+        flops = flops_per_token(spec, shapes, work.sequence) * tokens
         hours = self.step * self.steps / 3600
         busy = (self.step - self.seconds["bubble"] - self.seconds["data"]) / self.step
         state = _checkpoint_bytes(work)
@@ -79,11 +84,12 @@ class Forecast:
             "memory": self.memory.card,
             "offloaded": self.memory.offloaded,
             "memory_total": self.memory.total,
+            "memory_phases": self.phases,
             "memory_usable": machine.usable_bytes,
             "seconds": self.seconds,
             "step_seconds": self.step,
             "step_seconds_interval": machine.interval and [self.step * bound for bound in machine.interval],
-            "tokens_per_second": work.tokens_per_step / self.step,
+            "tokens_per_second": tokens / self.step,
             "mfu": flops / self.step / ranks / (machine.peak_tflops * 1e12),
             "days": hours / 24,
             "kilowatt_hours": hours * ranks * machine.watts * (IDLE_POWER + (1 - IDLE_POWER) * busy) / 1000,
@@ -185,6 +191,8 @@ def print_forecast(result: Forecast) -> None:
         ("total", f"{result.memory.total / unit:,.2f}", f"of {result.machine.usable_bytes / unit:,.1f}: {fits}")
     )
     print_table(("memory of the fullest rank", name, ""), rows, [1])
+    if result.phases:
+        print(f"phases: {', '.join(f'{phase} {size / unit:,.2f}' for phase, size in result.phases.items())} {name}")
     print()
     terms = [(term, f"{value:,.3f}", f"{value / result.step:.1%}") for term, value in result.seconds.items() if value]
     print_table(("time of a step", "s", "share"), [*terms, ("total", f"{result.step:,.3f}", "")], [1, 2])

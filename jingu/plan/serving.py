@@ -45,13 +45,8 @@ def plan_serving(spec: ModelSpec, machine: Machine, cards: int, context: int, we
     Raises:
         JinguError: the weights do not fit.
     """
-    shapes = parameter_shapes(spec)
-    count = count_parameters(spec, shapes)
-    part, rates = spec.attention, machine.efficiency
-    weights = count.total * weight_bytes / cards
-    # More ranks than key-value heads keep copies of them.
-    heads = max(1.0, part.num_kv_heads / cards)
-    cache = 2.0 * 2 * spec.num_layers * heads * part.head_dim
+    weights = count_parameters(spec, parameter_shapes(spec)).total * weight_bytes / cards
+    cache = cache_bytes_per_token(spec, cards)
     room = machine.usable_bytes - weights
     if room <= 0:
         raise JinguError(
@@ -60,19 +55,54 @@ def plan_serving(spec: ModelSpec, machine: Machine, cards: int, context: int, we
             where="--gpus",
             fix="Use more cards, or quantized weights.",
         )
-    peak = machine.matmul_tflops * 1e12 * rates.matmul * cards
-    bandwidth = machine.memory_gbs * 1e9 * rates.memory
     prompt = context // 2
-    # All-reduces of a layer's two halves.
-    latency = spec.num_layers * 2 * 2 * (cards - 1) * rates.hop_us * 1e-6
-    launch = spec.num_layers * 12 * rates.kernel_us * 1e-6
-    speeds = {}
-    for streams in BATCHES:
-        read = weights * _share_read(spec, count.active / count.total, streams) + streams * prompt * cache
-        compute = streams * generation_flops(spec, shapes, prompt) / peak
-        speeds[streams] = streams / (max(read / bandwidth, compute, launch) + latency)
-    first = prompt * generation_flops(spec, shapes, prompt // 2) / peak + latency + launch
+    speeds = {n: n / decode_seconds(spec, machine, n, prompt, weights, cards) for n in BATCHES}
+    first = prompt_seconds(spec, machine, prompt, cards)
     return ServingPlan(cards, context, weights, cache, int(room / (cache * context)), first, speeds)
+
+
+def cache_bytes_per_token(spec: ModelSpec, cards: int, number_bytes: float = 2.0) -> float:
+    """Return the bytes of keys and values of a token on a card."""
+    # More ranks than key-value heads keep copies of them.
+    heads = max(1.0, spec.attention.num_kv_heads / cards)
+    return 2.0 * number_bytes * spec.num_layers * heads * spec.attention.head_dim
+
+
+def decode_seconds(
+    spec: ModelSpec, machine: Machine, streams: int, context: int, weights: float, cards: int = 1
+) -> float:
+    """Return the seconds of a step that generates one token of each stream.
+
+    Args:
+        context: tokens before it.
+        weights: bytes of the weights on a card.
+    """
+    shapes = parameter_shapes(spec)
+    count = count_parameters(spec, shapes)
+    read = weights * _share_read(spec, count.active / count.total, streams)
+    read += streams * context * cache_bytes_per_token(spec, cards)
+    compute = streams * generation_flops(spec, shapes, context) / _peak(machine, cards)
+    bandwidth = machine.memory_gbs * 1e9 * machine.efficiency.memory
+    return max(read / bandwidth, compute, _launch(spec, machine)) + _latency(spec, machine, cards)
+
+
+def prompt_seconds(spec: ModelSpec, machine: Machine, prompt: int, cards: int = 1) -> float:
+    """Return the seconds until the first token after a prompt."""
+    compute = prompt * generation_flops(spec, parameter_shapes(spec), prompt // 2) / _peak(machine, cards)
+    return compute + _latency(spec, machine, cards) + _launch(spec, machine)
+
+
+def _peak(machine: Machine, cards: int) -> float:
+    return machine.matmul_tflops * 1e12 * machine.efficiency.matmul * cards
+
+
+def _launch(spec: ModelSpec, machine: Machine) -> float:
+    return spec.num_layers * 12 * machine.efficiency.kernel_us * 1e-6
+
+
+def _latency(spec: ModelSpec, machine: Machine, cards: int) -> float:
+    """Return the seconds of the all-reduces of each layer's two halves."""
+    return spec.num_layers * 2 * 2 * (cards - 1) * machine.efficiency.hop_us * 1e-6
 
 
 def _share_read(spec: ModelSpec, active: float, streams: int) -> float:

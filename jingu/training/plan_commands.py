@@ -40,6 +40,7 @@ from jingu.plan.serving import plan_serving
 from jingu.runtime.device import total_memory
 from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.plan_rollouts import add_task
 from jingu.training.precision import choose_precision
 from jingu.training.replay_run import replay_run
 from jingu.training.run import apply_tuning, build_run_spec
@@ -187,7 +188,7 @@ def plan(
             print_serving(serving, machine)
         return 0
     if mode == "clusters":
-        return _plan_clusters(request, machine, as_json=as_json)
+        return _plan_clusters(request, machine, price, as_json=as_json)
     precision = _machine_precision(config, machine)
     if mode == "exact":
         return _replay(request, precision, ranks, as_json=as_json)
@@ -200,7 +201,7 @@ def plan(
         if not result.best:
             return 1
         work = result.best[0].work
-    outcome = forecast(work, machine, config.train.steps, price, request.assumptions)
+    outcome = add_task(forecast(work, machine, config.train.steps, price, request.assumptions), config, spec)
     if as_json:
         print(json.dumps(outcome.to_json()))
     elif mode is None:
@@ -241,14 +242,15 @@ def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int)
     return search_layouts(base, ranks, machine, rows)
 
 
-def _plan_clusters(request: PlanRequest, machine: Machine, *, as_json: bool) -> int:
+def _plan_clusters(request: PlanRequest, machine: Machine, price: float | None, *, as_json: bool) -> int:
     """Print the best layout on 1, 2, 4, ... nodes, as long as the batch suffices."""
     forecasts, nodes = [], 1
     while nodes * machine.gpus_per_node <= request.config.batch.global_batch_size and nodes <= MAX_NODES:
         result = search_run(request.config, request.spec, machine, nodes * machine.gpus_per_node)
         if result.best:
             work = result.best[0].work
-            forecasts.append(forecast(work, machine, request.config.train.steps, assumptions=request.assumptions))
+            outcome = forecast(work, machine, request.config.train.steps, price, list(request.assumptions))
+            forecasts.append(add_task(outcome, request.config, request.spec))
         nodes *= 2
     if as_json:
         print(json.dumps([result.to_json() for result in forecasts]))

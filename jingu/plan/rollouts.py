@@ -1,0 +1,136 @@
+"""What learning from rewards adds to a step: generated answers, and the models beside the trained one.
+
+The phases of a step follow each other on the same cards: generation, scores of other models, updates. A card must hold
+the fullest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from jingu.model.spec import ModelSpec
+from jingu.plan.forecast import Forecast
+from jingu.plan.machine import Machine
+from jingu.plan.memory import RankMemory, fullest_stage
+from jingu.plan.serving import cache_bytes_per_token, decode_seconds, prompt_seconds
+from jingu.plan.step_time import stage_time, step_time
+from jingu.plan.workload import Workload, model_sizes, num_parameters
+
+# Share of a card that the KV cache takes at most (jingu/infer/engine.py).
+MAX_CACHE_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A model beside the trained one.
+
+    Attributes:
+        role: frozen: laid out as the trained model, scores answers; trained: has an optimizer, too; whole: the first
+            rank has it in main memory, in fp32.
+    """
+
+    name: str
+    spec: ModelSpec
+    role: Literal["frozen", "trained", "whole"]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """How a step generates.
+
+    Attributes:
+        prompts: of a step, over all ranks; answers: to each.
+        new_tokens: of an answer; streams: answers that a rank generates at a time.
+        updates: optimizer steps of a step.
+    """
+
+    prompts: int
+    answers: int
+    new_tokens: int
+    streams: int
+    updates: int = 1
+    companions: Sequence[Companion] = ()
+
+
+def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
+    """Return the forecast of a run that learns from its own answers, from that of an update of the trained model."""
+    phases = _phases(result, rollouts)
+    fullest = max(phases, key=lambda name: phases[name].total)
+    totals = {name: memory.total for name, memory in phases.items()}
+    seconds = _seconds(result.work, result.machine, rollouts)
+    return replace(result, seconds=seconds, memory=phases[fullest], updates=rollouts.updates, phases=totals)
+
+
+def _beside(work: Workload, companion: Companion) -> Workload:
+    """Return the same step of another model."""
+    return replace(work, model=model_sizes(companion.spec, work.software.compute_bytes))
+
+
+def _phases(result: Forecast, rollouts: Rollouts) -> dict[str, RankMemory]:
+    """Return what the fullest rank holds in each phase of a step."""
+    work, machine = result.work, result.machine
+    card = {part: size for part, size in result.memory.card.items() if part in ("weights", "optimizer state")}
+    offloaded = dict(result.memory.offloaded)
+    trained: dict[str, RankMemory] = {}
+    # 1. What stays from step to step.
+    for companion in rollouts.companions:
+        name = f"{companion.name} weights"
+        if companion.role == "whole":
+            size = 4.0 * num_parameters(companion.spec)
+            (card if machine.is_shared else offloaded)[name] = size
+            continue
+        own = fullest_stage(_beside(work, companion))[1]
+        place, held = (offloaded, own.offloaded) if own.offloaded else (card, own.card)
+        place[name] = held["weights"]
+        if companion.role == "trained":
+            place[f"{companion.name} optimizer state"] = held["optimizer state"]
+            trained[companion.name] = own
+    # 2. Updates, of one model after the other.
+    rest = {part: size for part, size in result.memory.card.items() if part not in card}
+    phases = {"update": RankMemory(card | rest, offloaded)}
+    for name, own in trained.items():
+        rest = {f"{name} {part}": size for part, size in own.card.items() if part not in ("weights", "optimizer state")}
+        phases[f"{name} update"] = RankMemory(card | rest, offloaded)
+    # 3. Generation, on several ranks with a whole copy of the model on each.
+    streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
+    cache = streams * work.sequence * cache_bytes_per_token(work.spec, 1, work.software.compute_bytes)
+    generation = {"cache": min(cache, MAX_CACHE_SHARE * machine.memory_gib * 2**30)}
+    if work.ranks > 1:
+        generation["gathered copy"] = num_parameters(work.spec) * work.software.weight_bytes
+    phases["generation"] = RankMemory(card | generation, offloaded)
+    return phases
+
+
+def _answers_of_rank(work: Workload, rollouts: Rollouts) -> int:
+    return ceil(rollouts.prompts / work.ranks) * rollouts.answers
+
+
+def _forward_seconds(work: Workload, machine: Machine) -> float:
+    """Return the seconds of the forward passes over the rows of an update."""
+    return work.accumulation * max(stage_time(work, stage, machine).forward for stage in work.stages)
+
+
+def _seconds(work: Workload, machine: Machine, rollouts: Rollouts) -> dict[str, float]:
+    """Return the seconds of a step by term: generation, scores, and all updates."""
+    answers = _answers_of_rank(work, rollouts)
+    prompt = max(1, work.sequence - rollouts.new_tokens)
+    weights = num_parameters(work.spec) * work.software.weight_bytes
+    # Streams that have ended make room for the next ones.
+    streams = min(rollouts.streams, answers)
+    context = prompt + rollouts.new_tokens // 2
+    generation = answers / streams * rollouts.new_tokens * decode_seconds(work.spec, machine, streams, context, weights)
+    generation += answers / rollouts.answers * prompt_seconds(work.spec, machine, prompt)
+    seconds = {term: value * rollouts.updates for term, value in step_time(work, machine).items()}
+    seconds["generation"] = generation
+    if rollouts.updates > 1:
+        seconds["log-probabilities"] = rollouts.updates * _forward_seconds(work, machine)
+    for companion in rollouts.companions:
+        if companion.role != "whole":
+            other = _beside(work, companion)
+            value = _forward_seconds(other, machine)
+            value += sum(step_time(other, machine).values()) * (companion.role == "trained")
+            seconds[companion.name] = rollouts.updates * value
+    return seconds

@@ -1,0 +1,55 @@
+"""Read from a run's settings what its task adds to a step: answers that it generates, and other models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jingu.config.schema import RunConfig
+from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PolicySettings
+from jingu.config.sections.rewards import ModelReward
+from jingu.config.sections.tasks import DpoSettings, KtoSettings
+from jingu.formats.models import open_model
+from jingu.model.spec import ModelSpec
+from jingu.plan.forecast import Forecast
+from jingu.plan.rollouts import Companion, Rollouts, add_rollouts
+
+
+def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
+    """Return the forecast of a run with what its task adds; models that do not exist yet are taken to be as large as
+    the trained one."""
+    task = config.task
+    if isinstance(task, DpoSettings | KtoSettings):
+        result.assumptions.append("log-probabilities of the reference are computed before the first step")
+    if not isinstance(task, PolicySettings):
+        return result
+    companions = []
+    base = spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
+    if isinstance(task, DistillationSettings):
+        companions.append(Companion("teacher", _spec_of(task.teacher, base, result), "frozen"))
+    elif task.penalty is not None:
+        path = task.penalty.reference or config.initialize.from_
+        companions.append(Companion("reference", _spec_of(path, base, result), "frozen"))
+    scorers = [reward.model for reward in task.rewards if isinstance(reward, ModelReward)]
+    for number, path in enumerate(scorers, start=1):
+        name = "reward model" + f" {number}" * (len(scorers) > 1)
+        companions.append(Companion(name, _spec_of(path, base, result), "whole"))
+    if task.rewards:
+        result.assumptions.append("rewards take no time")
+    greedy = isinstance(task, GrpoSettings) and task.advantage == "remax"
+    rollouts = Rollouts(
+        task.prompts_per_step,
+        task.answers_per_prompt + greedy,
+        task.max_new_tokens,
+        task.max_num_seqs,
+        task.updates_per_step,
+        companions,
+    )
+    return add_rollouts(result, rollouts)
+
+
+def _spec_of(path: str | None, default: ModelSpec, result: Forecast) -> ModelSpec:
+    if path is not None and Path(path).exists():
+        return open_model(Path(path)).spec
+    if path is not None:
+        result.assumptions.append(f"{path} does not exist yet, and is as large as the trained model")
+    return default
