@@ -243,6 +243,7 @@ COMMANDS = {
         option("--gpus", "N", integer(1), "ranks of a node (default: as many as the machine has cards)"),
         _mode("--search", "search", "compare all valid layouts, and say why others fail"),
         _mode("--gpus-needed", "clusters", "try 1, 2, 4, ... nodes: the smallest and the cheapest cluster"),
+        option("--gpus-needed-within", "DAYS", _above_0, "of these, clusters that end the run in time", dest="mode"),
         _mode("--exact", "exact", "replay a step of the first rank: peak of its tensors, and its collectives"),
         _mode("--serve", "serve", "plan generation on --gpus cards (default: 1)"),
         option("--price", "AMOUNT", _above_0, "price of a card's hour"),

@@ -60,6 +60,10 @@ class Forecast:
         return sum(self.seconds.values())
 
     @property
+    def days(self) -> float:
+        return self.step * self.steps / 86400
+
+    @property
     def spare(self) -> float:
         """Bytes of the card that are left; below zero, the run does not fit."""
         return self.machine.usable_bytes - self.memory.total
@@ -71,7 +75,7 @@ class Forecast:
         shapes = parameter_shapes(spec)
         tokens = work.tokens_per_step * self.updates
         flops = flops_per_token(spec, shapes, work.sequence) * tokens
-        hours = self.step * self.steps / 3600
+        hours = self.days * 24
         busy = (self.step - self.seconds["bubble"] - self.seconds["data"]) / self.step
         state = _checkpoint_bytes(work)
         stall = state / ranks / (machine.host_gbs * 1e9)
@@ -91,7 +95,7 @@ class Forecast:
             "step_seconds_interval": machine.interval and [self.step * bound for bound in machine.interval],
             "tokens_per_second": tokens / self.step,
             "mfu": flops / self.step / ranks / (machine.peak_tflops * 1e12),
-            "days": hours / 24,
+            "days": self.days,
             "kilowatt_hours": hours * ranks * machine.watts * (IDLE_POWER + (1 - IDLE_POWER) * busy) / 1000,
             "price": None if self.price is None else hours * ranks * self.price,
             "checkpoint_bytes": state,
@@ -256,18 +260,25 @@ def print_serving(plan: ServingPlan, machine: Machine) -> None:
     print_table(("streams", "tokens/s", "each", ""), rows, [0, 1, 2])
 
 
-def print_clusters(forecasts: Sequence[Forecast]) -> None:
-    """Print clusters of several sizes: the smallest on which a run fits, and the one with the fewest card-hours."""
-    hours = [result.step * result.steps * result.work.ranks / 3600 for result in forecasts]
+def print_clusters(forecasts: Sequence[Forecast], deadline: float | None = None) -> None:
+    """Print clusters of several sizes: the smallest on which a run fits, and the one with the fewest card-hours.
+
+    Args:
+        deadline: days within which the run must end; of the clusters that need longer, none is the smallest.
+    """
+    in_time = [result for result in forecasts if deadline is None or result.days <= deadline]
+    hours = {result.work.ranks: result.days * 24 * result.work.ranks for result in in_time}
     rows = []
-    for result, card_hours in zip(forecasts, hours, strict=True):
-        note = "smallest" * (result is forecasts[0])
-        if card_hours == min(hours):
-            note += ", " * bool(note) + "fewest card-hours"
-        days = result.step * result.steps / 86400
-        cells = (f"{result.work.ranks:,}", f"{result.step:.2f}", f"{days:,.2f}", f"{card_hours:,.0f}")
-        rows.append((*cells, note, describe_layout(result.work)))
-    print_table(("cards", "step s", "days", "card-hours", "", "layout"), rows, [0, 1, 2, 3])
+    for result in forecasts:
+        ranks = result.work.ranks
+        card_hours = result.days * 24 * ranks
+        notes = ["too slow"] * (ranks not in hours)
+        notes += ["smallest"] * (ranks == min(hours, default=0))
+        notes += ["cheapest"] * (ranks == min(hours, key=lambda ranks: hours[ranks], default=0))
+        price = "" if result.price is None else f"{card_hours * result.price:,.0f}"
+        cells = (f"{ranks:,}", f"{result.step:.2f}", f"{result.days:,.2f}", f"{card_hours:,.0f}", price)
+        rows.append((*cells, ", ".join(notes), describe_layout(result.work)))
+    print_table(("cards", "step s", "days", "card-hours", "price", "", "layout"), rows, range(5))
 
 
 def layout_settings(work: Workload) -> str:

@@ -40,7 +40,7 @@ from jingu.plan.serving import plan_serving
 from jingu.runtime.device import total_memory
 from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
-from jingu.training.plan_rollouts import add_task
+from jingu.training.plan_task import add_task
 from jingu.training.precision import choose_precision
 from jingu.training.replay_run import replay_run
 from jingu.training.run import apply_tuning, build_run_spec
@@ -155,7 +155,7 @@ def plan(
     on: str = "here",
     nodes: int = 1,
     gpus: int | None = None,
-    mode: str | None = None,
+    mode: str | float | None = None,
     price: float | None = None,
     as_json: bool = False,
 ) -> int:
@@ -167,7 +167,7 @@ def plan(
         gpus: cards of a node; None: as many as the machine has.
         mode: `search` compares all layouts; `clusters` tries several numbers of nodes; `exact` replays a step of the
             first rank; `serve` plans generation instead of training. None plans the layout of the settings, or of a
-            model alone the best one.
+            model alone the best one. A number is `clusters`, and days within which the run must end.
 
     Returns:
         The exit code: 0; 1 if no layout fits into memory.
@@ -187,8 +187,8 @@ def plan(
         else:
             print_serving(serving, machine)
         return 0
-    if mode == "clusters":
-        return _plan_clusters(request, machine, price, as_json=as_json)
+    if mode == "clusters" or isinstance(mode, float):
+        return _plan_clusters(request, machine, price, mode if isinstance(mode, float) else None, as_json=as_json)
     precision = _machine_precision(config, machine)
     if mode == "exact":
         return _replay(request, precision, ranks, as_json=as_json)
@@ -242,7 +242,9 @@ def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int)
     return search_layouts(base, ranks, machine, rows)
 
 
-def _plan_clusters(request: PlanRequest, machine: Machine, price: float | None, *, as_json: bool) -> int:
+def _plan_clusters(
+    request: PlanRequest, machine: Machine, price: float | None, days: float | None, *, as_json: bool
+) -> int:
     """Print the best layout on 1, 2, 4, ... nodes, as long as the batch suffices."""
     forecasts, nodes = [], 1
     while nodes * machine.gpus_per_node <= request.config.batch.global_batch_size and nodes <= MAX_NODES:
@@ -255,10 +257,10 @@ def _plan_clusters(request: PlanRequest, machine: Machine, price: float | None, 
     if as_json:
         print(json.dumps([result.to_json() for result in forecasts]))
     elif forecasts:
-        print_clusters(forecasts)
+        print_clusters(forecasts, days)
     else:
         print(f"No layout fits on up to {nodes // 2} nodes of {machine.name}.")
-    return 0 if forecasts else 1
+    return int(not any(days is None or result.days <= days for result in forecasts))
 
 
 def _machine_precision(config: RunConfig, machine: Machine) -> Precision:

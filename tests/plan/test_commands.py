@@ -35,7 +35,7 @@ def test_commands_of_the_guide_work(command: str, folder: Path, capsys: pytest.C
     words = shlex.split(command, comments=True)
     # The search over many cards is tried elsewhere.
     words = [word.replace("llama-3-8b", "llama-3.2-1b") for word in words]
-    if "--gpus-needed" in words:
+    if {"--gpus-needed", "--gpus-needed-within"} & set(words):
         words += ["--gpus", "2", "batch.global_batch_size=4"]
     if "--exact" in words:
         words += ["batch.global_batch_size=4"]
@@ -53,6 +53,19 @@ def test_a_plan_as_json_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]
     assert plan["tokens_per_second"] == pytest.approx(128 * 128 / plan["step_seconds"])
     assert plan["price"] == pytest.approx(plan["days"] * 24 * 4 * 2)
     assert plan["assumptions"] == ["the tokenizer has 1,000 entries (tokenizer.vocab_size)"]
+
+
+def test_the_smallest_cluster_that_ends_in_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one node and on two; a deadline between their days leaves the larger one, and one before both leaves none."""
+    words = ["plan", "llama-3.2-1b", "--on", "a100-80", "--gpus", "1", "--gpus-needed", "batch.global_batch_size=2"]
+    assert main([*words, "--json"]) == 0
+    one, two = (cluster["days"] for cluster in json.loads(capsys.readouterr().out))
+    assert two < one
+    assert main([*words, "--gpus-needed-within", str((one + two) / 2), "--price", "2"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert "too slow" in first and "smallest, cheapest" in second
+    assert f"{2 * 2 * 24 * two:,.0f}" in second.split()
+    assert main([*words, "--gpus-needed-within", str(two / 2)]) == 1
 
 
 def test_a_run_that_does_not_fit_is_short_by_so_much(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

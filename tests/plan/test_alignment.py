@@ -12,7 +12,7 @@ from jingu.cli import main
 from jingu.plan.forecast import Forecast, forecast
 from jingu.plan.machine import find_machine
 from jingu.plan.workload import num_parameters
-from jingu.training.plan_rollouts import add_task
+from jingu.training.plan_task import add_task
 from tests.plan.test_memory import LLAMA, bytes_on_fake_ranks, settings, workload
 
 TASK = {"type": "grpo", "prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 8}

@@ -10,8 +10,8 @@ from jingu.config.sections.rewards import ModelReward
 from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.formats.models import open_model
 from jingu.model.spec import ModelSpec
+from jingu.plan.alignment import Companion, Rollouts, add_rollouts
 from jingu.plan.forecast import Forecast
-from jingu.plan.rollouts import Companion, Rollouts, add_rollouts
 
 
 def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
